@@ -13,7 +13,7 @@ from stored_qwix import FROZEN, STORES, as_floats, stored_by
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch, state_from
 
 from trainer.checkpoint import restore
-from trainer.config import load
+from trainer.config import UserError, load
 from trainer.ops.paths import by_name
 from trainer.runtime.place import place
 from trainer.state import get_abstract_state_nnx, init_state_fn
@@ -61,7 +61,7 @@ def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
         module = Holder(nnx.Param(first))
         graphdef, state = nnx.split(module)
-        assert all(path[:1] == ("kernel",) and len(path) == 1 for path, _ in nnx.to_flat_state(state))
+        assert [path for path, _ in nnx.to_flat_state(state)] == [("kernel",)]
         found = [nnx.merge(graphdef, state), nnx.graph.unflatten(*nnx.graph.flatten(module)), nnx.state(module)]
         found.append(jax.jit(lambda state: nnx.state(nnx.merge(graphdef, state)))(state))
         values = [it["kernel"] if isinstance(it, nnx.State) else it.kernel for it in found]
@@ -119,10 +119,13 @@ def plain_run(**keys):
     return made(**keys)
 
 
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    ("name", "combination"),
+    [*((name, ALL_COMBINATIONS[0]) for name in TYPES), *(("mixed", combination) for combination in ALL_COMBINATIONS)],
+)
 def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
-    """With Zero-1. The plain model says how the whole kernel is sharded."""
+    """With Zero-1: each type, and a model of all types in each combination. The plain model says how a whole kernel is
+    sharded."""
     run, plain = made(name, combination, **ZERO1), plain_run(**ZERO1)
     leaves, structure = jax.tree.flatten(run.codec.abstract)
     numbered = structure.unflatten(range(len(leaves)))
@@ -143,7 +146,8 @@ def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
         parts[part] = owner, [n > 1 and size % n == 0 for size, n in zip(whole_shapes[owner], shape, strict=False)]
     for part, (owner, has) in parts.items():
         assert list(axes[part]) == [axis if it else None for axis, it in zip(whole_axes[owner], has, strict=False)]
-    assert sum(not all(has) for _, has in parts.values()) == 6 * (name == "padded")
+    incomplete = [part for part, (_, has) in parts.items() if not all(has)]
+    assert len(incomplete) == {"padded": 6, "mixed": 1}.get(name, 0)
     for kind in ("compute", "storage"):
         specs, whole_specs = (by_name(getattr(it.param_shardings, kind)) for it in (run, plain))
         for part, (owner, has) in parts.items():
@@ -154,6 +158,12 @@ def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
     built = get_abstract_state_nnx(run.config, run.mesh, init_state_fn(run.codec))
     assert built.shardings == run.states.shardings
     assert jax.tree.structure(built.state) == structure
+
+
+def test_tiles_that_the_mesh_does_not_divide_are_refused():
+    """4 tiles of 16 inputs, on 8 devices."""
+    with pytest.raises(UserError, match=r"wi_0/kernel/scale .* of shape \[2, 4, 32\]: fsdp 8 .* does not divide 4"):
+        made("qarray", ici_fsdp_parallelism=8, per_device_batch_size=1)
 
 
 @pytest.mark.parametrize("scan", [True, False])
