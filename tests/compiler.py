@@ -20,6 +20,8 @@ _CPU = f"{'--xla_cpu_use_fusion_emitters=false ' if _HAS_OLDER else ''}--xla_cpu
 # Simulated devices wait for each other in a collective. On a busy machine they wait longer than XLA's 40 seconds, after
 # which it would abort the process.
 _CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
+# All of them as XLA_FLAGS, for a process with any number of devices.
+QUICKLY = f"{_LEVEL} {_CPU}"
 
 # Flags of whoever starts the suite, such as --xla_cpu_max_isa=AVX2: programs round differently on other processors.
 _GIVEN = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_cpu_max_isa"))

@@ -59,14 +59,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import buffer_names, copy_tokenizer, model_config, open_source, weight_shapes
+    from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of
     from trainer.checkpoint.description import check_words
 
     given = dict(word.partition("=")[::2] for word in keys)
     checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
-    leaves, buffers = checkpoint.leaves(config, weight_shapes(config)), buffer_names(config)
+    shapes, buffers = weights_of(config)
+    leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
     neutral = dict(checkpoint.neutral)
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}

@@ -4,7 +4,7 @@ from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import buffer_names, load_parameters, open_source, weight_shapes
+from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
@@ -22,7 +22,6 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
-    "buffer_names",
     "check_dtypes",
     "contents_of",
     "copy_tokenizer",
@@ -42,6 +41,7 @@ __all__ = [
     "restore",
     "saved_config",
     "weight_shapes",
+    "weights_of",
     "write_huggingface",
     "write_maxtext",
     "write_params",

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface import CONFIG, tensors_in
-from trainer.checkpoint.load import buffer_names, open_source, weight_shapes
+from trainer.checkpoint.load import open_source, weights_of
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.params import TREE, ParamsSource
@@ -115,8 +115,8 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
         tensors = _in_tree(source.path / TREE)
         return Contents(str(source.path), "parameters only, of trainer.export", None, source.keys, tensors)
     config = model_config(source.keys, [], str(source.path))
-    leaves = source.leaves(config, weight_shapes(config))
-    buffers = buffer_names(config)
+    shapes, buffers = weights_of(config)
+    leaves = source.leaves(config, shapes)
     found = [_of_leaf(REST if name in buffers else PARAMS, name, leaf) for name, leaf in leaves.items()]
     return Contents(str(source.path), f"a {source.kind} directory", None, source.keys, found)
 

@@ -103,12 +103,14 @@ def _of_run(path: str, *, average: bool = False) -> Source:
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
-    return {name: leaf.shape for name, leaf in names_of(joined(*make_model(config).abstract)).items()}
+    return weights_of(config)[0]
 
 
-def buffer_names(config: Config) -> frozenset[str]:
-    """Returns the canonical names of a model's weights that are not parameters: its state without gradient."""
-    return frozenset(names_of(make_model(config).abstract[1]))
+def weights_of(config: Config) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Returns `weight_shapes`, and which of these weights are not parameters: the model's state without gradient."""
+    params, rest = make_model(config).abstract
+    shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
+    return shapes, frozenset(names_of(rest))
 
 
 def load_parameters(

@@ -20,6 +20,7 @@ from trainer.runtime.storage import absolute, entries
 COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # in each tree
 _CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap the slice
+_TOGETHER = 1 << 25  # bytes
 
 
 def headers(path: Path) -> dict[str, Any]:
@@ -119,15 +120,29 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
     """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by path with slashes. It returns after writing them, so they need not stay in memory.
+    Each call takes leaves by path with slashes. They wait in memory until they have _TOGETHER bytes, because each write
+    takes time in proportion to the number of leaves that are already there. So a larger leaf is written at once.
     """
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # four times as fast, and 8 % larger
     context.array.saving.storage_options.chunk_byte_size = _CHUNK
+    waiting: dict[str, np.ndarray] = {}
+
+    def write() -> None:
+        ocp.partial.save(absolute(path), nested(waiting), custom_metadata=dict(custom or {}))
+        waiting.clear()
+
+    def add(leaves: Mapping[str, np.ndarray]) -> None:
+        waiting.update(leaves)
+        if sum(leaf.nbytes for leaf in waiting.values()) >= _TOGETHER:
+            write()
+
     with context:
-        yield lambda leaves: ocp.partial.save(absolute(path), nested(leaves), custom_metadata=dict(custom or {}))
+        yield add
+        if waiting:
+            write()
         ocp.partial.finalize(absolute(path))
 
 

@@ -44,3 +44,19 @@ def test_without_averages_none_are_read(tmp_path):
     assert not source(tmp_path / "run", stored).averaged
     with pytest.raises(UserError, match="contains no averaged parameters: it was trained with ema_decay=0"):
         ParamsSource(tmp_path / "run", average=True)
+
+
+def test_leaves_are_written_together_up_to_a_size(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    written, save = [], ocp.partial.save
+    monkeypatch.setattr(ocp.partial, "save", lambda path, tree, **how: (written.append(tree), save(path, tree, **how)))
+    monkeypatch.setattr(orbax, "_TOGETHER", 100)
+    values = {name: np.full(size, size, np.float32) for name, size in {"a": 10, "b": 20, "c": 100, "d": 5}.items()}
+    with orbax.writer(tmp_path / TREE) as write:
+        for name, value in values.items():
+            write({name: value})
+            assert sum(map(len, written)) == {"a": 0, "b": 2, "c": 3, "d": 3}[name]
+    found = {name: reader() for name, reader in orbax.readers(tmp_path / TREE).items()}
+    assert found.keys() == values.keys()
+    assert all(np.array_equal(found[name], value) for name, value in values.items())
