@@ -49,6 +49,13 @@ FAMILIES = {
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
 }
 
+# Two kinds of layers in place of the family's 6 or 4, for tests of whole steps, whose cost grows with the pattern:
+# one repetition and a rest, and two repetitions.
+SHORT = {
+    "gemma3": {"sliding_window_pattern": 2, "base_num_decoder_layers": 3},
+    "olmo3": {"sliding_window_pattern": 2},
+}
+
 
 def keys_of(family, **more):
     return FAMILIES[family] | {"decoder_block": family} | more
@@ -61,7 +68,8 @@ def test_the_program_is_the_same_in_every_combination(family):
     how = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "remat_policy": "full"}
 
     def text(combination):
-        words = arguments(combination, **keys_of(family, scan_layers=family != "gemma2", **how))
+        keys = SHORT.get(family, {}) | how
+        words = arguments(combination, **keys_of(family, scan_layers=family != "gemma2", **keys))
         return lowered_update(build(load(words).config, jax.devices()[:1])).as_text()
 
     expected = text(combinations[0])
@@ -70,7 +78,8 @@ def test_the_program_is_the_same_in_every_combination(family):
 
 
 def losses(family, devices, **more):
-    words = arguments(ALL_COMBINATIONS[0], **keys_of(family, opt_type="sgd", learning_rate=0.1, **more))
+    keys = SHORT.get(family, {}) | more
+    words = arguments(ALL_COMBINATIONS[0], **keys_of(family, opt_type="sgd", learning_rate=0.1, **keys))
     run = build(load(words).config, jax.devices()[:devices])
     state, found = run.init(), []
     for i in range(2):
