@@ -5,7 +5,7 @@ import importlib
 from trainer.backends.base import Model
 from trainer.config import Config, combination
 from trainer.models.families import check_products
-from trainer.models.matrices import quantized_names
+from trainer.models.matrices import masked_kernels, quantized_names
 from trainer.ops.paths import by_name
 from trainer.sharding import LAYERS
 
@@ -29,6 +29,7 @@ def make_model(config: Config) -> Model:
     model: Model = getattr(importlib.import_module(module), name)(config)
     check_products(config, list(by_name(model.abstract[0])))
     quantized_names(config)
+    masked_kernels(config)
     return model
 
 

@@ -14,6 +14,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
+from trainer.config.sparsity_keys import M, N
 from trainer.config.trust import code_of_checkpoint
 from trainer.config.windows import has_window
 from trainer.models import FAMILIES
@@ -40,11 +41,13 @@ _OF_ROPE = {
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _NORMALIZED = "norm_topk_prob"
-# Learned positions, fused projections, layers without experts between those with, and what changes scores, with the
-# values for models without them.
+_SPARSITY = (N, M)
+# Learned positions, fused projections, layers without experts between those with, what changes scores, and masks of
+# weights, with the values for models without them.
 _SELDOM = {
     **{"trainable_position_size": -1, "fused_qkv": False, STEP: 1},
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
+    **dict.fromkeys(_SPARSITY),
 }
 _MSCALE, _OF_HEADS = "mscale", ("head_dim",)
 _SCALAR = "query_pre_attn_scalar"
@@ -143,7 +146,7 @@ def check_same_model(
             f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
-    unread = ours.keys() - keys.keys() - decided - {MODULES}
+    unread = ours.keys() - keys.keys() - decided - {MODULES, *_SPARSITY}
     unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if it were not read
     if other and unread:
         raise UserError(

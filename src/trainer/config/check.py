@@ -29,6 +29,7 @@ from trainer.config.paths import path_problem
 from trainer.config.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
 from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
+from trainer.config.sparsity_keys import SPARSITY_CHECKS
 from trainer.config.topologies import find_topology
 
 
@@ -353,6 +354,7 @@ CHECKS = (
             *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *DECODING_CHECKS,
             *QUANTIZATION_CHECKS,
+            *SPARSITY_CHECKS,
         )
     ),
 )

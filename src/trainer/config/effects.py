@@ -21,6 +21,7 @@ from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
 from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
 from trainer.config.remat import OWN_TENSORS, TENSORS
 from trainer.config.schema import schema
+from trainer.config.sparsity_keys import SPARSITY_INERT
 from trainer.config.tiles import KEYS, OF_DQ
 from trainer.config.windows import needs_window
 
@@ -196,6 +197,7 @@ INERT = (
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in QUANTIZATION_INERT),
+    *(Inert(keys, when, reason) for keys, when, reason in SPARSITY_INERT),
 )
 
 

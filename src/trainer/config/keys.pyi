@@ -311,6 +311,10 @@ class Config(Mapping[str, Any]):
     warmup_steps_fraction: float
     weight_dtype: str
     weight_quantization_calibration_method: str
+    weight_sparsity_m: int | None
+    weight_sparsity_n: int | None
+    weight_sparsity_start_step: int
+    weight_sparsity_update_step: int
     wsd_decay_steps_fraction: float
     wsd_decay_style: str
     z_loss_multiplier: float

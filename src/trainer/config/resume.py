@@ -62,6 +62,7 @@ AROUND = (
     "record_internal_nn_metrics",
     "parameter_metrics_period",
     "routed_bias_update_rate",  # DeepSeek-V3 sets it to 0 for the last part of its training
+    "weight_sparsity_update_step",  # a large one keeps the masks for the last part of a training
     "enable_checkpointing",
     "checkpoint_period",
     "save_checkpoint_on_start",

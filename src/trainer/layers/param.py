@@ -27,6 +27,11 @@ def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen
 
 
+def buffer(value: Any, names: Sequence[str | None]) -> "Buffer":
+    """Returns a buffer whose axes have logical `names`, as in `param`."""
+    return Buffer(value, out_sharding=tuple(names), eager_sharding=False)
+
+
 @nnx.register_variable_name(REST)
 class Buffer(nnx.Variable):
     """State without gradients that the forward pass reads, such as a router's bias. Update rules can change it."""

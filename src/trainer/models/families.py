@@ -24,6 +24,7 @@ from trainer.models import FAMILIES
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
+from trainer.models.sparsity import with_masks
 from trainer.products import Context, Rules
 
 # The arguments of a block's call.
@@ -74,6 +75,11 @@ def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any
 
 
 def product_rules(config: Config) -> Rules:
+    """Returns the rules for products: those of `unmasked_rules`, with the masks of weight sparsity."""
+    return with_masks(config, unmasked_rules(config))
+
+
+def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization."""
     return [*family(config.decoder_block).products(config), *quantization_rules(config)]
 

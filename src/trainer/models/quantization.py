@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from trainer.config import Config, UserError
 from trainer.config.quantization_keys import PER_TENSOR, RECIPES, UNQUANTIZED
-from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, grouped_product, product
+from trainer.products import MakeProduct, Rules, make_plain
 from trainer.products.quantized import Calibration, Recipe, quantized
 
-_ROUTER, _HEAD, _MTP = r"(^|/)gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"
+ROUTER, HEAD, MTP = r"(^|/)gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"
 
 
 def quantization_rules(config: Config) -> Rules:
@@ -18,10 +18,10 @@ def quantization_rules(config: Config) -> Rules:
         return ()
     layers, head = _recipes(config)
     kept = [_named(pattern) for pattern in config[UNQUANTIZED]]
-    kept += [] if config.quantize_router_proj else [_ROUTER]
-    kept += [] if config.quantize_mtp else [_MTP]
-    kept += [] if config.quantize_logits_proj else [_HEAD]
-    return [*((pattern, _plain) for pattern in kept), (_HEAD, _made(head)), ("", _made(layers))]
+    kept += [] if config.quantize_router_proj else [ROUTER]
+    kept += [] if config.quantize_mtp else [MTP]
+    kept += [] if config.quantize_logits_proj else [HEAD]
+    return [*((pattern, make_plain) for pattern in kept), (HEAD, _made(head)), ("", _made(layers))]
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:
@@ -46,10 +46,6 @@ def _made(recipe: Recipe) -> MakeProduct:
 def is_quantized(make: MakeProduct | None) -> bool:
     """Returns whether `make`, of a rule, makes quantized products."""
     return isinstance(make, functools.partial) and make.func is quantized
-
-
-def _plain(kernel: Kernel, *, rngs: object) -> Product | GroupedProduct:
-    return grouped_product if kernel.groups else product
 
 
 def _named(pattern: str) -> str:

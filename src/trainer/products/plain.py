@@ -131,3 +131,9 @@ def grouped_product(
     del context
     kernel = kernel.astype(x.dtype)
     return jnp.einsum("gmk,gkn->gmn", x, kernel) if sizes is None else grouped_matmul(x, kernel, sizes)
+
+
+def make_plain(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
+    """A `MakeProduct`: returns the plain product of `kernel`."""
+    del rngs
+    return grouped_product if kernel.groups else product

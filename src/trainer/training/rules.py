@@ -5,23 +5,26 @@ from collections.abc import Sequence
 from trainer.backends import Model
 from trainer.backends.base import tree_mode
 from trainer.config import Config
+from trainer.config.sparsity_keys import is_sparse
 from trainer.models.clipped import clipped_layers
+from trainer.models.matrices import masked_kernels
 from trainer.optim import Rule
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
 from trainer.optim.router_bias import router_bias
+from trainer.optim.sparsity import weight_sparsity
 from trainer.optim.spikes import skip_spikes
 
 
 def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
     """Returns the update rules of `config`, resolved, for `model`, and `more`.
 
-    The parameter average comes last, so that it averages the final parameters of a step.
+    The masks of weights and the parameter average come last: both are of the final parameters of a step.
 
     Raises:
       UserError: a rule does not fit the model.
     """
-    rules = []
+    rules: list[Rule] = []
     if config.skip_step_on_spikes:
         rules.append(skip_spikes(config))
     if config.use_qk_clip:
@@ -30,4 +33,8 @@ def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[
         rules.append(qk_clip(config, model.param_axes, layers))
     if config.routed_bias and config.routed_bias_update_rate:
         rules.append(router_bias(config, model.abstract[1]))
-    return [*rules, *more, *([averaging(config)] if config.ema_decay else [])]
+    rules += more
+    if is_sparse(config):
+        with tree_mode():
+            rules.append(weight_sparsity(config, masked_kernels(config)))
+    return [*rules, *([averaging(config)] if config.ema_decay else [])]

@@ -1,0 +1,57 @@
+"""Products with masked kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.layers.param import buffer
+from trainer.products import Context, EarlyReduction, GroupedProduct, Kernel, Product
+
+
+class _Masked(nnx.Module):
+    """A product that counts the entries of its kernel as zero where `mask` is false. These get no gradient.
+
+    The mask is a buffer, bool with the kernel's shape and logical axes, initially true; an update rule moves it
+    (`optim.sparsity`). `inner` computes the product of the masked kernel, so that its scales, if it quantizes, are
+    those of the entries that are used.
+    """
+
+    def __init__(self, inner: Product | GroupedProduct, kernel: Kernel):
+        groups = (kernel.groups,) if kernel.groups else ()
+        self.mask = buffer(jnp.ones((*groups, *kernel.in_shape, *kernel.out_shape), bool), kernel.names)
+        self.inner: Any = inner
+
+    def masked(self, kernel: jax.Array) -> jax.Array:
+        """Returns the kernel with zeros where the mask is false."""
+        return jnp.where(self.mask.get_value(), kernel, 0)
+
+
+class Sparse(_Masked):
+    """A `Product` of a masked kernel."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        inputs: int,
+        kernel: jax.Array,
+        reduce_early: EarlyReduction | None = None,
+        context: Context | None = None,
+    ) -> jax.Array:
+        return self.inner(x, inputs, self.masked(kernel), reduce_early, context)
+
+
+class GroupedSparse(_Masked):
+    """A `GroupedProduct` of masked kernels."""
+
+    def __call__(
+        self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+    ) -> jax.Array:
+        return self.inner(x, self.masked(kernel), sizes, context)
+
+
+def mask_name(kernel: Kernel) -> str:
+    """Returns the canonical name of a kernel's mask: its product is stored next to it, for experts by its name."""
+    layer, _, name = kernel.name.rpartition("/")
+    return f"{layer}/product/{f'{name}/' if kernel.groups else ''}mask"

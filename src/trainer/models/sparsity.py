@@ -1,0 +1,33 @@
+"""Which products of a model have masked kernels (the keys of N:M weight sparsity)."""
+
+import functools
+import re
+
+from flax import nnx
+
+from trainer.config import Config, UserError
+from trainer.config.sparsity_keys import N, is_sparse
+from trainer.layers.sparse import GroupedSparse, Sparse
+from trainer.models.quantization import HEAD, MTP, ROUTER
+from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain
+
+
+def is_masked(name: str) -> bool:
+    """Returns whether weight sparsity masks the matrix `name`: those of the stacks, without routers."""
+    return not any(re.search(pattern, name) for pattern in (ROUTER, HEAD, MTP))
+
+
+def with_masks(config: Config, rules: Rules) -> Rules:
+    """Returns `rules`, in which the products of masked matrices have a mask each; `rules` without weight sparsity."""
+    if not is_sparse(config):
+        return rules
+    return [(pattern, functools.partial(_masked, config[N], make)) for pattern, make in [*rules, ("", make_plain)]]
+
+
+def _masked(n: int, make: MakeProduct, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
+    product = make(kernel, rngs=rngs)
+    if not is_masked(kernel.name):
+        return product
+    if hasattr(product, "store"):
+        raise UserError(f"{N}={n}: {kernel.name} is stored by its product in a form of its own, which has no masks")
+    return GroupedSparse(product, kernel) if kernel.groups else Sparse(product, kernel)

@@ -1,0 +1,42 @@
+"""The masks of N:M weight sparsity, which follow the magnitudes of the weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from trainer.config import Config
+from trainer.config.sparsity_keys import EVERY, START, M, N
+from trainer.layers.sparse import mask_name
+from trainer.ops.paths import by_name
+from trainer.optim.rules import Rule
+from trainer.products import Kernel
+from trainer.products.sparse import largest
+
+NAME = "weight_sparsity"
+
+
+def weight_sparsity(config: Config, kernels: Sequence[Kernel]) -> Rule:
+    """Returns the rule that makes the masks of `kernels` from the updated parameters (`products.sparse.largest`).
+
+    It does so after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps; skipped
+    steps count, and make no masks. The rule has no state: the masks are in `rest`.
+    """
+    n, m, start, every = (config[key] for key in (N, M, START, EVERY))
+    mask_of = {kernel.name: mask_name(kernel) for kernel in kernels}
+
+    def made(weights: dict[str, jax.Array], masks: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        # Layer by layer: sorting a whole stack at once would take several times its memory.
+        return {
+            mask_of[kernel.name]: jax.lax.map(lambda layer, k=kernel: largest(k, layer, n, m), weights[kernel.name])
+            for kernel in kernels
+        }
+
+    def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
+        steps, params, rest = old.step + 1, by_name(new.params), by_name(new.rest)
+        due = (steps >= start) & ((steps - start) % every == 0)
+        weights, masks = {name: params[name] for name in mask_of}, {name: rest[name] for name in mask_of.values()}
+        found = rest | jax.lax.cond(due, made, lambda weights, masks: masks, weights, masks)
+        return state, new._replace(rest=jax.tree.unflatten(jax.tree.structure(new.rest), found.values()))
+
+    return Rule(NAME, lambda params: {}, update)

@@ -1,0 +1,22 @@
+"""Which weights N:M sparsity uses."""
+
+from math import prod
+
+import jax
+from qwix._src.core import sparsity  # not in `quantized`, which is about products; Qwix's masks need none
+
+from trainer.products.plain import Kernel
+
+
+def largest(kernel: Kernel, value: jax.Array, n: int, m: int) -> jax.Array:
+    """Returns which entries of `value` are used: bool, true for the `n` of largest magnitude among every `m`
+    consecutive ones along the axis that a product sums over. Of equal magnitudes, the first are used.
+
+    Several input axes are one axis, in their order, as a product takes them. `m` divides its length.
+
+    Args:
+      value: [*stacked, *groups, *in, *out] of `kernel`, in any floating-point dtype.
+    """
+    shape, inputs, outputs = value.shape, prod(kernel.in_shape), prod(kernel.out_shape)
+    above = shape[: len(shape) - len(kernel.in_shape) - len(kernel.out_shape)]
+    return sparsity.get_sparsity_mask(value.reshape(*above, inputs, outputs), n, m, order="C").reshape(shape)
