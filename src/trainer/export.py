@@ -46,6 +46,7 @@ weights of a run with ema_decay: raw, the parameters that it trains (default), o
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
+Weights that weight_sparsity_n masks are zero in hf and maxtext; params also has the masks.
 Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say what the keys mean."""
 
 
@@ -150,10 +151,12 @@ def _not_a_new_folder(path: Path) -> str | None:
 
 
 def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: dict[str, Any]) -> None:
-    from trainer.checkpoint import write_huggingface, write_maxtext, write_params
+    from trainer.checkpoint import with_zeros, write_huggingface, write_maxtext, write_params
     from trainer.models.huggingface_config import length_notes
     from trainer.models.maxtext_config import maxtext_notes
 
+    if options["format"] != "params":
+        leaves = with_zeros(config, leaves)
     if options["format"] == "hf":
         for note in length_notes(config, neutral):
             print(note)

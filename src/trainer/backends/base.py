@@ -33,6 +33,7 @@ class Model(Protocol):
 
     config: Config
     param_axes: Any  # the tree of params, with a `sharding.Axes` for each array: a parameter may be a pytree
+    rest_axes: Any  # the same for rest
     abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:

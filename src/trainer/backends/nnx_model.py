@@ -1,5 +1,6 @@
 """The NNX model. Its train state is a TrainStateNNX, split into a flat nnx.State."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ class NNXModel:
         variables = {"params": self.abstract[0], "rest": self.abstract[1]}
         self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
         self._variables = Permutation(state, variables, lambda path: self.canonical(("model", *path)))
-        self.param_axes = axes_of_params(params)
+        self.param_axes, self.rest_axes = axes_of_params(params), axes_of_buffers(rest)
 
     def _make(self) -> Transformer:
         return Transformer(self.config, nnx.Rngs(params=seed_key(0)), self.decoder)
@@ -97,8 +98,23 @@ def axes_of_params(params: nnx.State) -> dict:
         ndim = max(part.ndim for part in jax.tree.leaves(value))
         return axes_of_parts(Axes(given or unnamed(ndim, in_stack(name))), value, name)
 
+    return _of_variables(names, params)
+
+
+def axes_of_buffers(rest: nnx.State) -> dict:
+    """Does the same for the buffers of a model. One without names has only None."""
+
+    def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
+        given = variable.get_metadata().get("out_sharding")
+        return Axes(given or (None,) * variable.get_value().ndim)
+
+    return _of_variables(names, rest)
+
+
+def _of_variables(fn: Callable[..., Any], state: nnx.State) -> dict:
+    """Returns `fn(path, variable)` for each variable, in nested dicts."""
     return jax.tree_util.tree_map_with_path(
-        names,
-        nnx.to_pure_dict(params, extract_fn=lambda variable: variable),
+        fn,
+        nnx.to_pure_dict(state, extract_fn=lambda variable: variable),
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

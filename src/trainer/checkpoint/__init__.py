@@ -6,6 +6,7 @@ from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
+from trainer.checkpoint.masks import with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
@@ -42,6 +43,7 @@ __all__ = [
     "saved_config",
     "weight_shapes",
     "weights_of",
+    "with_zeros",
     "write_huggingface",
     "write_maxtext",
     "write_params",

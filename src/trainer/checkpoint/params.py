@@ -18,6 +18,7 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
+from trainer.checkpoint.masks import masks_of
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
 from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
@@ -88,11 +89,13 @@ class ParamsSource:
         }
         # Parts of a parameter have dtypes of their own, which `load_parameters` compares.
         check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
-        heads: Mapping[str, int] = {}
+        masks, heads = masks_of(config), dict[str, int]()
         if self.keys[ORDER] != config[ORDER]:
             why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
             trained = self.keys["decoder_block"]
-            heads = rotated_heads(config, shapes, why, trained if trained in FAMILIES else "")
+            others = {name: shape for name, shape in shapes.items() if name not in masks}
+            heads = rotated_heads(config, others, why, trained if trained in FAMILIES else "")
+            heads |= {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
         return {name: self._leaf(name, shape, heads.get(name, 0), config[ORDER]) for name, shape in shapes.items()}
 
     def _of_islands(self, name: str) -> bool:

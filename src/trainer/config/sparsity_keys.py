@@ -20,8 +20,11 @@ def _counts(config: Config) -> str | None:
     return None if 1 <= n < m else "must be 1 <= n < m: at most n of m consecutive weights are used"
 
 
+_NONE_MADE = f"steps is less than {START}, so that no masks are made"
 SPARSITY_CHECKS = (((N, M), _counts),)
 SPARSITY_INERT = (
     ((START, EVERY), lambda c: c[N] is None and c[M] is None, "no weights are masked without weight_sparsity_n"),
-    ((N, M, START, EVERY), lambda c: c[START] > c.steps, f"the first masks are made after {START} steps, not in these"),
+    ((EVERY,), lambda c: c[START] > c.steps, _NONE_MADE),
+    # A checkpoint may have masks.
+    ((N, M), lambda c: c[START] > c.steps and not (c.load_parameters_path or c.load_full_state_path), _NONE_MADE),
 )

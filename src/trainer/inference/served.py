@@ -47,13 +47,11 @@ class Served(NamedTuple):
     @property
     def abstract_variables(self) -> tuple[Any, Any]:
         """The model's (params, rest), a ShapeDtypeStruct with a sharding at each leaf."""
-        params, rest = self.model.abstract
-        shardings = jax.tree.map(lambda it, names: self.sharding(names, it.shape), params, self.model.param_axes)
 
-        def array(it: jax.ShapeDtypeStruct, sharding: NamedSharding = self.replicated) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=sharding)
+        def array(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.sharding(names, it.shape))
 
-        return jax.tree.map(array, params, shardings), jax.tree.map(array, rest)
+        return jax.tree.map(array, self.model.abstract, (self.model.param_axes, self.model.rest_axes))
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
         """Returns `fn`. While it is traced, layers shard arrays over the mesh; with `one_row`, not over rows."""

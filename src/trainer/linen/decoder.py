@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from trainer.config import Config
-from trainer.layers.param import REST, Buffer, param
+from trainer.layers.param import REST, Buffer, buffer, param
 from trainer.layers.stack import MakeBlock, run_layer
 from trainer.linen.bridge import is_box, unboxed
 from trainer.linen.layer import apply_layer, is_linen, make_layer
@@ -70,8 +70,12 @@ def initial_decoder(config: Config) -> type[Decoder]:
 def _held(variables: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
     """Returns variables of Linen as nested `nnx.Variable`s; `stacked` as in `unboxed`."""
     params = jax.tree.map(lambda leaf: param(*unboxed(leaf, stacked)), variables["params"], is_leaf=is_box)
-    buffers = jax.tree.map(Buffer, linen.unbox(variables.get(REST, {})))
+    buffers = jax.tree.map(_buffer, variables.get(REST, {}), is_leaf=is_box)
     return nnx.to_pure_dict(nnx.merge_state(nnx.State(params), nnx.State(buffers)), lambda variable: variable)
+
+
+def _buffer(leaf: Any) -> Buffer:
+    return buffer(leaf.value, leaf.names) if is_box(leaf) else Buffer(leaf)
 
 
 def _variables(held: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trainer.models.families import in_stack
 from trainer.models.init import init_variables
 from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
-from trainer.sharding import axes_of_parts
+from trainer.sharding import Axes, axes_of_parts
 
 
 class NNXLinenDecoder(NNXModel):
@@ -60,6 +60,7 @@ class Linen:
             made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without sown values
         self.param_axes = jax.tree_util.tree_map_with_path(_axes, boxed["params"], is_leaf=is_box)
+        self.rest_axes = jax.tree.map(_axes_of_buffer, _merged(_parts(boxed)[1]), is_leaf=is_box)
         variables = linen.unbox(boxed)
         self._params, self._rest = _parts(variables)
         self.abstract = self._params, _merged(self._rest)
@@ -134,6 +135,10 @@ class BridgedLinenDecoder(Bridged):
 def _axes(path: tuple[Any, ...], parameter: Any) -> Any:
     value, axes = unboxed(parameter, in_stack(name_of(path)))
     return axes_of_parts(axes, value, name_of(path))
+
+
+def _axes_of_buffer(buffer: Any) -> Axes:
+    return Axes(buffer.names if is_box(buffer) else (None,) * buffer.ndim)
 
 
 def _parts(variables: Any) -> tuple[Any, Any]:

@@ -34,9 +34,9 @@ def tensors(model: Model, native: Any) -> Any:
     A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax stores
     moments this way inside any wrapper. A leaf with the shape of its parameter has the parameter's axes; a leaf that
     lacks some of its axes, such as a factored second moment of row or column sums, has the remaining axes
-    (`sharding.kept_axes`). Other leaves have no axis names.
+    (`sharding.kept_axes`). Buffers have their own names, other leaves none.
     """
-    axes_of = by_path(model.param_axes)
+    axes_of, axes_of_rest = by_path(model.param_axes), by_path(model.rest_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in by_path(native).items()]
     shapes = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
 
@@ -45,7 +45,7 @@ def tensors(model: Model, native: Any) -> Any:
             for start in range(1, len(path)):
                 if (owner := path[start:]) in axes_of:
                     return Tensor(path, _of_moment(axes_of[owner], shapes.get(owner), leaf.shape, path), True)
-        return Tensor(path, Axes((None,) * leaf.ndim), False)
+        return Tensor(path, axes_of_rest[path[1:]] if path[0] == "rest" else Axes((None,) * leaf.ndim), False)
 
     return jax.tree.unflatten(jax.tree.structure(native), [tensor(path, leaf) for path, leaf in leaves])
 
