@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 
 from trainer.config import Config
 from trainer.layers.param import REST, Buffer, buffer, param
