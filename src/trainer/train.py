@@ -201,11 +201,12 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
     from trainer.backends import quantized_and_float
+    from trainer.models.matrices import masked_kernels
     from trainer.observe import product_rows
     from trainer.state import table
     from trainer.training import run_work
 
-    device = run.mesh.devices.flat[0]
+    device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(
         run.config,
         device_kind=device.device_kind,
@@ -215,7 +216,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,
-        products=product_rows(run.config, *quantized_and_float(run.model)),
+        products=product_rows(run.config, *quantized_and_float(run.model), masked),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):

@@ -13,6 +13,7 @@ from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
 from trainer.config.kernels import why_no_kernel
 from trainer.config.latent_keys import is_latent
+from trainer.config.sparsity_keys import START, M, N, is_sparse
 from trainer.config.windows import has_window, period
 from trainer.config.words import counted
 from trainer.observe.lines import Work
@@ -90,12 +91,18 @@ def banner_rows(
     ]
 
 
-def product_rows(config: Config, quantized: Iterable[str], left: Iterable[str]) -> list[tuple[str, str]]:
-    """Returns (label, text) rows on what is quantized: the canonical names of matrices that are, and of those `left`
-    float."""
-    if not config.quantization:
-        return []
-    return [("quantized", f"{config.quantization}: {_by_stack(quantized)}"), ("float", _by_stack(left) or "no matrix")]
+def product_rows(
+    config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str]
+) -> list[tuple[str, str]]:
+    """Returns (label, text) rows on what is quantized and what is sparse: the canonical names of the matrices that are
+    quantized, of those `left` float, and of those `masked`."""
+    rows = []
+    if config.quantization:
+        rows += [("quantized", f"{config.quantization}: {_by_stack(quantized)}")]
+        rows += [("float", _by_stack(left) or "no matrix")]
+    if is_sparse(config):
+        rows += [("sparse", f"{config[N]} of {config[M]} inputs, from step {config[START]}: {_by_stack(masked)}")]
+    return rows
 
 
 def _by_stack(names: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ class Console:
           parameters: the number of parameters of the model.
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
-          products: rows on what is quantized (`product_rows`).
+          products: rows on what is quantized and sparse (`product_rows`).
         """
         self._work, self._run_dir = work, run_dir
         self._table(

@@ -35,6 +35,5 @@ def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[
         rules.append(router_bias(config, model.abstract[1]))
     rules += more
     if is_sparse(config):
-        with tree_mode():
-            rules.append(weight_sparsity(config, masked_kernels(config)))
+        rules.append(weight_sparsity(config, masked_kernels(config)))
     return [*rules, *([averaging(config)] if config.ema_decay else [])]

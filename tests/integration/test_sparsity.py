@@ -1,0 +1,72 @@
+"""Runs with weight sparsity: resumed across an update of the masks, loaded, exported."""
+
+import numpy as np
+from run_cases import assert_equal, train
+from support import ALL_COMBINATIONS, pinned
+
+from trainer.checkpoint import contents_of
+from trainer.export import main as export
+from trainer.observe.metrics import METRICS_FILE, read_rows
+
+SPARSE = {
+    "weight_sparsity_n": 2,
+    "weight_sparsity_m": 4,
+    "weight_sparsity_start_step": 2,
+    "weight_sparsity_update_step": 2,
+}
+RUN = {
+    "combination": ALL_COMBINATIONS[-1],
+    "learning_rate_schedule_steps": 6,
+    "checkpoint_period": 3,
+    "eval_interval": -1,
+    "base_num_decoder_layers": 1,
+    "logits_via_embedding": False,
+}
+QUERY = "decoder/layers/self_attention/query"
+
+
+def values_of(path):
+    return {tensor.name: np.concatenate([*tensor.read()]) for tensor in contents_of(str(path)).tensors if tensor.shape}
+
+
+def first_loss(run):
+    return read_rows(run / METRICS_FILE)[0]["loss"]
+
+
+def test_a_run_is_resumed_loaded_and_exported(tmp_path):
+    runs = tmp_path / "runs"
+
+    def run(name, refused="", **keys):
+        code, output = train(tmp_path, run_name=name, **RUN | keys)
+        assert (code, refused in output) == (2 if refused else 0, True), output
+        return output
+
+    output = run("whole", steps=6, **SPARSE)
+    assert (
+        "sparse       2 of 4 inputs, from step 2: decoder/layers (mlp/wi_0, mlp/wi_1, mlp/wo, self_attention/" in output
+    )
+    run("resumed", steps=3, **SPARSE)
+    run("resumed", steps=6, **SPARSE)  # masks are made after steps 4 and 6
+    assert_equal(runs / "resumed", runs / "whole", updates=6)
+    run("whole", "weight_sparsity_n: 2 -> 1", steps=8, **SPARSE | {"weight_sparsity_n": 1})
+
+    # A Hugging Face folder has zeros where weights are masked, so that a dense model computes the same.
+    export([str(runs / "whole"), str(tmp_path / "hf"), "format=hf"])
+    found, mask = values_of(runs / "whole"), values_of(runs / "whole")[f"{QUERY}/product/mask"]
+    kernel = found[f"{QUERY}/kernel"]
+    np.testing.assert_array_equal(values_of(tmp_path / "hf")[f"{QUERY}/kernel"], np.where(mask, kernel, 0)[0])
+    run("sparse", steps=2, load_parameters_path="runs/whole", **SPARSE)
+    run("dense", steps=1, load_parameters_path="hf")
+    assert first_loss(runs / "sparse") == first_loss(runs / "dense")
+    hint = "to load it, give: weight_sparsity_n=2 weight_sparsity_m=4"
+    run("refused", hint, steps=1, load_parameters_path="runs/whole")
+    output = run("from-dense", steps=2, load_parameters_path="runs/dense", **SPARSE)
+    assert "absent, with initial values: decoder/layers/mlp/wi_0/product" in output
+
+    # Another order of a head's entries: the masks follow.
+    words = [f"{key}={value}" for key, value in pinned(ALL_COMBINATIONS[0]).items()]
+    export([str(runs / "whole"), str(tmp_path / "pairs"), "format=params", "rope_interleave=true", *words])
+    pairs = values_of(tmp_path / "pairs")
+    assert (pairs[f"{QUERY}/product/mask"] != mask).any()
+    masked = np.where(pairs[f"{QUERY}/product/mask"], pairs[f"{QUERY}/kernel"], 0)
+    np.testing.assert_array_equal(np.sort(masked.ravel()), np.sort(np.where(mask, kernel, 0).ravel()))

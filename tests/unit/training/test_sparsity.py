@@ -1,0 +1,235 @@
+"""N:M weight sparsity in training: the masks, what moves them, and what follows from them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import (
+    ALL_COMBINATIONS,
+    arguments,
+    assert_equal_bits,
+    copied,
+    lowered_update,
+    model_of,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
+
+from trainer.backends import make_model
+from trainer.config import UserError, load
+from trainer.ops.paths import by_name
+from trainer.runtime.place import place
+from trainer.state.diloco import without_islands
+from trainer.training import build
+
+FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
+START, EVERY = 2, 2
+SPARSE = {
+    "weight_sparsity_n": 1,
+    "weight_sparsity_m": 4,
+    "weight_sparsity_start_step": START,
+    "weight_sparsity_update_step": EVERY,
+}
+EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
+KEYS = SPARSE | EXPERTS | {"base_num_decoder_layers": 1, "learning_rate": 0.05, "warmup_steps_fraction": 0.0}
+LAYER = "decoder/layers"
+ATTENTION = [f"{LAYER}/self_attention/{name}" for name in ("query", "key", "value", "out")]
+OF_EXPERTS = [f"{LAYER}/MoeBlock_0/{name}" for name in ("wi_0", "wi_1", "wo")]
+# The masks by the names of their kernels.
+MASKS = {f"{name}/kernel": f"{name}/product/mask" for name in ATTENTION}
+MASKS |= {name: f"{name.replace('MoeBlock_0', 'MoeBlock_0/product')}/mask" for name in OF_EXPERTS}
+ROWS = 8
+
+
+def made(combination=FIRST, devices=1, **overrides):
+    keys = KEYS | {"per_device_batch_size": ROWS / devices} | overrides
+    return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+
+
+def batch_of(run, seed=0, padding=False):
+    batch = packed_batch(run.config, ROWS, seed)
+    batch |= {"targets_segmentation": np.zeros_like(batch["targets_segmentation"])} if padding else {}
+    return place(batch, run.batch_shardings)
+
+
+@functools.cache
+def trained(combination=FIRST, padding=(), **overrides):
+    """Returns a run, its compiled step, and its TrainTree and loss before it and after each of five steps. The steps
+    `padding` have no loss."""
+    run = made(combination, **overrides)
+    step, state = run.compile(), run.init()
+    trees, losses = [copied(run.codec.unpack(state))], []
+    for i in range(5):
+        state, metrics = step(state, batch_of(run, i, i in padding), ())
+        trees.append(copied(run.codec.unpack(state)))
+        losses.append(run.computation.read(metrics, i)["loss"])
+    return run, step, trees, losses
+
+
+def blocks_of(array, kernel):
+    """Returns [..., blocks, m, outputs] of an array with the shape of a kernel, stacked."""
+    grouped, two_inputs = "MoeBlock_0" in kernel, kernel.endswith("out/kernel")
+    above = array.shape[: 2 if grouped else 1]
+    inputs = np.prod(array.shape[len(above) : len(above) + 1 + two_inputs])
+    return np.reshape(array, (*above, inputs // 4, 4, -1))
+
+
+def expected_mask(kernel, value):
+    magnitudes = np.abs(blocks_of(value, kernel))
+    largest = magnitudes.argmax(-2, keepdims=True)
+    return np.reshape(np.arange(4)[:, None] == largest, value.shape)
+
+
+def masks_of(tree):
+    return {kernel: by_name(tree.rest)[mask] for kernel, mask in MASKS.items()}
+
+
+def test_masks_are_made_from_the_updated_parameters_in_due_steps():
+    trees = trained()[2]
+    assert set(by_name(trees[0].rest)) == set(MASKS.values())  # routers, table and head are dense
+    for steps, tree in enumerate(trees):
+        due = list(range(START, steps + 1, EVERY))
+        for kernel, mask in masks_of(tree).items():
+            value = by_name(trees[due[-1]].params)[kernel] if due else None
+            expected = np.ones_like(mask) if value is None else expected_mask(kernel, value)
+            np.testing.assert_array_equal(mask, expected, err_msg=f"{kernel} after {steps} steps", strict=True)
+            assert (blocks_of(mask, kernel).sum(-2) == (1 if due else 4)).all()
+    changed = [name for name, mask in masks_of(trees[4]).items() if (mask != masks_of(trees[2])[name]).any()]
+    assert changed == list(MASKS), "weights return, and others leave"
+
+
+def test_a_masked_weight_gets_no_gradient_and_the_product_is_that_of_zeros():
+    """Loss and gradients equal those of a dense model whose masked weights are zero."""
+    trees = trained()[2]
+    params, rest = trees[4].params, trees[4].rest
+    sparse_model = model_of(tiny_config(FIRST, **KEYS))
+    dense_model = model_of(tiny_config(FIRST, **KEYS | {"weight_sparsity_n": "none", "weight_sparsity_m": "none"}))
+    batch = packed_batch(sparse_model.config, 2)
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
+    masks = masks_of(trees[4])
+    zeroed = jax.tree_util.tree_unflatten(
+        jax.tree.structure(params),
+        [np.where(masks[name], leaf, 0) if name in masks else leaf for name, leaf in by_name(params).items()],
+    )
+
+    def gradients(model, params, rest):
+        loss = lambda params: jnp.sum(jnp.sin(3 * model.apply(params, rest, *inputs)[0]))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    loss, grads = gradients(sparse_model, params, rest)
+    same, others = gradients(dense_model, zeroed, {})
+    assert loss == same
+    others = by_name(others)
+    for name, grad in by_name(grads).items():
+        np.testing.assert_array_equal(grad, np.where(masks[name], others[name], 0) if name in masks else others[name])
+        assert name not in masks or (others[name] != grad).any()
+
+
+def test_a_skipped_step_leaves_the_masks():
+    """Step 4 is due and skipped; so the masks are those after step 2, until step 6."""
+    trees, skipping = trained()[2], trained(padding=(3,))[2]
+    assert_equal_bits(skipping[3], trees[3])
+    assert_equal_bits(skipping[4].rest, trees[2].rest)
+    assert (skipping[4].step, skipping[5].step) == (4, 5)
+    assert_equal_bits(skipping[5].rest, trees[2].rest)
+
+
+FP8 = {"quantization": "fp8_full"}
+
+
+def test_all_combinations_are_one_program_and_no_intermediates_stay_in_the_state():
+    """With fp8, a combination in which MaxText's Linen model leaked intermediates: the native state after a step has
+    the structure, shapes and dtypes of the state before it."""
+    text = None
+    for combination in ALL_COMBINATIONS:
+        run = made(combination, **FP8)
+        lowered = lowered_update(run)
+        tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info[0])
+        assert set(by_name(tree.rest)) == set(MASKS.values())
+        assert jax.eval_shape(run.codec.pack, tree) == run.abstract_state
+        found = lowered.as_text()
+        assert found == (text or found), combination
+        text = found
+    assert "f8E4M3FN" in text
+    assert "f8E5M2" in text
+
+
+def test_fp8_takes_its_scales_from_the_weights_that_are_used():
+    """The loss is not that of a dense model, and scaling the masked weights up does not change it."""
+    run, step, trees, losses = trained(combination=LAST, **FP8)
+    masks, tree = masks_of(trees[3]), trees[3]
+
+    def loss(tree):
+        _, metrics = step(state_from(run, tree), batch_of(run, 3), ())
+        return run.computation.read(metrics, 3)["loss"]
+
+    assert loss(tree._replace(rest=trees[1].rest)) != losses[3], "the masks of a dense model"
+    names = by_name(tree.params)
+    scaled = [np.where(masks[name], leaf, 100 * leaf) if name in masks else leaf for name, leaf in names.items()]
+    other = tree._replace(params=jax.tree.unflatten(jax.tree.structure(tree.params), scaled))
+    assert loss(other) == losses[3]
+
+
+def test_a_mesh_makes_the_masks_of_one_device():
+    """Masks are sharded as their kernels."""
+    mesh = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
+    _, _, trees, losses = trained()
+    run = made(LAST, 8, **mesh)
+    step, state = run.compile(), state_from(run, trees[0])
+    for i in range(START):
+        state, _ = step(state, batch_of(run, i), ())
+    tree = run.codec.unpack(state)
+    for kernel, mask in MASKS.items():
+        value, found = by_name(tree.params)[kernel], by_name(tree.rest)[mask]
+        assert found.sharding == value.sharding, kernel
+        np.testing.assert_array_equal(found, expected_mask(kernel, np.asarray(value)), kernel)
+        # Two weights may differ by less than the order of sums changes them.
+        assert (np.asarray(found) == masks_of(trees[START])[kernel]).mean() > 0.99
+    _, metrics = step(state, batch_of(run, START), ())
+    np.testing.assert_allclose(run.computation.read(metrics, START)["loss"], losses[START], rtol=1e-3)
+
+
+def test_islands_have_masks_of_their_own_until_they_synchronize():
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 3}
+    run = made(devices=2, **islands, weight_sparsity_update_step=1)
+    step, state = run.compile(), run.init()
+    for i in range(3):
+        state, _ = step(state, batch_of(run, i), ())
+        tree = copied(run.codec.unpack(state))
+        found, outer = by_name(tree.inner_state.rest), by_name(without_islands(tree)[1])
+        for kernel, mask in MASKS.items():
+            per_block = [blocks_of(of_island, kernel).sum(-2) for of_island in found[mask]]
+            assert (np.array(per_block) == (1 if i + 1 >= START else 4)).all()
+            assert (found[mask][0] != found[mask][1]).any() == (i == 1), (kernel, i)
+            np.testing.assert_array_equal(outer[mask], found[mask][0])
+
+
+def test_what_is_refused():
+    def refusal(**keys):
+        with pytest.raises(UserError) as error:
+            make_model(tiny_config(FIRST, **SPARSE | keys))
+        return str(error.value)
+
+    assert refusal(weight_sparsity_m=12).splitlines()[:2] == [
+        "weight_sparsity_m=12 does not divide the number of inputs of",
+        "  decoder/layers/mlp/wi_0/kernel: 16",
+    ]
+    assert "must be 1 <= n < m" in refusal(weight_sparsity_n=4)
+    assert "both are needed" in refusal(weight_sparsity_m="none")
+    stored = refusal(decoder_block="stored_int8:dense", trainable_parameters_mask="[scale$,embedding]")
+    assert "mlp/wi_0/kernel is stored by its product in a form of its own, which has no masks" in stored
+
+
+def test_the_masks_of_other_models():
+    """A family's own product gets the masked kernel; modules of multi-token prediction are dense."""
+    adapted = model_of(tiny_config(FIRST, **KEYS | {"decoder_block": "docs.guides.own_product:FAMILY"}))
+    params, rest = map(by_name, adapted.abstract)
+    assert set(rest) == set(MASKS.values())
+    assert {f"{LAYER}/self_attention/query/product/inner/down", f"{LAYER}/MoeBlock_0/product/wi_0/inner/up"} <= set(
+        params
+    )
+    modules = model_of(tiny_config(FIRST, **KEYS | {"mtp_num_layers": 1, "logits_via_embedding": False}))
+    assert set(by_name(modules.abstract[1])) == set(MASKS.values())
