@@ -89,6 +89,7 @@ def test_the_list_is_this_one():
         "data_cache_directory",
         "skip_step_scaling_factor",
         "routed_bias_update_rate",
+        "weight_sparsity_update_step",
     }
 
 
