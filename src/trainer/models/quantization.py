@@ -31,7 +31,9 @@ def _recipes(config: Config) -> tuple[Recipe, Recipe]:
     methods = config.act_quantization_calibration_method, config.weight_quantization_calibration_method
     own = config.logits_proj_quant_calibration_method
     of_head = (own, own) if own else methods
-    of_layers, in_head = (Calibration(*both, backward, of_weight) for both in (methods, of_head))
+    of_layers, in_head = (
+        Calibration(*(method.lower() for method in (*both, backward, of_weight))) for both in (methods, of_head)
+    )
     parts = config.quantization_local_shard_count
     layers = Recipe(*RECIPES[name], of_layers, name not in PER_TENSOR, config.bwd_stochastic_rounding, parts)
     return layers, Recipe(

@@ -128,7 +128,7 @@ def _parts(recipe: Recipe, tokens: int) -> int:
     if recipe.parts != DEVICES:
         return recipe.parts
     devices = sharding.shards(_ROWS)
-    return devices if tokens // devices >= LEAST_PER_SCALE else 1
+    return devices if tokens % devices == 0 and tokens // devices >= LEAST_PER_SCALE else 1
 
 
 def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.Array | None:
