@@ -1,6 +1,7 @@
 """Products of quantized operands, in the forward and in the backward pass. Qwix quantizes and multiplies.
 
-This is the only module that knows Qwix's classes. Its products have a backward pass of their own (docs/decisions/0025).
+Only this module knows Qwix's classes; `sparse` uses its masks. The products have a backward pass of their own
+(docs/decisions/0025).
 """
 
 import functools
