@@ -60,7 +60,7 @@ COVERED = {
     r"unit/products/test_stored\.py::test_(a_model_of_int|training_ar|a_checkpoint_has)": "test_qwix_types.py",
     r"unit/products/test_qwix_types\.py::test_(experts|the_step\S*\[False)": "stored experts; the scanned step",
     r"unit/training/test_sparsity\.py::test_(a_mesh|islands)": "masks of one device; other buffers on meshes",
-    r"integration/test_qwix_types\.py::test_parity": "parity of parts in its unit tests; test_parity_records.py",
+    r"integration/test_qwix_types\.py::test_parity": "test_parity_records.py",
     r"unit/training/test_frozen\.py::test_(meshes|the_reports)": "its program; a run that resumes",
     r"integration/test_quantized_t\w+\.py::test_the_program\S*\[(fp8(_e.*|_gpu|_nanoo)?|nanoo_fp8)\]": "int8, fp8_full",
     r"integration/test_quantized_training\.py::test_(all_comb|a_run\S*\[linen|islands\S*rounding)": "one program",
