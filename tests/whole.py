@@ -64,7 +64,7 @@ COVERED = {
     r"unit/training/test_frozen\.py::test_(meshes|the_reports)": "its program; a run that resumes",
     r"integration/test_quantized_t\w+\.py::test_the_program\S*\[(fp8(_e.*|_gpu|_nanoo)?|nanoo_fp8)\]": "int8, fp8_full",
     r"integration/test_quantized_training\.py::test_(all_comb|a_run\S*\[linen|islands\S*rounding)": "one program",
-    r"integration/test_quantized_training\.py::test_(recomputing|a_tiled|experts_on)": "its product and program",
+    r"integration/test_quantized_training\.py::test_(recomputing|a_tiled|experts_on)": "its product, on a mesh, too",
     r"integration/test_train_compile\.py::test_a_tpu_multiplies": "the products in the jaxpr",
     r"unit/products/test_quantized\.py::test_experts\S*\[(fp8|clipped)": "int8, and fp8 of dense layers",
     r"unit/sharding/test_(default_rules\.py::test_the_inputs\S*\[tensor_s|early_reduction\.py::test_a_tpu_w)": "tensor",

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of
+    from trainer.checkpoint import check_masks, copy_tokenizer, model_config, open_source, weights_of
     from trainer.checkpoint.description import check_words
 
     given = dict(word.partition("=")[::2] for word in keys)
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = model_config(checkpoint.keys, keys, str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     shapes, buffers = weights_of(config)
+    check_masks(config, checkpoint, shapes)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
     neutral = dict(checkpoint.neutral)

@@ -200,8 +200,7 @@ def _files(run_dir):
 def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
-    from trainer.backends import quantized_and_float
-    from trainer.models.matrices import masked_kernels
+    from trainer.models.matrices import masked_kernels, quantized_and_float
     from trainer.observe import product_rows
     from trainer.state import table
     from trainer.training import run_work
@@ -216,7 +215,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,
-        products=product_rows(run.config, *quantized_and_float(run.model), masked),
+        products=product_rows(run.config, *quantized_and_float(run.config, run.model.param_axes), masked),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):

@@ -1,5 +1,6 @@
 """Training with quantized products: what is quantized, in every combination, on meshes, in runs."""
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -7,13 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from run_cases import train
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
 
-from trainer.backends import make_model, quantized_and_float
+from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.quantization_keys import RECIPES
+from trainer.models.matrices import check_matrices, quantized_and_float
+from trainer.models.quantization import quantization_rules
+from trainer.products.quantized import Calibration, Recipe
 from trainer.runtime.place import place
 from trainer.training import build
 
@@ -95,7 +100,7 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
     def found(**keys):
         config = tiny_config(FIRST, base_num_decoder_layers=2, **ALL_KINDS | DISPATCH[dispatch] | keys)
         fn, args = gradient_of(config)
-        quantized, left = quantized_and_float(make_model(config))
+        quantized, left = quantized_and_float(config, make_model(config).param_axes)
         return products_in(jax.make_jaxpr(fn)(*args).jaxpr), quantized, left
 
     plain, none, _ = found()
@@ -107,8 +112,8 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
         experts = sum("/MoeBlock_0/w" in name for name in quantized) if dispatch == "sorted" else 0
         of_integers = 3 * (len(quantized) + max(heads - 1, 0))
         assert counts["int8", "int8"] == of_integers
-        # Sorted rows of experts take the scales of their expert by a product, forward and backward.
-        assert counts.total() == float_products + 2 * experts
+        # In the forward pass, Qwix gives sorted rows the scales of their expert by a product.
+        assert counts.total() == float_products + experts
         assert sorted(quantized) == sorted({*quantized} - {*left})
     assert "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel" in left
     assert "decoder/dense_layers/self_attention/out/kernel" in left
@@ -117,7 +122,9 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
 
 def test_what_stays_float():
     def names(**keys):
-        return quantized_and_float(make_model(tiny_config(FIRST, quantization="int8", **keys)))
+        config = tiny_config(FIRST, quantization="int8", **keys)
+        check_matrices(config)
+        return quantized_and_float(config, make_model(config).param_axes)
 
     quantized, left = names()
     layer = "decoder/layers/"
@@ -131,6 +138,61 @@ def test_what_stays_float():
     ]
     with pytest.raises(UserError, match=r"unquantized_modules: wi_2 matches no matrix; .*mlp/wi_0"):
         names(unquantized_modules="[wi_2]")
+
+
+class OwnProducts(nnx.Module):
+    """A block whose product cannot be chosen."""
+
+    def __init__(self, config, rngs):
+        self.linear = nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs)
+
+    def __call__(self, x, cache, context):
+        return self.linear(x), cache
+
+
+@pytest.mark.parametrize("keys", [{"quantization": "int8"}, {"weight_sparsity_n": 2, "weight_sparsity_m": 4}])
+def test_keys_that_choose_no_matrix_are_refused(keys):
+    words = arguments(FIRST, decoder_block=f"{__name__}:OwnProducts", logits_via_embedding=False, **keys)
+    with pytest.raises(
+        UserError, match=r"(quantization=int8: no matrix is quantized|sparsity_m=4: no matrix is masked);"
+    ):
+        build(load(words).config, jax.devices()[:1])
+
+
+def test_the_keys_are_the_recipe():
+    """Of the layers, and of the head."""
+    keys = {
+        "act_quantization_calibration_method": "RMS,1",
+        "weight_quantization_calibration_method": "rms,2",
+        "bwd_quantization_calibration_method": "rms,3",
+        "quantization_local_shard_count": 5,
+    }
+
+    def recipes(**more):
+        (*_, (_, head), (_, layers)) = quantization_rules(tiny_config(FIRST, **keys | more))
+        return layers.args[0], head.args[0]
+
+    expected = Recipe("int8", "int8", Calibration("rms,1", "rms,2", "rms,3", "rms,3"), True, "uniform", 5)
+    layers, head = recipes(quantization="int8", bwd_stochastic_rounding="uniform")
+    assert (layers, head) == (expected, dataclasses.replace(expected, rounding=""))
+    more = {"drhs_grad_quantization_calibration_method": "rms,4", "logits_proj_quant_calibration_method": "rms,6"}
+    layers, head = recipes(quantization="fp8_gpu", num_vocab_tiling=2, **more)
+    gpu = ("float8_e4m3fn", "float8_e5m2")
+    assert layers == Recipe(*gpu, Calibration("rms,1", "rms,2", "rms,3", "rms,4"), False, "", 5)
+    assert head == Recipe(*gpu, Calibration("rms,6", "rms,6", "rms,3", "rms,4"), False, "", 1)
+    of_amd = {recipes(quantization=name)[0] for name in ("fp8_nanoo", "nanoo_fp8")}
+    assert {(it.forward, it.backward, it.per_channel) for it in of_amd} == {
+        ("float8_e4m3fnuz", "float8_e5m2fnuz", False)
+    }
+    assert recipes(quantization="fp8")[0].backward == "float8_e4m3fn"
+
+
+def test_a_step_rounds_stochastically():
+    nearest, start, end = losses(steps=1)
+    rounded, _, there = losses(steps=1, start=start, bwd_stochastic_rounding="uniform")
+    assert rounded == nearest  # of the forward pass
+    kernels = (tree.params["decoder"]["layers"]["mlp"]["wo"]["kernel"] for tree in (end, there))
+    assert not np.array_equal(*kernels)
 
 
 def losses(steps=2, devices=1, combination=FIRST, start=None, **keys):
@@ -191,7 +253,7 @@ def test_experts_on_their_devices_compute_what_one_device_computes():
 
 @pytest.mark.parametrize("keys", [EXPERTS, {"bwd_stochastic_rounding": "low_bit_uniform"}], ids=["experts", "rounding"])
 def test_islands(keys):
-    """Two islands of equal rows stay one model."""
+    """Products inside of the map over islands."""
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "ici_fsdp_parallelism": 1}
     found, *_ = losses(steps=3, devices=2, **islands, **keys)
     assert np.isfinite(found).all()
@@ -199,8 +261,8 @@ def test_islands(keys):
 
 
 def test_recomputing_and_keeping_quantized_operands_change_no_bit():
-    keys = {"base_num_decoder_layers": 2, "bwd_stochastic_rounding": "uniform", "mtp_num_layers": 1, **EVERYTHING}
-    keys |= {"bwd_stochastic_rounding": "uniform", "quantize_logits_proj": False}
+    keys = {"base_num_decoder_layers": 2, "bwd_stochastic_rounding": "uniform", "mtp_num_layers": 1}
+    keys["quantize_mtp"] = True
     one, start, end = losses(steps=1, **keys)
     for policy in ("minimal_with_quantization", "full"):
         other, _, there = losses(steps=1, start=start, remat_policy=policy, **keys)

@@ -6,7 +6,7 @@ and an optimizer, makes native train states and converts them to a `TrainTree`; 
 """
 
 from trainer.backends.base import Codec, Model, StateCodec, TrainTree
-from trainer.backends.registry import make_model, quantized_and_float
+from trainer.backends.registry import make_model
 from trainer.backends.train_state import TrainStateNNX
 
-__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model", "quantized_and_float"]
+__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]

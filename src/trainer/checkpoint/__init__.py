@@ -6,7 +6,7 @@ from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
-from trainer.checkpoint.masks import with_zeros
+from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
@@ -24,6 +24,7 @@ __all__ = [
     "Source",
     "Tensor",
     "check_dtypes",
+    "check_masks",
     "contents_of",
     "copy_tokenizer",
     "filled",

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from trainer.checkpoint.source import Leaf
-from trainer.config import Config
+from trainer.checkpoint.source import Leaf, Shapes, Source
+from trainer.config import Config, UserError
+from trainer.config.sparsity_keys import M, N
 from trainer.layers.sparse import mask_name
 from trainer.models.matrices import masked_kernels
 
@@ -14,6 +15,17 @@ from trainer.models.matrices import masked_kernels
 def masks_of(config: Config) -> dict[str, str]:
     """Returns the canonical names of the masks of a model of `config`, each with that of its kernel."""
     return {mask_name(kernel): kernel.name for kernel in masked_kernels(config)}
+
+
+def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
+    """Refuses masks that `source`, of weights with `shapes`, lacks.
+
+    Raises:
+      UserError: says which keys ask for them.
+    """
+    masks = {name: shapes[name] for name in masks_of(config)}
+    if masks and not source.held(config, masks):
+        raise UserError(f"{source.path}: it has no masks of weights; leave out {N} and {M}")
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:

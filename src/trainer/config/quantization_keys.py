@@ -86,7 +86,7 @@ def _rounding(config: Config) -> str | None:
 
 
 def _rounded_head(config: Config) -> str | None:
-    if config[ROUNDING] and config.quantize_logits_proj:
+    if rounds(config) and config.quantize_logits_proj:
         return "the output head has no random key, so its gradients cannot be rounded stochastically"
     return None
 
@@ -95,7 +95,7 @@ QUANTIZATION_CHECKS = (
     *map(_method, METHODS),
     (("quantize_mtp", "mtp_num_layers"), _mtp),
     (("quantization", ROUNDING), _rounding),
-    ((ROUNDING, "quantize_logits_proj"), _rounded_head),
+    (("quantization", ROUNDING, "quantize_logits_proj"), _rounded_head),
 )
 QUANTIZATION_INERT = (
     (KEYS, lambda c: not c.quantization, "nothing is quantized"),

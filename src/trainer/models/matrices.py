@@ -1,6 +1,7 @@
 """The matrices of a model, and which of them are quantized or masked."""
 
 import math
+from typing import Any
 
 import jax
 from flax import nnx
@@ -14,7 +15,11 @@ from trainer.models.mtp import BLOCK, PROJECTION, depths, last_block, part_path
 from trainer.models.quantization import check_unquantized, is_quantized
 from trainer.models.sparsity import is_masked
 from trainer.models.transformer import head_matrix
+from trainer.ops.paths import by_name
 from trainer.products import Kernel, maker
+from trainer.sharding import LAYERS
+
+_CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless the family or a key chooses others"
 
 
 def matrix_names(config: Config) -> list[str]:
@@ -45,7 +50,8 @@ def _kernels(config: Config, path: str, block: MakeBlock, key: str) -> list[Kern
             "those of NNX layers can be chosen"
         )
     found: list[Kernel] = []
-    jax.eval_shape(lambda: found.extend(kernel for *_, kernel in matrices(block(config, nnx.Rngs(0)), path)))
+    with nnx.use_eager_sharding(False):
+        jax.eval_shape(lambda: found.extend(kernel for *_, kernel in matrices(block(config, nnx.Rngs(0)), path)))
     return found
 
 
@@ -53,8 +59,8 @@ def masked_kernels(config: Config) -> list[Kernel]:
     """Returns the matrices that weight sparsity masks; [] without it.
 
     Raises:
-      UserError: a block is a user's Linen module, or the length of the axis that a product sums over is no multiple of
-        weight_sparsity_m.
+      UserError: a block is a user's Linen module, there is no such matrix, or the length of the axis that a product
+        sums over is no multiple of weight_sparsity_m.
     """
     if not is_sparse(config):
         return []
@@ -65,6 +71,8 @@ def masked_kernels(config: Config) -> list[Kernel]:
         for kernel in _kernels(config, f"decoder/{path}", block, M)
         if is_masked(kernel.name)
     ]
+    if not found:
+        raise UserError(f"{M}={config[M]}: no matrix is masked; {_CHOSEN}")
     lengths = {kernel.name: math.prod(kernel.in_shape) for kernel in found}
     if unfit := [f"{name}: {length}" for name, length in lengths.items() if length % config[M]]:
         raise UserError("\n  ".join([f"{M}={config[M]} does not divide the number of inputs of", *unfit]))
@@ -75,10 +83,39 @@ def quantized_names(config: Config) -> list[str]:
     """Returns the matrices that are quantized; [] without `quantization`.
 
     Raises:
-      UserError: see `matrix_names`; or unquantized_modules names a matrix that the model lacks.
+      UserError: see `matrix_names`.
     """
     if not config.quantization:
         return []
-    names, rules = matrix_names(config), unmasked_rules(config)
-    check_unquantized(config, names)
-    return [name for name in names if is_quantized(maker(rules, name))]
+    rules = unmasked_rules(config)
+    return [name for name in matrix_names(config) if is_quantized(maker(rules, name))]
+
+
+def check_matrices(config: Config) -> None:
+    """Refuses keys that choose no matrix, for training.
+
+    Raises:
+      UserError: nothing is quantized or masked, unquantized_modules has a pattern that matches nothing, or see
+        `matrix_names` and `masked_kernels`.
+    """
+    masked_kernels(config)
+    if config.quantization:
+        check_unquantized(config, matrix_names(config))
+        if not quantized_names(config):
+            raise UserError(f"quantization={config.quantization}: no matrix is quantized; {_CHOSEN}")
+
+
+def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], list[str]]:
+    """Returns the canonical names of the matrices whose products are quantized, and of other parameters with at least
+    two axes, such as tables that are looked up.
+
+    Args:
+      param_axes: the logical axes of the model's parameters.
+    """
+    if not config.quantization:
+        return [], []
+    quantized, names = quantized_names(config), matrix_names(config)
+    axes = {name: [axis for axis in found if axis != LAYERS] for name, found in by_name(param_axes).items()}
+    tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith("/bias")]
+    stored = tuple(f"{name}/" for name in names)  # parts of a matrix that is stored in another form
+    return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]

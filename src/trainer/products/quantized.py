@@ -26,6 +26,7 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product
 
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
+MOST_INT8 = (2**31 - 1) // 128**2  # as many products of int8 always fit into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
 DEVICES = -1  # `Recipe.parts`: as many as devices share the rows
 
@@ -99,7 +100,8 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. Scales of the weight's gradient are over the rows of one product: of a device."""
+    """A `GroupedProduct`. Scales over rows, such as those of the weight's gradient, are over the rows of one product,
+    which are those of a device. The noise of stochastic rounding follows the place of a row among them."""
 
     recipe: Recipe
     kernel: Kernel
@@ -129,7 +131,10 @@ def _parts(recipe: Recipe, tokens: int) -> int:
     if recipe.parts != DEVICES:
         return recipe.parts
     devices = sharding.shards(_ROWS)
-    return devices if tokens % devices == 0 and tokens // devices >= LEAST_PER_SCALE else 1
+    parts = devices if tokens % devices == 0 and tokens // devices >= LEAST_PER_SCALE else 1
+    while tokens // parts > MOST_INT8 and tokens % (2 * parts) == 0:
+        parts *= 2
+    return parts
 
 
 def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.Array | None:
@@ -200,6 +205,7 @@ class _How:
         """Returns the product in `dtype`. `dimensions`: those of `jax.lax.dot_general`, or with `sizes` of
         `ragged_dot_general`."""
         left, right = self._supported(left), self._supported(right)
+        self._check_sum(left, right, dimensions if sizes is None else dimensions.dot_dimension_numbers)
         if sizes is None:
             return qwix.dot_general(left, right, dimensions, preferred_element_type=dtype)
 
@@ -208,6 +214,24 @@ class _How:
             return qwix.ragged_dot_general(left, right, sizes, dimensions, preferred_element_type=dtype)
 
         return product(left, right, sizes)
+
+    def _check_sum(self, left: Any, right: Any, dimensions: Any) -> None:
+        """Refuses sums of so many products of integers that int32 may overflow.
+
+        Raises:
+          UserError: says how many.
+        """
+        limit = {"int8": MOST_INT8, "int4": MOST_INT8 * 256}.get(self.recipe.forward)
+        terms = prod(left.shape[axis] for axis in dimensions[0][0])
+        for operand, axes in zip((left, right), dimensions[0], strict=True):
+            if isinstance(operand, qarray.QArray):  # the sums of tiles are added as floating-point numbers
+                terms = min(terms, prod(operand.shape[axis] // operand.scale.shape[axis] for axis in axes))
+        if limit is not None and terms > limit:
+            raise UserError(
+                f"quantization={self.recipe.forward}: a product sums {terms:,} products of integers, and int32 is sure "
+                f"to hold {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), or leave the "
+                "matrix float (unquantized_modules)"
+            )
 
     def _supported(self, x: Any) -> Any:
         """Returns int4 as int8 except on a TPU: other compilers of XLA fail on many products of int4. The result is the
@@ -245,17 +269,16 @@ def _forward(how: _How, x: jax.Array, kernel: jax.Array, sizes: Any, noise_keys:
     recipe, first = how.recipe, int(how.grouped)
     in_x, in_kernel = range(x.ndim - how.inputs, x.ndim), range(first, first + how.inputs)
     methods = recipe.calibration
-    kept_x, kept_kernel = (
-        _keep(how, value, method, over)
-        for value, method, over in ((x, methods.activation, in_x), (kernel, methods.weight, in_kernel))
-    )
+    of_kernel = how.shared_inputs if recipe.per_channel else how.shared_inputs + how.shared_outputs
+    kept_x = _keep(how, x, methods.activation, in_x, how.shared_inputs)
+    kept_kernel = _keep(how, kernel, methods.weight, in_kernel, of_kernel)
     dims = OF_ROWS if sizes is not None else ((tuple(in_x), tuple(in_kernel)), _batch(how, sizes))
     out = how.multiply(kept_x.value, kept_kernel.value, dims, sizes, x.dtype)
     return out, (kept_x, kept_kernel, sizes, noise_keys)
 
 
-def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int]) -> _Kept:
-    value, found = how.quantize(x, how.recipe.forward, method, over, how.shared_inputs)
+def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tuple[str, ...]) -> _Kept:
+    value, found = how.quantize(x, how.recipe.forward, method, over, shared)
     value = jax.tree.map(lambda part: checkpoint_name(part, QUANTIZED), value)
     return _Kept(value, (x, found) if clips(method) else None)
 
@@ -310,12 +333,7 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
         return scale  # [g, 1, out]
     if len(scale) == 1:  # of a fixed range
         return scale[0]
-
-    @jax.custom_batching.sequential_vmap
-    def of_rows(ones: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot_general(ones, scale, sizes, OF_ROWS)
-
-    return of_rows(jnp.ones((gradient.shape[0], 1), scale.dtype), scale, sizes)
+    return jnp.repeat(scale[:, 0], sizes, axis=0, total_repeat_length=len(gradient))
 
 
 def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
@@ -329,8 +347,8 @@ def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: An
         value, scaled = (a.reshape(-1, *a.shape[how.rows :]) for a in (value, scaled))
         rows, tiles = range(1), {0: _per_part(len(scaled), how.parts)}
         noise = None if noise is None else noise.reshape(-1)
-    methods = how.recipe.calibration
-    scaled, _ = how.quantize(scaled, how.recipe.backward, methods.weight_gradient, rows, noise=noise, tiles=tiles)
+    method, shared = how.recipe.calibration.weight_gradient, () if how.recipe.per_channel else how.shared_outputs
+    scaled, _ = how.quantize(scaled, how.recipe.backward, method, rows, shared, noise, tiles)
     dims = OVER_ROWS if sizes is not None else ((tuple(rows), tuple(rows)), _batch(how, sizes))
     return how.multiply(value, scaled, dims, sizes, gradient.dtype)
 

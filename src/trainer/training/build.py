@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
 from trainer.models.families import axis_rules
+from trainer.models.matrices import check_matrices
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.objectives import make_objective as objective_of
@@ -53,6 +54,7 @@ def build(
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     config = _resolved(config, devices)
+    check_matrices(config)
     mesh, own = make_mesh(config, devices), axis_rules(config)
     inside, rules = rules_of_islands(own) if config.enable_diloco else (own, own)
     model = make_model(config)

@@ -15,7 +15,7 @@ from trainer.config import UserError
 from trainer.layers.dense import INPUT
 from trainer.models.families import axis_rules
 from trainer.products import Context, Kernel
-from trainer.products.quantized import DEVICES, Calibration, Recipe, quantized
+from trainer.products.quantized import DEVICES, Calibration, Recipe, _How, _noise, quantized
 from trainer.sharding import make_mesh, on_mesh
 
 RECIPES = {
@@ -149,7 +149,8 @@ def test_a_value_outside_of_its_range_has_no_gradient():
 def test_experts_multiply_as_dense_layers(name):
     """Each expert's rows, in both forms of the product: with the same number of rows, and sorted by expert."""
     recipe = RECIPES[name]
-    x, kernel, product = draw(50, 32), draw(4, 32, 16, seed=1) / 5, made(recipe, EXPERTS)
+    x, product = draw(50, 32), made(recipe, EXPERTS)
+    kernel = draw(4, 32, 16, seed=1) * jnp.array([0.2, 1, 0.1, 0.02])[:, None, None]  # each with a scale of its own
     alone = made(recipe, Kernel((32,), (16,), (None, None)))
 
     def of_expert(rows, expert, gradient):
@@ -160,14 +161,18 @@ def test_experts_multiply_as_dense_layers(name):
     gradient, grads = pulled(lambda x, kernel: product(x, kernel, None), batch, kernel)
     each = [of_expert(batch[i], i, gradient[i]) for i in range(4)]
     expected = [jnp.stack(parts) for parts in zip(*each, strict=True)]
-    if recipe.per_channel:
-        np.testing.assert_allclose(product(batch, kernel, None), expected[0], rtol=1e-6)
-        assert_same_bits(grads, expected[1:])
+    np.testing.assert_allclose(product(batch, kernel, None), expected[0], rtol=1e-6)
+    for found, exact in zip(grads, expected[1:], strict=True):
+        np.testing.assert_allclose(found, exact, rtol=0 if recipe.per_channel else 1e-6)
     gradient, (to_x, to_kernel) = pulled(lambda x, kernel: product(x, kernel, SIZES), x, kernel)
     ends = np.cumsum(SIZES)
     rows = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
     each = [of_expert(x[those], i, gradient[those]) for i, those in enumerate(rows) if SIZES[i]]
     assert not to_kernel[1].any()  # an expert without rows
+    plain = [(x[those] @ kernel[i], gradient[those] @ kernel[i].T) for i, those in enumerate(rows)]
+    for i, those in enumerate(rows if name != "clipped" else ()):  # also with one scale for the rows of all experts
+        for found, exact in zip((product(x, kernel, SIZES)[those], to_x[those]), plain[i], strict=True):
+            assert np.linalg.norm(found - exact) <= 0.2 * np.linalg.norm(exact)
     if recipe.per_channel:
         np.testing.assert_allclose(product(x, kernel, SIZES), jnp.concatenate([out for out, *_ in each]), rtol=1e-6)
         assert_same_bits(to_x, jnp.concatenate([one for _, one, _ in each]))
@@ -269,3 +274,69 @@ def test_stochastic_rounding_has_the_right_mean_and_follows_the_row(noise):
     context = Context(zeros, zeros, every, key)
     pull = jax.vjp(lambda x: other(x, 1, KERNEL, None, context), X)[1]
     assert not (pull(draw(4, 64, 3, 16, seed=3))[0] == whole).all()
+
+
+def test_experts_round_stochastically_and_each_gradient_has_its_noise():
+    recipe = Recipe("int8", "int8", rounding="uniform")
+    x, kernel, zeros = draw(50, 32), draw(4, 32, 16, seed=1), jnp.zeros((2, 8), jnp.int32)
+    product = made(recipe, EXPERTS)
+
+    def grads(key):
+        context = Context(zeros, zeros, jnp.arange(2), key)
+        return pulled(lambda x, kernel: product(x, kernel, SIZES, context), x, kernel)[1]
+
+    one, other, nearest = grads(jax.random.key(1)), grads(jax.random.key(2)), grads(None)
+    for a, b, c in zip(one, other, nearest, strict=True):
+        assert not (a == b).all()
+        assert not (a == c).all()
+    how, keys = _How(recipe, rows=2), jax.random.split(jax.random.key(3), 4)
+    first, second = (_noise(how, keys, number, (4, 8, 16)) for number in (0, 1))
+    assert first.shape == (4, 8)
+    assert not (first == second).any()
+
+
+@pytest.mark.parametrize("method", ["absmax", "rms,2"])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [("embed_moe", "mlp"), ("mlp", "embed_moe")])
+def test_devices_that_share_the_hidden_units_of_experts_share_their_scales(method, per_channel, inputs, outputs):
+    """Each device has half of the inputs or outputs; the result and the gradients are those of one device."""
+    kernel = Kernel((32,), (16,), ("exp", inputs, outputs), 4)
+    product = quantized(Recipe("int8", "int8", Calibration(*[method] * 4), per_channel), kernel, rngs=None)
+    config = tiny_config(ALL_COMBINATIONS[0], devices=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1)
+    x, value, gradient = draw(50, 32), draw(4, 32, 16, seed=1), draw(50, 16, seed=2)
+
+    def fn(x, value, gradient):
+        out, pull = jax.vjp(lambda x, value: product(x, value, SIZES), x, value)
+        return out, *pull(gradient)
+
+    shares = {"mlp": "activation_mlp"}
+    rows, columns = (sharding.Axes((None, shares.get(name))) for name in (inputs, outputs))
+    of_kernel = sharding.Axes((None, rows[1], columns[1]))
+
+    def summed(*args):
+        out, to_x, to_kernel = fn(*args)
+        split = sharding.mesh_axes("activation_mlp")
+        return (
+            (jax.lax.psum(out, split) if inputs == "mlp" else out),
+            (to_x if inputs == "mlp" else jax.lax.psum(to_x, split)),
+            to_kernel,
+        )
+
+    with on_mesh(make_mesh(config, jax.devices()[:2]), axis_rules(config)):
+        run = sharding.shard_mapped(summed, (rows, of_kernel, columns), (columns, rows, of_kernel), check=False)
+        found = jax.jit(run)(x, value, gradient)
+    for a, b in zip(found, jax.jit(fn)(x, value, gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max() if method == "absmax" else 1e-4 * np.abs(b).max())
+
+
+def test_a_sum_that_int32_may_not_hold_is_refused():
+    x, gradient = jnp.ones((1, 140_000, 1)), jnp.ones((1, 140_000, 1))
+    kernel = Kernel((1,), (1,), (None, None))
+
+    def to_kernel(**how):
+        product = quantized(Recipe("int8", "int8", **how), kernel, rngs=None)
+        return jax.vjp(lambda kernel: product(x, 1, kernel), jnp.ones((1, 1)))[1](gradient)[0]
+
+    with pytest.raises(UserError, match="sums 140,000 products of integers, and int32 is sure to hold 131,071"):
+        to_kernel(parts=1)
+    np.testing.assert_allclose(to_kernel(parts=DEVICES), 140_000, rtol=0.02)
