@@ -19,7 +19,9 @@ from support import (
 )
 
 from trainer.backends import make_model
+from trainer.checkpoint import check_masks
 from trainer.config import UserError, load
+from trainer.models.matrices import check_matrices
 from trainer.ops.paths import by_name
 from trainer.runtime.place import place
 from trainer.state.diloco import without_islands
@@ -208,12 +210,12 @@ def test_islands_have_masks_of_their_own_until_they_synchronize():
 
 
 def test_what_is_refused():
-    def refusal(**keys):
+    def refusal(check=make_model, **keys):
         with pytest.raises(UserError) as error:
-            make_model(tiny_config(FIRST, **SPARSE | keys))
+            check(tiny_config(FIRST, **SPARSE | keys))
         return str(error.value)
 
-    assert refusal(weight_sparsity_m=12).splitlines()[:2] == [
+    assert refusal(check_matrices, weight_sparsity_m=12).splitlines()[:2] == [
         "weight_sparsity_m=12 does not divide the number of inputs of",
         "  decoder/layers/mlp/wi_0/kernel: 16",
     ]
@@ -221,6 +223,20 @@ def test_what_is_refused():
     assert "both are needed" in refusal(weight_sparsity_m="none")
     stored = refusal(decoder_block="stored_int8:dense", trainable_parameters_mask="[scale$,embedding]")
     assert "mlp/wi_0/kernel is stored by its product in a form of its own, which has no masks" in stored
+
+
+def test_a_checkpoint_without_masks_is_not_exported_as_a_sparse_one():
+    class Source:
+        path = "some/folder"
+        held = staticmethod(lambda config, shapes: {})
+
+    config = tiny_config(FIRST, **SPARSE)
+    shapes = {name: leaf.shape for name, leaf in by_name(model_of(config).abstract[1]).items()}
+    with pytest.raises(UserError, match="some/folder: it has no masks of weights; leave out weight_sparsity_n and"):
+        check_masks(config, Source, shapes)
+    Source.held = staticmethod(lambda config, shapes: shapes.keys())
+    check_masks(config, Source, shapes)
+    check_masks(tiny_config(FIRST), Source, {})
 
 
 def test_the_masks_of_other_models():
