@@ -34,10 +34,11 @@ EXPECTED = {
     "qkv_proj_offloaded": QKV,
     "minimal_offloaded": ATTENTION | HIDDEN,
 }
-SAME = {
+SAME = {"minimal_flash": "minimal_with_context"}
+# These also keep the quantized operands of products; without quantization they are the same.
+QUANTIZED = {
     "minimal_with_quantization": "minimal",
     "minimal_with_context_and_quantization": "minimal_with_context",
-    "minimal_flash": "minimal_with_context",
 }
 # Policies that give different programs, and how many of a block's nine products (seven with weights, scores, sum of
 # values) they recompute. mlpwo is never recomputed; the softmax weights are never saved.
@@ -80,8 +81,9 @@ STACKS = tuple(dict.fromkeys((ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])))
 
 def test_every_policy_of_the_schema_is_there():
     assert {"none", "custom", *KEPT, *OFFLOADED} == set(schema().keys["remat_policy"].choices)
-    assert {*EXPECTED, *SAME} == {*KEPT, *OFFLOADED}
+    assert {*EXPECTED, *SAME, *QUANTIZED} == {*KEPT, *OFFLOADED}
     assert all(KEPT[name] == KEPT[other] for name, other in SAME.items())
+    assert all(KEPT[name] == (*KEPT[other], "quantization") for name, other in QUANTIZED.items())
 
 
 def test_every_choice_of_the_schema_is_there():
