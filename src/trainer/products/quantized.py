@@ -115,14 +115,14 @@ class _Grouped:
             rows=1,
             grouped=True,
             # A scale over an axis of which each device has a part is over all parts.
-            shared_inputs=_parts_of(self.kernel.names[1]),
-            shared_outputs=_parts_of(self.kernel.names[2]),
+            shared_inputs=_devices_that_share(self.kernel.names[1]),
+            shared_outputs=_devices_that_share(self.kernel.names[2]),
             on_tpu=sharding.on_tpu(),
         )
         return _multiply(how, x, kernel.astype(x.dtype), sizes, None if keys is None else keys[:1])
 
 
-def _parts_of(name: str | None) -> tuple[str, ...]:
+def _devices_that_share(name: str | None) -> tuple[str, ...]:
     """Returns the mesh axes over which the experts' axis `name` is split inside of `shard_mapped`."""
     return sharding.mesh_axes("activation_mlp") if name == "mlp" else ()
 
@@ -228,9 +228,9 @@ class _How:
                 terms = min(terms, prod(operand.shape[axis] // operand.scale.shape[axis] for axis in axes))
         if limit is not None and terms > limit:
             raise UserError(
-                f"quantization={self.recipe.forward}: a product sums {terms:,} products of integers, and int32 is sure "
-                f"to hold {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), or leave the "
-                "matrix float (unquantized_modules)"
+                f"quantization={self.recipe.forward}: a sum of {terms:,} products of integers may overflow int32, "
+                f"which always holds {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), or "
+                "leave the matrix float (unquantized_modules)"
             )
 
     def _supported(self, x: Any) -> Any:

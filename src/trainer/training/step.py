@@ -93,9 +93,9 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
-    """Returns the key of all dropout and stochastic rounding in update `step`; None without both."""
-    drops = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
-    if not drops and not rounds(config):
+    """Returns the key of all dropout and stochastic rounding in update `step`; None if there is neither."""
+    has_dropout = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
+    if not has_dropout and not rounds(config):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
 

@@ -337,6 +337,8 @@ def test_a_sum_that_int32_may_not_hold_is_refused():
         product = quantized(Recipe("int8", "int8", **how), kernel, rngs=None)
         return jax.vjp(lambda kernel: product(x, 1, kernel), jnp.ones((1, 1)))[1](gradient)[0]
 
-    with pytest.raises(UserError, match="sums 140,000 products of integers, and int32 is sure to hold 131,071"):
+    with pytest.raises(
+        UserError, match="a sum of 140,000 products of integers may overflow int32, which always holds 131,071"
+    ):
         to_kernel(parts=1)
     np.testing.assert_allclose(to_kernel(parts=DEVICES), 140_000, rtol=0.02)
