@@ -229,8 +229,8 @@ class _How:
         if limit is not None and terms > limit:
             raise UserError(
                 f"quantization={self.recipe.forward}: a sum of {terms:,} products of integers may overflow int32, "
-                f"which always holds {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), or "
-                "leave the matrix float (unquantized_modules)"
+                f"which always holds {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), "
+                "or leave the matrix float (unquantized_modules)"
             )
 
     def _supported(self, x: Any) -> Any:
