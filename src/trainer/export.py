@@ -1,10 +1,7 @@
 """`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: converts parameters."""
 
-import contextlib
 import dataclasses
-import os
 import shlex
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 from trainer.config import (
     Config,
     UserError,
-    closed_at_interrupt,
     command_line,
     exit_on_user_error,
     explanation,
@@ -24,6 +20,7 @@ from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
 from trainer.config.values import read_text
 from trainer.config.words import visible
+from trainer.runtime.new_folder import new_folder, not_a_new_folder
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params", "maxtext")
@@ -75,29 +72,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
     if length:
         neutral["max_position_embeddings"] = config.max_target_length
-    partial = out.with_name(f"{out.name}.incomplete-{os.getpid()}")
-    with closed_at_interrupt(lambda: _discard(partial)):
-        try:
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
+    with new_folder(out) as partial:
         for note in checkpoint.notes(config):
             print(visible(note))
         _write(partial, options, config, leaves, neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
-        os.rename(partial, out)  # OUT appears only when it is complete
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
-
-
-def _discard(folder: Path) -> None:
-    """Removes `folder`, if it exists. Threads of Orbax may still write into it, until it has another name."""
-    other = folder.with_name(f"{folder.name}-removed")
-    for _ in range(3):
-        with contextlib.suppress(OSError):
-            folder.rename(other)
-        shutil.rmtree(other, ignore_errors=True)
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
@@ -116,7 +98,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
         mistakes += [f"{shortened(path)}: {problem}" for path, problem in problems if problem]
     if not mistakes and "://" in paths[1]:
         mistakes.append(f"{shortened(paths[1])}: only a local folder can be written; give one")
-    if not mistakes and (problem := _not_a_new_folder(local_path(paths[1]).absolute())):
+    if not mistakes and (problem := not_a_new_folder(local_path(paths[1]).absolute())):
         mistakes.append(f"{paths[1]}: {problem}")
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
@@ -140,15 +122,6 @@ def _scans(options: dict[str, str]) -> bool:
 
 def _length_given(keys: Sequence[str]) -> bool:
     return any(word.startswith("max_target_length=") for word in keys)
-
-
-def _not_a_new_folder(path: Path) -> str | None:
-    if path.is_symlink():
-        return "is a symbolic link; give the folder itself"
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        return "exists and is not an empty folder; choose a new one"
-    above = next(parent for parent in path.parents if parent.exists())
-    return None if above.is_dir() else f"{above} is a file"
 
 
 def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ MAIN_MEMORY = 0
 # Instructions that write only a part of their first operand, and which operand is that part. XLA counts all of the
 # operand for a scatter within a fusion; so do the rolled counts.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
+_ALIASED = "output_to_operand_aliasing"
 _IN_PLACE_FOR_XLA = {"dynamic-update-slice": 1}
 
 
@@ -284,21 +285,25 @@ class _Counter:
     def _read(self, computation: str, number: int) -> int:
         """Returns the bytes that a fusion reads of its parameter `number`: the slices that it takes, or the array
         once."""
-        inside = self.module.computations[computation]
-        parameter = inside.parameters[number]
-        whole = sum(shape.bytes for shape in parameter.shapes)
+        return self._used(computation, self.module.computations[computation].parameters[number])
+
+    def _used(self, computation: str, array: Instruction) -> int:
+        """Returns the bytes that the users of an array in a fusion read of it."""
+        whole = sum(shape.bytes for shape in array.shapes)
         size, shared = 0, False
-        for user in self._users[computation][parameter.name]:
+        for user in self._users[computation].get(array.name, []):
             if user.opcode == "tuple":
                 continue
-            if user.opcode == "fusion":
-                numbers = [i for i, name in enumerate(user.operands) if name == parameter.name]
+            if user.opcode == "fusion" and user.operands == (array.name,) and user.attribute(_ALIASED):
+                size += self._used(computation, user)  # the same memory, read in other tiles
+            elif user.opcode == "fusion":
+                numbers = [i for i, name in enumerate(user.operands) if name == array.name]
                 size += sum(self._read(user.attribute("calls"), i) for i in numbers)
-            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == parameter.name):
+            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == array.name):
                 size += user.shape.bytes
             elif user.opcode in ("broadcast", "reshape"):
                 size += whole
-            elif not (user.opcode in self.in_place and user.operands[0] == parameter.name) and not shared:
+            elif not (user.opcode in self.in_place and user.operands[0] == array.name) and not shared:
                 shared = True
                 size += whole
         return size

@@ -14,6 +14,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
+from trainer.config.quantization_keys import OF_STORED, STORED
 from trainer.config.sparsity_keys import M, N
 from trainer.config.trust import code_of_checkpoint
 from trainer.config.windows import has_window
@@ -66,7 +67,7 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, *_SCORES),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *BLOCK_KEYS, *_SELDOM, *FREE, ORDER}
+MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *BLOCK_KEYS, *_SELDOM, *FREE, *OF_STORED, ORDER}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -95,6 +96,8 @@ def described(config: Config) -> dict[str, Any]:
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
+    if config[STORED]:
+        names += OF_STORED
     return {name: _value(config, name) for name in names}
 
 
@@ -103,7 +106,8 @@ def _value(config: Config, name: str) -> Any:
         return ""  # the same
     if name == _SCALAR and config[name] == config.head_dim:
         return 0.0  # the same
-    return tuple(config[name]) if name == "mlp_activations" else config[name]
+    value = config[name]
+    return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def check_same_model(
@@ -113,6 +117,7 @@ def check_same_model(
 
     Keys in both `given` and `FREE` may differ; `say` gets a line for each. With rope_type=yarn, for example, a user
     extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
+    Quantized weights can be read as floats: without checkpoint_is_quantized, how they are stored is not compared.
     `decoder_block` may differ if the family of `config` loads parameters of the other one (`families.loads_from`), and
     each key that either of them is known to read has one value; `say` gets a line for it.
 
@@ -120,6 +125,12 @@ def check_same_model(
       UserError: lists every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
+    if not config[STORED]:
+        keys = {name: value for name, value in keys.items() if name not in OF_STORED}
+    elif not keys.get(STORED):
+        raise UserError(
+            f"{where} contains float weights, but {STORED}=true; python -m trainer.quantize quantizes them"
+        )
     block, trained = config[_BLOCK], keys.get(_BLOCK, config[_BLOCK])
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
@@ -168,6 +179,8 @@ def load_model_keys(
 ) -> Loaded:
     """The configuration of a checkpoint with `keys`, and with the arguments `words`.
 
+    Quantized weights are read as floats with checkpoint_is_quantized=false among `words`.
+
     Parameters are the same in every combination, so a checkpoint has no combination. The first combination is used,
     unless `words` sets the flags. `say`: see `check_same_model`.
 
@@ -175,6 +188,8 @@ def load_model_keys(
       UserError: `keys` contradict each other, or refer to code that no argument names; or an argument, or its preset,
         contradicts `keys`.
     """
+    if dict(word.partition("=")[::2] for word in words).get(STORED) == "false":
+        keys = {name: value for name, value in keys.items() if name not in OF_STORED}
     _resolved(as_words(keys), where)
     # The checkpoint's keys come first: some arguments are valid only together with them.
     flags = as_words(flags_of(next(iter(COMBINATIONS))))

@@ -8,6 +8,7 @@ They are read from a run's checkpoint (see `manager`), or from a folder that `tr
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.masks import masks_of
-from trainer.checkpoint.source import Leaf, Shapes, check_tensors
+from trainer.checkpoint.source import Leaf, Shapes, check_tensors, names_of, nested
+from trainer.checkpoint.stored import as_floats, stored_kernels, with_storage
 from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
+from trainer.config.quantization_keys import STORED
 from trainer.models import FAMILIES
 from trainer.models.huggingface import reordered
 from trainer.models.huggingface_fields import neutral_keys
@@ -72,15 +75,36 @@ class ParamsSource:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. There are none."""
-        return ()
+        """See `Source.notes`."""
+        if not self.keys.get(STORED) or config[STORED]:
+            return ()
+        return [f"{self.path}: weights are stored in {self.keys['quantization']}; they are read as float32"]
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
-        return shapes.keys() & self._paths.keys()
+        whole = {name for path in self._paths for name in itertools.accumulate(path.split("/"), "{}/{}".format)}
+        return shapes.keys() & whole
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
+        if self.keys.get(STORED) and not config[STORED]:
+            stored = with_storage(config, self.keys)
+            kernels = {name: kernel for name, kernel in stored_kernels(stored).items() if name in shapes}
+            parts = {part: leaf.shape for part, leaf in names_of(nested(kernels)).items()}
+            whole = {name: shape for name, shape in shapes.items() if name not in kernels}
+            leaves = self._leaves(config, whole | parts, self._heads(config, whole))
+            heads = self._heads(config, {name: shapes[name] for name in kernels})
+            found = as_floats(config, kernels, leaves, heads)
+            return {name: found[name] for name in shapes}
+        kernels = stored_kernels(config)
+        if kernels and self.keys[ORDER] != config[ORDER]:
+            raise UserError(
+                f"{self.path}: saved with {ORDER}={self.keys[ORDER]}: the order of quantized weights is kept; give "
+                f"{ORDER}={self.keys[ORDER]}, or {STORED}=false"
+            )
+        return self._leaves(config, shapes, self._heads(config, shapes))
+
+    def _leaves(self, config: Config, shapes: Shapes, heads: Mapping[str, int]) -> dict[str, Leaf]:
         headers = {name: self._headers[path] for name, path in self._paths.items()}
         found = {
             name: (tuple(header.shape)[self._of_islands(name) :], np.dtype(header.dtype).name)
@@ -89,14 +113,18 @@ class ParamsSource:
         }
         # Parts of a parameter have dtypes of their own, which `load_parameters` compares.
         check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
-        masks, heads = masks_of(config), dict[str, int]()
-        if self.keys[ORDER] != config[ORDER]:
-            why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
-            trained = self.keys["decoder_block"]
-            others = {name: shape for name, shape in shapes.items() if name not in masks}
-            heads = rotated_heads(config, others, why, trained if trained in FAMILIES else "")
-            heads |= {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
         return {name: self._leaf(name, shape, heads.get(name, 0), config[ORDER]) for name, shape in shapes.items()}
+
+    def _heads(self, config: Config, shapes: Shapes) -> dict[str, int]:
+        """Returns the weights of `shapes` whose heads have another order here, with the number of entries of a head."""
+        if self.keys[ORDER] == config[ORDER]:
+            return {}
+        masks = masks_of(config)
+        why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
+        trained = self.keys["decoder_block"]
+        others = {name: shape for name, shape in shapes.items() if name not in masks}
+        heads = rotated_heads(config, others, why, trained if trained in FAMILIES else "")
+        return heads | {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
 
     def _of_islands(self, name: str) -> bool:
         """Whether `name` is stored for every island, on a first axis."""

@@ -47,6 +47,7 @@ class Config(Mapping[str, Any]):
     bwd_quantization_calibration_method: str
     bwd_stochastic_rounding: str
     capacity_factor: float
+    checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
     communication_overlapping_alpha: float
@@ -309,7 +310,9 @@ class Config(Mapping[str, Any]):
     value_proj: str
     vocab_size: int
     warmup_steps_fraction: float
+    weight_block_size: tuple[int, ...] | None
     weight_dtype: str
+    weight_quantization_algorithm: str
     weight_quantization_calibration_method: str
     weight_sparsity_m: int | None
     weight_sparsity_n: int | None

@@ -23,7 +23,7 @@ from trainer.config.maxtext_convert import (
     convert,
     unchecked,
 )
-from trainer.config.quantization_keys import ROUNDING
+from trainer.config.quantization_keys import BLOCK, ROUNDING
 from trainer.config.scale import SCALE, factors
 from trainer.config.schema import schema
 
@@ -32,7 +32,7 @@ _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
     *("*dropout*", "init_weights_seed", "dtype", "weight_dtype", "scan_layers", "remat_policy", "decoder_layer_input"),
     *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", SCALE),
-    *("*quantiz*", "*_calibration_method", ROUNDING, "weight_sparsity_*_step"),
+    *("*quantiz*", "*_calibration_method", BLOCK, ROUNDING, "weight_sparsity_*_step"),
 )
 
 

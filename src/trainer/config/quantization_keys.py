@@ -1,4 +1,4 @@
-"""Keys of quantized training: the recipes, what is quantized, and their checks."""
+"""Keys of quantization, in training and of stored weights: the recipes, what is quantized, and their checks."""
 
 import math
 from collections.abc import Callable
@@ -18,6 +18,16 @@ RECIPES = {
     "fp8_nanoo": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
     "nanoo_fp8": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
 }
+# The dtypes of stored weights.
+STORED_DTYPES = {
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "nf4": "nf4",
+}
+STORED, BLOCK, ALGORITHM = "checkpoint_is_quantized", "weight_block_size", "weight_quantization_algorithm"
 # These have one scale for each operand, as the libraries of their platforms multiply; the others one for each channel.
 PER_TENSOR = ("fp8_gpu", "fp8_nanoo", "nanoo_fp8")
 METHODS = (
@@ -29,11 +39,14 @@ METHODS = (
 )
 MAY_BE_EMPTY = METHODS[3:]
 ROUNDING, UNQUANTIZED = "bwd_stochastic_rounding", "unquantized_modules"
+WHICH = (UNQUANTIZED, "quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
+# With `quantization`, how stored weights are quantized.
+OF_STORED = (STORED, "quantization", BLOCK, ALGORITHM, METHODS[0], *WHICH)
 KEYS = (
     *METHODS,
     ROUNDING,
-    UNQUANTIZED,
-    *("quantize_router_proj", "quantize_logits_proj", "quantize_mtp", "quantization_local_shard_count"),
+    *WHICH,
+    "quantization_local_shard_count",
 )
 
 
@@ -44,7 +57,7 @@ def is_integer(config: Config) -> bool:
 
 def rounds(config: Config) -> bool:
     """Whether gradients are rounded stochastically."""
-    return bool(config.quantization and config[ROUNDING])
+    return bool(config.quantization and config[ROUNDING] and not config[STORED])
 
 
 def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
@@ -57,8 +70,12 @@ def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
             numbers = [float(word) for word in words]
         except ValueError:
             numbers = [math.nan]
-        if name == "minmax":
+        if name == "minmax" and not config[STORED]:
             return "an asymmetric range has a zero point, which the backward pass does not support; use absmax"
+        if name == "minmax" and not is_integer(config):
+            return f"only int8 and int4 have zero points, not quantization={config.quantization}"
+        if name == "minmax" and key == METHODS[0]:
+            return None if not words else "minmax has no number"
         fits = {
             "absmax": len(numbers) <= 1,
             "rms": len(numbers) == 1,
@@ -69,6 +86,37 @@ def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
         return None
 
     return (key,), problem
+
+
+def _stored(config: Config) -> str | None:
+    if not config[STORED]:
+        return "nf4 is for stored weights; give checkpoint_is_quantized=true" if config.quantization == "nf4" else None
+    if config[METHODS[0]].lower().startswith("fixed"):
+        return f"{METHODS[0]}={config[METHODS[0]]} has one scale for all layers, which cannot be stored for each"
+    if config.quantization not in STORED_DTYPES:
+        return f"quantization must say how the weights are stored: {', '.join(STORED_DTYPES)}"
+    return None
+
+
+def _tied_head(config: Config) -> str | None:
+    if config[STORED] and config.quantize_logits_proj and config.logits_via_embedding:
+        return "tokens are looked up in the table of a tied head, so it is stored as an array"
+    return None
+
+
+def _block(config: Config) -> str | None:
+    sizes = config[BLOCK]
+    if sizes is not None and (len(sizes) != 2 or min(sizes) < 1):
+        return "must be [inputs, outputs], two numbers of at least 1, as in [32,1]; or null"
+    return None
+
+
+def _algorithm(config: Config) -> str | None:
+    if config[ALGORITHM] == "gptq" and config.quantization == "nf4":
+        return "GPTQ rounds to evenly spaced numbers; use rounding or awq"
+    if config[ALGORITHM] == "gptq" and config[BLOCK] and config[BLOCK][1] != 1:
+        return "GPTQ has scales of single outputs; give [inputs,1]"
+    return None
 
 
 def _mtp(config: Config) -> str | None:
@@ -93,12 +141,18 @@ def _rounded_head(config: Config) -> str | None:
 
 QUANTIZATION_CHECKS = (
     *map(_method, METHODS),
+    ((STORED, "quantization", METHODS[0]), _stored),
+    ((STORED, "quantize_logits_proj", "logits_via_embedding"), _tied_head),
+    ((BLOCK,), _block),
+    ((ALGORITHM, "quantization", BLOCK), _algorithm),
     (("quantize_mtp", "mtp_num_layers"), _mtp),
     (("quantization", ROUNDING), _rounding),
     (("quantization", ROUNDING, "quantize_logits_proj"), _rounded_head),
 )
 QUANTIZATION_INERT = (
     (KEYS, lambda c: not c.quantization, "nothing is quantized"),
+    ((*METHODS[1:], ROUNDING, "quantization_local_shard_count"), lambda c: c[STORED], "only stored weights are quantized"),
+    ((BLOCK, ALGORITHM), lambda c: not c[STORED], "checkpoint_is_quantized=false"),
     ((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
     (("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),
 )

@@ -1,6 +1,7 @@
 """The matrices of a model, and which of them are quantized or masked."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -53,6 +54,32 @@ def _kernels(config: Config, path: str, block: MakeBlock, key: str) -> list[Kern
     with nnx.use_eager_sharding(False):
         jax.eval_shape(lambda: found.extend(kernel for *_, kernel in matrices(block(config, nnx.Rngs(0)), path)))
     return found
+
+
+def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Kernel]:
+    """Returns the matrices that are quantized, by canonical name.
+
+    Args:
+      shapes: of the weights of the same model with float matrices.
+
+    Raises:
+      UserError: see `check_matrices`.
+    """
+    check_matrices(config)
+    found = {
+        kernel.name: kernel
+        for stack in stacks(config)
+        for block, path in zip(stack.blocks, stack.paths, strict=True)
+        for kernel in _kernels(config, f"decoder/{path}", block, "quantization")
+    }
+    for k in depths(config):
+        path = part_path(k, BLOCK)
+        found |= {kernel.name: kernel for kernel in _kernels(config, path, last_block(config)[1], "quantization")}
+    # Others are the output head and projections of modules, which have one axis of inputs.
+    return {
+        name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
+        for name in quantized_names(config)
+    }
 
 
 def masked_kernels(config: Config) -> list[Kernel]:

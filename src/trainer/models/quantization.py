@@ -1,12 +1,13 @@
-"""Which products of a model are quantized, and how (the keys of quantized training)."""
+"""Which products of a model are quantized, and how (the keys of quantization)."""
 
 import functools
 import re
 from collections.abc import Sequence
 
 from trainer.config import Config, UserError
-from trainer.config.quantization_keys import PER_TENSOR, RECIPES, UNQUANTIZED
+from trainer.config.quantization_keys import ALGORITHM, BLOCK, PER_TENSOR, RECIPES, STORED, STORED_DTYPES, UNQUANTIZED
 from trainer.products import MakeProduct, Rules, make_plain
+from trainer.products.dequantized import Storage, dequantized
 from trainer.products.quantized import Calibration, Recipe, quantized
 
 ROUTER, HEAD, MTP = r"(^|/)gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"
@@ -16,12 +17,28 @@ def quantization_rules(config: Config) -> Rules:
     """Returns the rules for the matrices of a model; () if nothing is quantized."""
     if not config.quantization:
         return ()
-    layers, head = _recipes(config)
+    layers, head = _makers(config)
     kept = [_named(pattern) for pattern in config[UNQUANTIZED]]
     kept += [] if config.quantize_router_proj else [ROUTER]
     kept += [] if config.quantize_mtp else [MTP]
     kept += [] if config.quantize_logits_proj else [HEAD]
-    return [*((pattern, make_plain) for pattern in kept), (HEAD, _made(head)), ("", _made(layers))]
+    return [*((pattern, make_plain) for pattern in kept), (HEAD, head), ("", layers)]
+
+
+def _makers(config: Config) -> tuple[MakeProduct, MakeProduct]:
+    """Returns what makes the products of the layers, and that of the output head."""
+    if config[STORED]:
+        make = functools.partial(dequantized, storage_of(config))
+        return make, make
+    layers, head = _recipes(config)
+    return functools.partial(quantized, layers), functools.partial(quantized, head)
+
+
+def storage_of(config: Config) -> Storage:
+    """Returns how quantized weights are stored."""
+    block = tuple(config[BLOCK] or (0, 1))
+    method = config.weight_quantization_calibration_method.lower()
+    return Storage(STORED_DTYPES[config.quantization], block, method, config[ALGORITHM] == "awq")
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:
@@ -41,13 +58,9 @@ def _recipes(config: Config) -> tuple[Recipe, Recipe]:
     )
 
 
-def _made(recipe: Recipe) -> MakeProduct:
-    return functools.partial(quantized, recipe)
-
-
 def is_quantized(make: MakeProduct | None) -> bool:
     """Returns whether `make`, of a rule, makes quantized products."""
-    return isinstance(make, functools.partial) and make.func is quantized
+    return isinstance(make, functools.partial) and make.func in (quantized, dequantized)
 
 
 def _named(pattern: str) -> str:

@@ -130,7 +130,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
         ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
         ("quantize_kvcache=true", "not supported yet (only false is accepted); leave it out; "),
-        ("quantization=te_fp8_currentscaling", "nanoo_fp8; TransformerEngine is not used; fp8_gpu"),
+        ("quantization=te_fp8_currentscaling", "nanoo_fp8, nf4; TransformerEngine is not used; fp8_gpu"),
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),

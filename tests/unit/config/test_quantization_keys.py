@@ -9,6 +9,7 @@ from trainer.config.quantization_keys import METHODS, RECIPES
 
 FIRST = ALL_COMBINATIONS[0]
 INT8 = {"quantization": "int8"}
+STORED = INT8 | {"checkpoint_is_quantized": True}
 
 
 def loaded(**keys):
@@ -24,7 +25,17 @@ def loaded(**keys):
         ({"quantization": "fp4_e2m1"}, "CPU compiler fails on products of fp4"),
         ({"quantization": "te_mxfp8"}, "TransformerEngine is not used"),
         ({"quantization": "te_fp8_delayedscaling"}, "with scales from the values at hand"),
-        ({"quantization": "serve_fp8_weight"}, "not served yet"),
+        ({"quantization": "serve_fp8_weight"}, "checkpoint_is_quantized=true quantization=fp8"),
+        ({"quantization": "nf4"}, "nf4 is for stored weights"),
+        ({"checkpoint_is_quantized": True}, "quantization must say how"),
+        (STORED | {"quantization": "fp8_full"}, "quantization must say how .*int8, int4, fp8"),
+        (STORED | {"weight_quantization_calibration_method": "fixed,1"}, "one scale for all layers"),
+        (STORED | {"weight_quantization_calibration_method": "minmax", "quantization": "fp8"}, "only int8 and int4"),
+        (STORED | {"weight_block_size": [32]}, r"must be \[inputs, outputs\]"),
+        (STORED | {"weight_block_size": [0, 1]}, r"must be \[inputs, outputs\]"),
+        (STORED | {"quantize_logits_proj": True, "logits_via_embedding": True}, "table of a tied head"),
+        (STORED | {"weight_quantization_algorithm": "gptq", "quantization": "nf4"}, "evenly spaced"),
+        (STORED | {"weight_quantization_algorithm": "gptq", "weight_block_size": [8, 8]}, "single outputs"),
         (INT8 | {"quantize_mtp": True}, "quantize_mtp=true .*mtp_num_layers=0 .*there are no such modules"),
         (
             INT8 | {"bwd_stochastic_rounding": "uniform", "quantize_logits_proj": True},
@@ -54,6 +65,8 @@ def test_what_has_no_effect():
     assert no_effect_of(loaded(), "act_quantization_calibration_method") == "nothing is quantized"
     assert no_effect_of(loaded(**INT8), "act_quantization_calibration_method") is None
     assert no_effect_of(loaded(**INT8), "quantize_router_proj") == "num_experts=1"
+    assert no_effect_of(loaded(**INT8), "weight_block_size") == "checkpoint_is_quantized=false"
+    assert no_effect_of(loaded(**STORED), "act_quantization_calibration_method") == "only stored weights are quantized"
 
 
 def test_maxtexts_words_load():

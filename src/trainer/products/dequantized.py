@@ -1,0 +1,237 @@
+"""Products with kernels that are stored quantized, and the forms in which they are stored. Qwix quantizes.
+
+A kernel is stored as a `qwix.QArray`, whose parts have the kernel's axes: values [*in, *out] and float32 scales with one
+entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. With the scales of AWQ
+(arXiv:2306.00978) it is a `qwix.contrib.awq.WithAwqScale`. Experts have an axis of groups in front of each part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import qwix
+from flax import nnx
+from qwix._src.core import dot_general, numerics, qarray
+from qwix.contrib.awq import WithAwqScale
+
+from trainer.config import UserError
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product, grouped_product
+
+NF4 = "nf4"
+_LEAST = 16  # values that share a scale, if a block does not divide an axis
+
+
+@flax.struct.dataclass
+class Packed:
+    """Codes of 4 bits with their scales, in place of a `QArray` of nf4, which Orbax cannot store.
+
+    Attributes:
+      codes: uint8; two codes that follow each other along the packed axis, the first in the lower bits.
+      scale: see `QArray`.
+      axis: the packed axis, counted from the end.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    axis: int = flax.struct.field(pytree_node=False)
+
+
+nnx.register_data_type(Packed)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a kernel is stored.
+
+    Attributes:
+      dtype: of the values, such as "int8", "float8_e4m3fn" or "nf4".
+      block: the numbers of inputs and of outputs that share a scale; 0: all. Where a block does not divide an axis, the
+        largest part of it that does.
+      method: Qwix's method of calibration; "minmax" stores zero points, too.
+      awq: whether inputs have the scales of AWQ.
+    """
+
+    dtype: str
+    block: tuple[int, int] = (0, 1)
+    method: str = "absmax"
+    awq: bool = False
+
+    def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
+        """Returns how Qwix quantizes `kernel`, with `stacked` axes in front of it.
+
+        Raises:
+          UserError: a block fits an axis badly.
+        """
+        first = stacked + bool(kernel.groups)
+        inputs, outputs = self.block
+        tiles = {}
+        if inputs:
+            tiles |= dict(enumerate(_tiles(kernel, kernel.in_shape, inputs), first))
+        if outputs:
+            tiles |= dict(enumerate(_tiles(kernel, kernel.out_shape, outputs), first + len(kernel.in_shape)))
+        own = [*range(first), *(axis for axis, size in tiles.items() if size == 1)]
+        tiles = {axis: size for axis, size in tiles.items() if size > 1}
+        dtype = NF4 if self.dtype == NF4 else jnp.dtype(self.dtype)
+        return qarray.HowToQuantize(
+            qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method
+        )
+
+    def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
+        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to the nearest. The scales of AWQ
+        are 1."""
+        found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
+        inputs = value.shape[: value.ndim - len(kernel.out_shape)]
+        return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
+
+
+def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScale:
+    """Returns `stored` with the scales [*stacked, *groups, *in] by which its inputs were multiplied."""
+    outputs = len(kernel.out_shape)
+    return WithAwqScale(
+        array=stored,
+        how=qarray.HowToQuantize(qtype=getattr(stored, "qtype", NF4)),
+        awq_scale=scale.reshape(*scale.shape, *[1] * outputs),  # so that it has the kernel's axes
+        contracting_axis=-outputs - 1,
+    )
+
+
+def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
+    """Returns how many entries of each axis share a scale, if `size` consecutive ones of the merged axes do."""
+    tiles, left = [], size
+    for length in reversed(shape):
+        tile = gcd(length, left)
+        left = left // tile if tile == length else 1
+        tiles.append(tile)
+    found = prod(tiles)
+    if found != size and found < min(size, _LEAST):
+        raise UserError(
+            f"weight_block_size: blocks of {size} do not fit {kernel.name}, with axes of {list(shape)} entries: only "
+            f"{found} could share a scale; give another block, or leave the matrix float (unquantized_modules)"
+        )
+    return tiles[::-1]
+
+
+def packed(value: qarray.QArray, kernel: Kernel) -> Any:
+    """Returns `value` as it is stored: codes of nf4 as `Packed`."""
+    if value.qtype != NF4:
+        return value
+    axis = -len(kernel.out_shape) - 1  # the last of the inputs
+    if value.shape[axis] % 2:
+        raise UserError(f"quantization=nf4: {kernel.name} has an odd number of inputs, so its codes cannot be packed")
+    codes = value.qvalue.astype(jnp.uint8)
+    low, high = (jax.lax.slice_in_dim(codes, i, None, 2, axis % codes.ndim) for i in (0, 1))
+    return Packed(low | (high << 4), value.scale, axis)
+
+
+def _qarray(stored: Any) -> qarray.QArray:
+    """Returns what is stored, without scales of AWQ, as a `QArray`."""
+    if not isinstance(stored, Packed):
+        return stored
+    axis = stored.axis % stored.codes.ndim
+    codes = jnp.stack([stored.codes & 15, stored.codes >> 4], axis + 1).astype(jnp.uint4)
+    codes = codes.reshape(*stored.codes.shape[:axis], -1, *stored.codes.shape[axis + 1 :])
+    return qarray.QArray(codes, stored.scale, qtype=NF4)
+
+
+def dequantize(stored: Any, dtype: jnp.dtype) -> jax.Array:
+    """Returns the kernel, [*stacked, *groups, *in, *out], in `dtype`."""
+    if isinstance(stored, WithAwqScale):
+        return (dequantize(stored.array, jnp.dtype(jnp.float32)) / stored.awq_scale).astype(dtype)
+    return qwix.dequantize(_qarray(stored).astype(dtype))
+
+
+def is_stored(value: Any) -> bool:
+    """Returns whether `value` is what this module stores for a kernel."""
+    return isinstance(value, qarray.QArray | Packed | WithAwqScale)
+
+
+def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
+    """Returns the product of `kernel`, stored as `storage` says; with `functools.partial`, a `MakeProduct`."""
+    del rngs
+    return _Grouped(storage, kernel) if kernel.groups else _Dense(storage, kernel)
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A `Product`. Few rows are multiplied with the values, and scales are applied to the results: on a TPU, XLA writes
+    the dequantized kernel to memory before a product, in 3 to 6 times the bytes of the values."""
+
+    storage: Storage
+    kernel: Kernel
+
+    def store(self, kernel: jax.Array) -> Any:
+        """See `Product`."""
+        return self.storage.store(self.kernel, kernel)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        inputs: int,
+        kernel: Any,
+        reduce_early: EarlyReduction | None = None,
+        context: Context | None = None,
+    ) -> jax.Array:
+        del reduce_early, context  # the kernel has no gradient
+        _check(self.kernel, kernel)
+        if isinstance(kernel, WithAwqScale):
+            x, kernel = (x / kernel.awq_scale.reshape(x.shape[-inputs:])).astype(x.dtype), kernel.array
+        value, rows = _qarray(kernel), x.shape[:-inputs]
+        per_scale = prod(value.shape[:inputs]) // prod(value.scale.shape[:inputs])
+        if per_scale < prod(value.shape[:inputs]) and prod(rows) > per_scale:
+            # The results for each block of inputs would be larger than the kernel.
+            dims = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))), ((), ())
+            return jax.lax.dot_general(x, dequantize(value, x.dtype), dims)
+        values = numerics.convert_from(value.qvalue, value.qtype).astype(x.dtype)
+        zero = None if value.zero_point is None else value.zero_point.astype(x.dtype)
+
+        def merged(part: Any) -> Any:  # Qwix has no blocks of several axes
+            return None if part is None else part.reshape(-1, *part.shape[inputs:])
+
+        # Qwix's public function would dequantize first.
+        out = dot_general._fast_dot_general(
+            x.reshape(*rows, -1),
+            qarray.QArray(merged(values), merged(value.scale), merged(zero)),
+            (((len(rows),), (0,)), ((), ())),
+            preferred_element_type=jnp.dtype(jnp.float32),
+        )
+        return out.astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """A `GroupedProduct`. With one scale for each output, it is applied to the results."""
+
+    storage: Storage
+    kernel: Kernel
+
+    def store(self, kernel: jax.Array) -> Any:
+        """See `Product`."""
+        return self.storage.store(self.kernel, kernel)
+
+    def __call__(
+        self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None
+    ) -> jax.Array:
+        _check(self.kernel, kernel)
+        after = isinstance(kernel, qarray.QArray) and kernel.scale.shape[1] == 1 and kernel.zero_point is None
+        if not after:
+            return grouped_product(x, dequantize(kernel, x.dtype), sizes, context)
+        out = grouped_product(x, kernel.qvalue, sizes, context)
+        outputs = kernel.qvalue.shape[2]
+        scale = jnp.repeat(kernel.scale, outputs // kernel.scale.shape[2], axis=2)  # [groups, 1, out]
+        if sizes is not None:
+            scale = jnp.repeat(scale[:, 0], sizes, axis=0, total_repeat_length=len(x))
+        return (out.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def _check(kernel: Kernel, found: Any) -> None:
+    if not is_stored(found):
+        raise UserError(
+            f"checkpoint_is_quantized=true: {kernel.name} is {type(found).__name__}, and the product needs the values "
+            "and scales that trainer.quantize writes"
+        )
+

@@ -1,0 +1,149 @@
+"""`python -m trainer.quantize FROM OUT quantization=int8|... [key=value ...]`: quantizes the weights of a checkpoint."""
+
+import functools
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config import (
+    Config,
+    UserError,
+    command_line,
+    exit_on_user_error,
+    explanation,
+    help_text,
+    load,
+    question,
+    resolve,
+    schema,
+)
+from trainer.config.dump import as_words
+from trainer.config.errors import shortened
+from trainer.config.flags import FLAGS
+from trainer.config.paths import local_path, path_problem
+from trainer.config.quantization_keys import OF_STORED, STORED, STORED_DTYPES
+from trainer.config.words import visible
+from trainer.runtime.new_folder import new_folder, not_a_new_folder
+from trainer.runtime.platforms import leave_out_absent_tpu
+
+HELP = f"""\
+usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)} [key=value ...]
+
+FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory, the
+        output of trainer.export; a MaxText checkpoint's tree (.../N/items)
+OUT     a new or empty folder, for load_parameters_path and trainer.generate
+key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
+        weight_quantization_algorithm=rounding
+        weight_quantization_calibration_method=minmax: also zero points, for int8 and int4
+        unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here, unless
+        quantize_router_proj=true is given
+        keys of the model, as for trainer.train; they default to FROM's config.json or config.yml, and a MaxText
+        checkpoint has neither
+Matrices are quantized layer by layer, and other weights stay as they are. Tokenizer files next to FROM are copied.
+--help SECTION and --explain KEY say what the keys mean. docs/guides/quantization.md"""
+_ROUTER = "quantize_router_proj"
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    words = command_line(argv)
+    if asked := question(words):
+        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+        return
+    source, out, keys = _read_words(words)
+    # Imports that load JAX come after the checks that do not need it.
+    leave_out_absent_tpu()
+    from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of, write_params
+    from trainer.checkpoint.description import check_words
+    from trainer.checkpoint.stored import as_stored, stored_kernels
+    from trainer.models.matrices import quantized_kernels
+
+    given = dict(word.partition("=")[::2] for word in keys)
+    checkpoint = open_source(source, given.get("decoder_block", ""))
+    of_model = [word for word in keys if word.partition("=")[0] not in OF_STORED]
+    where = str(checkpoint.path)
+    config = model_config(checkpoint.keys, [*of_model, f"{STORED}=false"], where)
+    check_words(checkpoint.keys, of_model, config, where)
+    stored = _stored(config, [word for word in keys if word.partition("=")[0] in OF_STORED])
+    shapes, _ = weights_of(config)
+    kernels = quantized_kernels(stored, shapes)
+    leaves = checkpoint.leaves(config, shapes)
+    with new_folder(out) as partial:
+        for note in checkpoint.notes(config):
+            print(visible(note))
+        parts = as_stored(stored, stored_kernels(stored), leaves, _rounded(stored, kernels))
+        write_params(partial, stored, parts, None, checkpoint.neutral)
+        copy_tokenizer(checkpoint.tokenizer, partial)
+    _report(out, stored, kernels, leaves, parts)
+
+
+def _stored(config: Config, words: Sequence[str]) -> Config:
+    """Returns `config`, resolved, with quantized weights as `words` say."""
+    from trainer.checkpoint.description import ORDER, described
+
+    keys = described(config) | {name: config[name] for name in (ORDER, *FLAGS)}
+    own = [f"{STORED}=true", f"{_ROUTER}=false", *words]
+    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *own])
+    return resolve(loaded.config, device_count=1, platform="cpu")
+
+
+def _rounded(config: Config, kernels: Mapping[str, Any]) -> Any:
+    """Returns a function that rounds the values of one layer of a kernel, given its canonical name."""
+    import jax
+    import numpy as np
+
+    from trainer.models.quantization import storage_of
+
+    storage = storage_of(config)
+    rounded = {name: jax.jit(functools.partial(storage.store, kernel)) for name, kernel in kernels.items()}
+    return lambda name, value: jax.tree.map(np.asarray, rounded[name](value))
+
+
+def _report(
+    out: Path, config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Any], parts: Mapping[str, Any]
+) -> None:
+    """Prints how many bytes the quantized matrices take in memory, and the others."""
+    from trainer.observe.text import si
+
+    def bits(leaf: Any) -> int:
+        return leaf.size * (4 if leaf.dtype.name == "int4" else 8 * leaf.dtype.itemsize)
+
+    floats = sum(leaf.size for name, leaf in leaves.items() if name in kernels)
+    quantized = [leaf for name, leaf in parts.items() if name not in leaves]
+    scales = sum(bits(leaf) for leaf in quantized if leaf.dtype.name == "float32") // 8
+    values = sum(bits(leaf) for leaf in quantized) // 8 - scales
+    rest = sum(leaf.nbytes for name, leaf in leaves.items() if name not in kernels)
+    print(
+        f"{out}: {len(kernels)} matrices with {si(floats, '').strip()} weights in {config.quantization}: "
+        f"{si(values, 'B').strip()}, scales {si(scales, 'B').strip()}; other weights {si(rest, 'B').strip()}, as stored"
+    )
+    print(f"to generate from it: python -m trainer.generate {shlex.quote(str(out))}")
+
+
+def _read_words(words: Sequence[str]) -> tuple[str, Path, list[str]]:
+    """Returns FROM, OUT and the `key=value` arguments for base.yml."""
+    paths, keys = words[:2], words[2:]
+    mistakes = []
+    if len(paths) != 2 or any("=" in path and path.partition("=")[0] in schema().keys for path in paths):
+        mistakes.append("the first two arguments are FROM and OUT")
+    else:
+        problems = ((path, path_problem(path)) for path in paths)
+        mistakes += [f"{shortened(path)}: {problem}" for path, problem in problems if problem]
+    if not mistakes and "://" in paths[1]:
+        mistakes.append(f"{shortened(paths[1])}: only a local folder can be written; give one")
+    if not mistakes and (problem := not_a_new_folder(local_path(paths[1]).absolute())):
+        mistakes.append(f"{paths[1]}: {problem}")
+    given = dict(word.partition("=")[::2] for word in keys)
+    if given.get("quantization") not in STORED_DTYPES:
+        mistakes.append(f"quantization={given.get('quantization', '')}: allowed: {', '.join(STORED_DTYPES)}")
+    if given.get(STORED, "true") != "true":
+        mistakes.append(f"{STORED}={given[STORED]}: what this command writes is quantized; leave it out")
+    if mistakes:
+        raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))
+    return paths[0], local_path(paths[1]).absolute(), keys
+
+
+if __name__ == "__main__":
+    main()

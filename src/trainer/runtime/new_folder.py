@@ -1,0 +1,45 @@
+"""A folder that a command writes: it appears only when it is complete."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.config import UserError, closed_at_interrupt
+
+
+def not_a_new_folder(path: Path) -> str | None:
+    """Returns why nothing can be written to the absolute `path` as to a new or empty folder; None if it can."""
+    if path.is_symlink():
+        return "is a symbolic link; give the folder itself"
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        return "exists and is not an empty folder; choose a new one"
+    above = next(parent for parent in path.parents if parent.exists())
+    return None if above.is_dir() else f"{above} is a file"
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder next to `path`, which gets this name at the end. After an error it is removed.
+
+    Raises:
+      UserError: it cannot be created.
+    """
+    partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
+    with closed_at_interrupt(lambda: _discard(partial)):
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
+        yield partial
+        os.rename(partial, path)
+
+
+def _discard(folder: Path) -> None:
+    """Removes `folder`, if it exists. Threads of Orbax may still write into it, until it has another name."""
+    other = folder.with_name(f"{folder.name}-removed")
+    for _ in range(3):
+        with contextlib.suppress(OSError):
+            folder.rename(other)
+        shutil.rmtree(other, ignore_errors=True)
