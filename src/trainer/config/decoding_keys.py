@@ -1,13 +1,16 @@
 """Checks of the keys of text generation, and settings without effect."""
 
 from trainer.config.keys import Config
+from trainer.config.latent_keys import is_latent
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
+OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
 KEYS = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chunked_prefill", "prefill_chunk_size"),
     *("enable_prefix_caching", "prefix_caching_hbm_byte", "return_log_prob"),
+    *("quantize_kvcache", *OF_CACHE),
 )
 
 
@@ -39,6 +42,8 @@ DECODING_INERT = (
     ),
     (("prefill_chunk_size",), lambda c: not c.use_chunked_prefill, "use_chunked_prefill=false"),
     (("prefix_caching_hbm_byte",), lambda c: not c.enable_prefix_caching, "enable_prefix_caching=false"),
+    (OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
+    (("kv_quant_axis",), is_latent, "latents have no heads"),
     (KEYS, lambda c: not c.prompt, "prompt is empty"),
     (
         ("prompt", *KEYS),

@@ -153,6 +153,8 @@ class Config(Mapping[str, Any]):
     keep_best_checkpoints: int
     key_proj: str
     kv_lora_rank: int
+    kv_quant_axis: str
+    kv_quant_dtype: str
     label_smoothing: float
     learning_rate: float
     learning_rate_final_fraction: float
@@ -232,6 +234,7 @@ class Config(Mapping[str, Any]):
     qk_rope_head_dim: int
     quantization: str
     quantization_local_shard_count: int
+    quantize_kvcache: bool
     quantize_logits_proj: bool
     quantize_mtp: bool
     quantize_router_proj: bool

@@ -6,6 +6,10 @@ view. A write changes only the entries that are written, so a loop over tokens u
 
 The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
 window needs only a cache as long as the window, which is a ring.
+
+An array may be held as `Scaled` (`models.caches` decides which). Blocks do not see this: what they write is quantized
+here, and what they read is not. Tokens attend to their own entries as the cache holds them, too, so what a text
+computes does not depend on how its prompt was divided into calls.
 """
 
 import dataclasses
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.ops.attention import Mask
+from trainer.ops.scaled import Scaled, scaled
 from trainer.products import Context
 
 _NOWHERE = -1  # the segment of an entry without a token
@@ -27,7 +32,7 @@ class Cache:
     """One layer's view of the caches of a stack, or of all stacks (`layer` is None then).
 
     Attributes:
-      entries: arrays [layers, b, ...] of a stack; or those of all stacks, by name.
+      entries: arrays [layers, b, ...] of a stack, each an array or a `Scaled`; or those of all stacks, by name.
       layer: the index of the layer that this view belongs to.
       rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
         row of tokens is one segment and has its own row of the cache.
@@ -42,15 +47,17 @@ class Cache:
 
     def read(self) -> Any:
         """Returns this layer's arrays, [b, ...] each."""
-        return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False), self.entries)
+        return _arrays(
+            jax.tree.map(lambda held: jax.lax.dynamic_index_in_dim(held, self.layer, keepdims=False), self.entries)
+        )
 
     def replace(self, entries: Any) -> "Cache":
         """Returns the cache with this layer's arrays replaced by `entries`, arrays [b, ...]."""
 
         def update(array: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), self.layer, 0)
+            return jax.lax.dynamic_update_index_in_dim(array, new, self.layer, 0)
 
-        return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
+        return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, self._held(entries)))
 
     def part(self, name: str) -> "Cache":
         """Returns the view of `entries[name]`, for a layer whose entries are a dict: keys and values, and other state
@@ -66,6 +73,13 @@ class Cache:
 
         Padding (segment 0) is not written. If there are more tokens than the cache is long, the last tokens are kept.
         """
+        return self._written(self._held(entries), context)
+
+    def _held(self, entries: Any) -> Any:
+        """Returns arrays [b, ...] in the form in which the cache holds them."""
+        return jax.tree.map(_like, self.entries, entries, is_leaf=_is_scaled)
+
+    def _written(self, held: Any, context: Context) -> "Cache":
         position_bt = context.positions
         row_bt = self.rows
         if row_bt is None:
@@ -79,9 +93,9 @@ class Cache:
                 last = jax.ops.segment_max(real.ravel(), row_bt.ravel(), num_segments=rows)
                 kept &= position_bt > last[row_bt] - length
             index_bt = jnp.where(kept, position_bt % length, length)  # an index past the end is dropped
-            return array.at[self.layer, row_bt, index_bt].set(new.astype(array.dtype), mode="drop")
+            return array.at[self.layer, row_bt, index_bt].set(new, mode="drop")
 
-        return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, entries))
+        return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, held))
 
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
         """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a sequence in each row.
@@ -93,9 +107,10 @@ class Cache:
           The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
           these are the tokens' own entries; otherwise they include entries of earlier positions.
         """
-        after = self.write(entries, context)
+        held = self._held(entries)
+        after, own = self._written(held, context), _arrays(held)
         if not self.filled:
-            return after, entries, own_mask(context)
+            return after, own, own_mask(context)
         assert self.rows is None, "a filled cache has a row for each row of tokens"
         real = context.segments != 0
         if window and context.positions.shape[1] > 1:
@@ -103,9 +118,7 @@ class Cache:
             before = self.read()
             first = jnp.where(real, context.positions, jnp.iinfo(jnp.int32).max).min(axis=1)
             earlier = _over_cache(context, first - 1, _length(before))
-            joined = jax.tree.map(
-                lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=1), before, entries
-            )
+            joined = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), before, own)
             keys = (jnp.concatenate(pair, axis=1) for pair in zip(earlier[1::2], own_mask(context)[1::2], strict=True))
             key_position, key_segment = keys
             return after, joined, Mask(context.positions, key_position, context.segments, key_segment)
@@ -117,6 +130,24 @@ class Cache:
 def own_mask(context: Context) -> Mask:
     """Returns the mask of the tokens of `context` over each other."""
     return Mask(context.positions, context.positions, context.segments, context.segments)
+
+
+def _is_scaled(held: Any) -> bool:
+    return isinstance(held, Scaled)
+
+
+def _arrays(held: Any) -> Any:
+    return jax.tree.map(lambda it: it.array() if _is_scaled(it) else it, held, is_leaf=_is_scaled)
+
+
+def _like(held: Any, array: jax.Array) -> Any:
+    """Returns `array` [b, ...] in the form of `held` [layers, b, ...]."""
+    if not _is_scaled(held):
+        lossy = jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(held.dtype, jnp.inexact)
+        assert not lossy, f"a cache of {held.dtype} has no scale for entries of {array.dtype}"
+        return array.astype(held.dtype)
+    shared = [axis - held.scale.ndim for axis, size in enumerate(held.scale.shape) if axis > 2 and size == 1]
+    return scaled(array.astype(held.scale.dtype), held.value.dtype, shared)
 
 
 def _length(entries: Any) -> int:

@@ -135,7 +135,7 @@ class LatentAttention(nnx.Module):
             attended = self._over_cache(query, query_rope, seen, mask, context)
         else:
             queries = jnp.concatenate([query, query_rope], axis=-1)
-            keys, values = self._keys_and_values(latent, key_rope, context)
+            keys, values = self._keys_and_values(*seen, context)
             if cache is None and captures(self, MaxLogit):
                 sow(self, MaxLogit, "max_logit", self.scores.largest(queries, keys, mask, context))
             attended = self.scores.attend(queries, keys, values, mask, context)

@@ -1,6 +1,5 @@
 """The caches of all layers of a model, which its blocks make."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,10 @@ from trainer.config import Config
 from trainer.layers.cache import Cache
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, blocks, stacks
+from trainer.ops.scaled import Scaled, scaled
 from trainer.sharding import Axes
 
+DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 PLACES = "activation_kv_length"  # the axis of a cache with a place for each position
 
 
@@ -21,7 +22,11 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions."""
 
     def empty(block: Any, count: int) -> Any:
-        one = block.init_cache(rows, length)
+        def held(names: Axes, array: jax.Array) -> Any:
+            shared = _shared(config, names, array)
+            return scaled(array, jnp.dtype(DTYPES[config.kv_quant_dtype]), shared) if shared else array
+
+        one = jax.tree.map(held, _names(block), block.init_cache(rows, length), is_leaf=_is_axes)
         return jax.tree.map(lambda array: jnp.broadcast_to(array, (count, *array.shape)), one)
 
     return Cache(_of_blocks(config, empty))
@@ -35,14 +40,40 @@ def cache_axes(config: Config) -> Any:
     """
 
     def named(block: Any, count: int) -> Any:
-        if hasattr(block, "cache_axes"):
-            axes = block.cache_axes()
-        else:
-            made, longer = (jax.eval_shape(functools.partial(block.init_cache, 1, length)) for length in (1, 2))
-            axes = jax.tree.map(_cache_names, made, longer)
-        return jax.tree.map(lambda names: Axes((None, *names)), axes, is_leaf=lambda it: isinstance(it, Axes))
+        def held(names: Axes, array: jax.ShapeDtypeStruct) -> Any:
+            stacked, shared = Axes((None, *names)), _shared(config, names, array)
+            if not shared:
+                return stacked
+            scale = Axes(None if axis - len(stacked) in shared else name for axis, name in enumerate(stacked))
+            return Scaled(stacked, scale)  # type: ignore[arg-type]  # in place of arrays
+
+        return jax.tree.map(held, _names(block), _shapes(block, 1), is_leaf=_is_axes)
 
     return _of_blocks(config, named)
+
+
+def _shared(config: Config, names: Axes, array: Any) -> list[int]:
+    """Returns the axes, from the last, along which an array of a cache has one scale; [] if it is not quantized: state
+    without positions, or one number for each."""
+    if not config.quantize_kvcache or PLACES not in names or not jnp.issubdtype(array.dtype, jnp.floating):
+        return []
+    of_token = range(-1, names.index(PLACES) - array.ndim, -1)
+    return list(of_token[:1] if config.kv_quant_axis == "dkv" else of_token)
+
+
+def _names(block: Any) -> Any:
+    """Returns the logical axes of the arrays of `block.init_cache`."""
+    if hasattr(block, "cache_axes"):
+        return block.cache_axes()
+    return jax.tree.map(_cache_names, _shapes(block, 1), _shapes(block, 2))
+
+
+def _shapes(block: Any, length: int) -> Any:
+    return jax.eval_shape(lambda: block.init_cache(1, length))
+
+
+def _is_axes(it: Any) -> bool:
+    return isinstance(it, Axes)
 
 
 def _cache_names(array: jax.ShapeDtypeStruct, longer: jax.ShapeDtypeStruct) -> Axes:
