@@ -10,6 +10,7 @@ from trainer.config.quantization_keys import METHODS, RECIPES
 FIRST = ALL_COMBINATIONS[0]
 INT8 = {"quantization": "int8"}
 STORED = INT8 | {"checkpoint_is_quantized": True}
+CACHE = {"quantize_kvcache": True}
 
 
 def loaded(**keys):
@@ -44,6 +45,8 @@ def loaded(**keys):
         ({"quantization": "fp8", "bwd_stochastic_rounding": "uniform"}, "only int8 and int4"),
         (INT8 | {"bwd_stochastic_rounding": "normal"}, "allowed: .*low_bit_uniform"),
         (INT8 | {"unquantized_modules": "[(]"}, "not a regular expression"),
+        (CACHE | {"kv_quant_dtype": "int4"}, "use int8 or fp8"),
+        (CACHE | {"kv_quant_axis": "heads"}, "allowed: dkv, heads_and_dkv"),
         (INT8 | {"quantization_local_shard_count": 0}, r"allowed: an integer in \[1, "),
     ],
 )
@@ -67,6 +70,10 @@ def test_what_has_no_effect():
     assert no_effect_of(loaded(**INT8), "quantize_router_proj") == "num_experts=1"
     assert no_effect_of(loaded(**INT8), "weight_block_size") == "checkpoint_is_quantized=false"
     assert no_effect_of(loaded(**STORED), "act_quantization_calibration_method") == "only stored weights are quantized"
+    assert no_effect_of(loaded(), "kv_quant_dtype") == "quantize_kvcache=false"
+    assert no_effect_of(loaded(**CACHE), "kv_quant_axis") is None
+    latents = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
+    assert no_effect_of(loaded(**CACHE, **latents), "kv_quant_axis") == "latents have no heads"
 
 
 def test_maxtexts_words_load():
