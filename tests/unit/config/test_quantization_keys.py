@@ -71,9 +71,10 @@ def test_what_has_no_effect():
     assert no_effect_of(loaded(**INT8), "weight_block_size") == "checkpoint_is_quantized=false"
     assert no_effect_of(loaded(**STORED), "act_quantization_calibration_method") == "only stored weights are quantized"
     assert no_effect_of(loaded(), "kv_quant_dtype") == "quantize_kvcache=false"
-    assert no_effect_of(loaded(**CACHE), "kv_quant_axis") is None
+    text = CACHE | {"dataset_type": "stdlib", "vocab_size": 512}
+    assert no_effect_of(loaded(**text), "kv_quant_axis") is None
     latents = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
-    assert no_effect_of(loaded(**CACHE, **latents), "kv_quant_axis") == "latents have no heads"
+    assert no_effect_of(loaded(**text, **latents), "kv_quant_axis") == "latents have no heads"
 
 
 def test_maxtexts_words_load():

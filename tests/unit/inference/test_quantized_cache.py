@@ -44,7 +44,7 @@ def config_of(kind, form=None):
     return tiny_config("nnx", **MODEL | KINDS[kind] | (FORMATS[form] if form else {}))
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["int8, dkv", "fp8, heads_and_dkv"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_take_a_byte_and_each_token_or_each_of_its_heads_a_scale(kind, form):
     def leaves(form):
@@ -80,12 +80,11 @@ def logits_of(kind, form):
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, LENGTH)).astype(np.int32)
 
-    def all_of(key):
-        params, rest = model.init(key)
-        for stack in params["decoder"].values():  # sharper scores, so that what a token sees makes a difference
-            if "self_attention" in stack:
-                stack["self_attention"]["query"]["kernel"] *= 10
+    # Large enough that scores are sharp and what a token sees makes a difference.
+    draw = np.random.default_rng(1)
+    params, rest = jax.tree.map(lambda it: draw.normal(scale=0.5, size=it.shape).astype(it.dtype), model.abstract)
 
+    def all_of(params):
         def run(cache, first, last):
             positions = jnp.arange(first, last)[None]
             segments, row = jnp.ones_like(positions), jnp.zeros(1, jnp.int32)
@@ -102,7 +101,7 @@ def logits_of(kind, form):
             cache = dataclasses.replace(cache, filled=True)
         return run(None, 0, LENGTH)[0], whole, jnp.concatenate(parts), faulty
 
-    exact, *others = jax.device_get(jax.jit(all_of)(jax.random.key(0)))
+    exact, *others = jax.device_get(jax.jit(all_of)(params))
     return exact, others, tokens[0]
 
 
@@ -122,10 +121,9 @@ FAULTY = ("heads", "int8, dkv")
 ENDS = {"heads": (0, 7, LENGTH), "window": (0, 5, 11, LENGTH), "latents": (0, 7, LENGTH)}
 # The share of the logits that quantization changes: what was found, and half as much again for other processors.
 CASES = {
-    FAULTY: 0.024,
-    ("heads", "fp8, heads_and_dkv"): 0.11,
-    ("window", "int8, heads_and_dkv"): 0.012,
-    ("latents", "fp8, dkv"): 0.08,
+    FAULTY: 0.0075,
+    ("window", "fp8, heads_and_dkv"): 0.054,
+    ("latents", "fp8, dkv"): 0.053,
 }
 
 
@@ -135,12 +133,12 @@ def test_logits_and_loss_are_near_and_the_division_of_a_text_changes_nothing(cas
     size = np.linalg.norm(exact)
     changed = np.linalg.norm(parts - exact) / size
     assert CASES[case] / 10 < changed < CASES[case]
-    assert abs(loss(parts, tokens) - loss(exact, tokens)) < 0.03
+    assert abs(loss(parts, tokens) - loss(exact, tokens)) < 0.003
     # Sums in another order may move a value across the middle between two steps; seen: 5e-7.
     assert np.linalg.norm(parts - whole) < changed / 10 * size
     if case == FAULTY:
         last = exact[-len(faulty) :]
-        assert np.linalg.norm(faulty - last) > 5 * CASES[case] * np.linalg.norm(last)
+        assert np.linalg.norm(faulty - last) > 10 * CASES[case] * np.linalg.norm(last)
 
 
 def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_whole_row_gives():
