@@ -74,6 +74,7 @@ def test_what_has_no_effect():
     text = CACHE | {"dataset_type": "stdlib", "vocab_size": 512}
     assert no_effect_of(loaded(**text), "kv_quant_axis") is None
     latents = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "num_experts": 4}
+    latents |= {"shared_experts": 1, "base_moe_mlp_dim": 8}
     assert no_effect_of(loaded(**text, **latents), "kv_quant_axis") == "latents have no heads"
 
 
