@@ -1,8 +1,10 @@
 """`python -m trainer.quantize FROM OUT quantization=int8|... [key=value ...]`: quantizes the weights of a checkpoint."""
 
+import dataclasses
 import functools
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
 from trainer.config.paths import local_path, path_problem
-from trainer.config.quantization_keys import OF_STORED, STORED, STORED_DTYPES
-from trainer.config.words import visible
+from trainer.config.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES
+from trainer.config.words import counted, visible
 from trainer.runtime.new_folder import new_folder, not_a_new_folder
 from trainer.runtime.platforms import leave_out_absent_tpu
 
@@ -34,7 +36,10 @@ FROM    the same as load_parameters_path: a run's folder or one of its checkpoin
         output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
-        weight_quantization_algorithm=rounding
+        weight_quantization_algorithm=rounding (default), awq or gptq; the last two read text: dataset_type=... and the
+        other keys of --help Data, by default the source code of Python's standard library, with FROM's tokenizer
+        calibration_rows=128: how many rows of it; max_target_length=... is their length (default: that of the training,
+        at most 2048)
         weight_quantization_calibration_method=minmax: also zero points, for int8 and int4
         unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here, unless
         quantize_router_proj=true is given
@@ -42,7 +47,8 @@ key     weight_block_size=[32,1]: how many inputs and outputs share a scale (def
         checkpoint has neither
 Matrices are quantized layer by layer, and other weights stay as they are. Tokenizer files next to FROM are copied.
 --help SECTION and --explain KEY say what the keys mean. docs/guides/quantization.md"""
-_ROUTER = "quantize_router_proj"
+_ROUTER, _LENGTH, _ROWS = "quantize_router_proj", "max_target_length", "calibration_rows"
+_DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: rows of a batch, at most
 
 
 @exit_on_user_error
@@ -52,40 +58,85 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked := question(words):
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
-    source, out, keys = _read_words(words)
+    source, out, rows, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of, write_params
     from trainer.checkpoint.description import check_words
     from trainer.checkpoint.stored import as_stored, stored_kernels
     from trainer.models.matrices import quantized_kernels
+    from trainer.models.quantization import storage_of
+    from trainer.post_training import Calibrated
 
     given = dict(word.partition("=")[::2] for word in keys)
     checkpoint = open_source(source, given.get("decoder_block", ""))
-    of_model = [word for word in keys if word.partition("=")[0] not in OF_STORED]
     where = str(checkpoint.path)
+    of_storage, of_data, of_model = _parted(keys)
     config = model_config(checkpoint.keys, [*of_model, f"{STORED}=false"], where)
     check_words(checkpoint.keys, of_model, config, where)
-    stored = _stored(config, [word for word in keys if word.partition("=")[0] in OF_STORED])
-    shapes, _ = weights_of(config)
+    stored = _configuration(config, [f"{STORED}=true", f"{_ROUTER}=false", *of_storage])
+    shapes, buffers = weights_of(config)
     kernels = quantized_kernels(stored, shapes)
     leaves = checkpoint.leaves(config, shapes)
+    leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
     with new_folder(out) as partial:
         for note in checkpoint.notes(config):
             print(visible(note))
-        parts = as_stored(stored, stored_kernels(stored), leaves, _rounded(stored, kernels))
-        write_params(partial, stored, parts, None, checkpoint.neutral)
+        with Calibrated(kernels, storage_of(stored), partial) as calibrated:
+            if stored[ALGORITHM] != "rounding":
+                batches = _batches(config, checkpoint, of_data, rows)
+                calibrated.run(config, stored_kernels(stored), leaves, batches, stored[ALGORITHM], print)
+            elif of_data or rows is not None:
+                raise UserError(f"{' '.join(of_data) or _ROWS}: {ALGORITHM}=rounding reads no text; leave it out")
+            parts = as_stored(stored, stored_kernels(stored), leaves, _rounded(stored, kernels), calibrated.leaves)
+            write_params(partial, stored, parts, None, checkpoint.neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
     _report(out, stored, kernels, leaves, parts)
 
 
-def _stored(config: Config, words: Sequence[str]) -> Config:
-    """Returns `config`, resolved, with quantized weights as `words` say."""
+def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the arguments that say how weights are stored, those about data, and those about the model."""
+
+    def kind(word: str) -> int:
+        key = schema().keys.get(word.partition("=")[0])
+        if key is None or key.name in OF_STORED:
+            return 0 if key else 2
+        return 1 if key.section == "Data" or key.name == _LENGTH else 2
+
+    parted: tuple[list[str], list[str], list[str]] = ([], [], [])
+    for word in keys:
+        parted[kind(word)].append(word)
+    return parted
+
+
+def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | None) -> Iterator[Any]:
+    """Yields batches of text for calibration, tokenized as for the model of `checkpoint`."""
+    from trainer.data import open_dataset
+
+    given = [word.partition("=")[0] for word in words]
+    rows = _DEFAULT_ROWS if rows is None else rows
+    own = ["eval_interval=-1"]
+    if not {"tokenizer_path", "tokenizer_type"}.intersection(given):
+        own.append(f"tokenizer_path={checkpoint.tokenizer}")
+    if _LENGTH not in given:
+        own.append(f"{_LENGTH}={min(checkpoint.length or _LONGEST, _LONGEST)}")
+    dataset = open_dataset(_configuration(config, [*own, *words]), lambda line: print(visible(line)))
+    print(f"calibrating with {counted(rows, 'row')} of {visible(str(dataset))}")
+    together = math.gcd(rows, _TOGETHER)
+    stream = dataset.train_stream(rows=together)
+    try:
+        for _ in range(rows // together):
+            yield next(stream)[0]
+    finally:
+        stream.close()
+
+
+def _configuration(config: Config, words: Sequence[str]) -> Config:
+    """Returns the configuration of the same model as `config`, with `words`; resolved."""
     from trainer.checkpoint.description import ORDER, described
 
     keys = described(config) | {name: config[name] for name in (ORDER, *FLAGS)}
-    own = [f"{STORED}=true", f"{_ROUTER}=false", *words]
-    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *own])
+    loaded = load(["base.yml", *as_words(keys), *words])
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 
@@ -112,8 +163,8 @@ def _report(
 
     floats = sum(leaf.size for name, leaf in leaves.items() if name in kernels)
     quantized = [leaf for name, leaf in parts.items() if name not in leaves]
-    scales = sum(bits(leaf) for leaf in quantized if leaf.dtype.name == "float32") // 8
-    values = sum(bits(leaf) for leaf in quantized) // 8 - scales
+    values = sum(bits(leaf) for name, leaf in parts.items() if name.endswith(("/qvalue", "/codes"))) // 8
+    scales = sum(bits(leaf) for leaf in quantized) // 8 - values
     rest = sum(leaf.nbytes for name, leaf in leaves.items() if name not in kernels)
     print(
         f"{out}: {len(kernels)} matrices with {si(floats, '').strip()} weights in {config.quantization}: "
@@ -122,10 +173,13 @@ def _report(
     print(f"to generate from it: python -m trainer.generate {shlex.quote(str(out))}")
 
 
-def _read_words(words: Sequence[str]) -> tuple[str, Path, list[str]]:
-    """Returns FROM, OUT and the `key=value` arguments for base.yml."""
-    paths, keys = words[:2], words[2:]
+def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, list[str]]:
+    """Returns FROM, OUT, the number of rows for calibration, and the `key=value` arguments for base.yml."""
+    paths, keys = words[:2], [word for word in words[2:] if not word.startswith(f"{_ROWS}=")]
+    number = dict(word.split("=", 1) for word in words if word.startswith(f"{_ROWS}=")).get(_ROWS)
     mistakes = []
+    if number is not None and not (number.isdecimal() and int(number) > 0):
+        mistakes.append(f"{_ROWS}={number}: must be a number of at least 1")
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in schema().keys for path in paths):
         mistakes.append("the first two arguments are FROM and OUT")
     else:
@@ -142,7 +196,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, list[str]]:
         mistakes.append(f"{STORED}={given[STORED]}: what this command writes is quantized; leave it out")
     if mistakes:
         raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))
-    return paths[0], local_path(paths[1]).absolute(), keys
+    return paths[0], local_path(paths[1]).absolute(), None if number is None else int(number), keys
 
 
 if __name__ == "__main__":

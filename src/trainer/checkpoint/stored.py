@@ -98,6 +98,7 @@ def as_stored(
     kernels: Mapping[str, Any],
     leaves: Mapping[str, Leaf],
     quantize: Callable[[str, np.ndarray], Any],
+    made: Callable[[str], Mapping[str, np.ndarray]] = lambda name: {},
 ) -> dict[str, Leaf]:
     """Returns the leaves of a model that stores `kernels` quantized, given those of a float model. They are only to be
     written, each once and in their order, and the parts of a kernel one after the other.
@@ -105,17 +106,24 @@ def as_stored(
     Args:
       config: resolved.
       quantize: returns what is stored for the float values of one layer of a kernel, given its canonical name.
+      made: returns the parts of a kernel that is quantized already; {} for others.
     """
     found: dict[str, Leaf] = {}
     for name, leaf in leaves.items():
         if name not in kernels:
             found[name] = leaf
             continue
+        if parts := made(name):
+            found |= {
+                part: Leaf(array.shape, array.dtype, [functools.partial(np.array, array)])
+                for part, array in parts.items()
+            }
+            continue
         abstract = names_of(nested({name: kernels[name]}))
         stacked = place(stacks(config), name) is not None
-        made = _Made(name, leaf, stacked, functools.partial(quantize, name), abstract)
+        new = _Made(name, leaf, stacked, functools.partial(quantize, name), abstract)
         for part, like in abstract.items():
-            found[part] = Leaf(like.shape, np.dtype(like.dtype), [functools.partial(made.take, part)])
+            found[part] = Leaf(like.shape, np.dtype(like.dtype), [functools.partial(new.take, part)])
     return found
 
 

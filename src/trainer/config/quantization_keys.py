@@ -114,8 +114,10 @@ def _block(config: Config) -> str | None:
 def _algorithm(config: Config) -> str | None:
     if config[ALGORITHM] == "gptq" and config.quantization == "nf4":
         return "GPTQ rounds to evenly spaced numbers; use rounding or awq"
-    if config[ALGORITHM] == "gptq" and config[BLOCK] and config[BLOCK][1] != 1:
-        return "GPTQ has scales of single outputs; give [inputs,1]"
+    if config[ALGORITHM] == "gptq" and config[METHODS[0]].lower() == "minmax":
+        return "Qwix's GPTQ has no zero points; use absmax, or awq"
+    if config[ALGORITHM] != "rounding" and config[BLOCK] and config[BLOCK][1] != 1:
+        return "AWQ and GPTQ have scales of single outputs; give [inputs,1]"
     return None
 
 
@@ -144,7 +146,7 @@ QUANTIZATION_CHECKS = (
     ((STORED, "quantization", METHODS[0]), _stored),
     ((STORED, "quantize_logits_proj", "logits_via_embedding"), _tied_head),
     ((BLOCK,), _block),
-    ((ALGORITHM, "quantization", BLOCK), _algorithm),
+    ((ALGORITHM, "quantization", BLOCK, METHODS[0]), _algorithm),
     (("quantize_mtp", "mtp_num_layers"), _mtp),
     (("quantization", ROUNDING), _rounding),
     (("quantization", ROUNDING, "quantize_logits_proj"), _rounded_head),

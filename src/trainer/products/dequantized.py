@@ -89,6 +89,43 @@ class Storage:
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
 
 
+    def of_inputs(self, kernel: Kernel) -> int:
+        """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all.
+
+        Raises:
+          UserError: see `how`.
+        """
+        tiles = self.how(kernel).tiled_axes if self.block[0] else {}
+        first = bool(kernel.groups)
+        return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape))) if tiles else 0
+
+    def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
+        """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis each,
+        with a scale for each output.
+
+        Args:
+          awq_scale: [*groups, in].
+        """
+        groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
+        counts = [
+            size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))
+        ]
+
+        def parted(part: Any, inputs: Sequence[int]) -> Any:
+            return None if part is None else part.reshape(*groups, *inputs, *kernel.out_shape)
+
+        whole = qarray.QArray(
+            parted(value.qvalue, kernel.in_shape),
+            parted(value.scale, counts),
+            parted(value.zero_point, counts),
+            value.qtype,
+        )
+        found = packed(whole, kernel)
+        if awq_scale is None:
+            return found
+        return with_awq_scale(found, awq_scale.reshape(*groups, *kernel.in_shape), kernel)
+
+
 def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScale:
     """Returns `stored` with the scales [*stacked, *groups, *in] by which its inputs were multiplied."""
     outputs = len(kernel.out_shape)

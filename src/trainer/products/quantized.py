@@ -1,6 +1,6 @@
 """Products of quantized operands, in the forward and in the backward pass. Qwix quantizes and multiplies.
 
-Only this module knows Qwix's classes; `sparse` uses its masks. The products have a backward pass of their own
+Of other modules, only `calibrated` and `sparse` use Qwix. The products have a backward pass of their own
 (docs/decisions/0025).
 """
 

@@ -1,0 +1,156 @@
+"""Products that collect statistics of their inputs while a block runs.
+
+Each is the plain product. What it collects leaves the program through its `Recorder`: call the block within
+`Recorder.collect`, under `jax.jit` or not, and outside of `jax.checkpoint` and loops.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.config import UserError
+from trainer.layers.moe import MoE
+from trainer.ops.experts import by_expert
+from trainer.ops.grouped import OVER_ROWS
+from trainer.ops.routing import Routing
+from trainer.products import Context, EarlyReduction, Kernel, grouped_product, product
+
+
+class Statistics(NamedTuple):
+    """Sums over the inputs x of a kernel, float32. Padding does not count. Experts count their own tokens.
+
+    Several axes of inputs are one.
+    """
+
+    rows: jax.Array  # [*groups], how many
+    absolute: jax.Array  # [*groups, in], of |x|
+    hessian: jax.Array | None  # [*groups, in, in], of x x^T; None: not collected
+
+    def mean_abs(self) -> jax.Array:
+        """Returns the mean of |x|: [*groups, in]; 0 for an expert without tokens."""
+        return self.absolute / jnp.maximum(self.rows, 1)[..., None]
+
+    def plus(self, other: "Statistics") -> "Statistics":
+        """Returns the statistics of both inputs together."""
+        return jax.tree.map(jnp.add, self, other)
+
+
+def empty(kernel: Kernel, hessian: bool) -> Statistics:
+    """Returns the statistics of a kernel without inputs. `hessian`: whether it is collected."""
+    groups, inputs = (kernel.groups,) * bool(kernel.groups), prod(kernel.in_shape)
+    zeros = Statistics(jnp.zeros(groups), jnp.zeros((*groups, inputs)), None)
+    return zeros._replace(hessian=jnp.zeros((*groups, inputs, inputs))) if hessian else zeros
+
+
+def of_rows(x: jax.Array, real: jax.Array, hessian: bool) -> Statistics:
+    """Returns the statistics of rows `x` [n, in], without those where `real`, bool [n], is false."""
+    x = jnp.where(real[:, None], x, 0)
+    squares = _summed(jax.lax.dot_general, x, (((0,), (0,)), ((), ()))) if hessian else None
+    return Statistics(real.sum(dtype=jnp.float32), jnp.abs(x.astype(jnp.float32)).sum(0), squares)
+
+
+def of_groups(x: jax.Array, real: jax.Array, size_g: jax.Array, hessian: bool) -> Statistics:
+    """Does the same for each group of rows. `x` is sorted by group; `size_g`: see `ops.grouped`."""
+    x, groups = jnp.where(real[:, None], x, 0), len(size_g)
+    group_n = jnp.repeat(jnp.arange(groups), size_g, total_repeat_length=len(x))
+
+    def total(values: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(values.astype(jnp.float32), group_n, groups)
+
+    squares = _summed(jax.lax.ragged_dot_general, x, size_g, OVER_ROWS) if hessian else None
+    return Statistics(total(real), total(jnp.abs(x)), squares)
+
+
+def _summed(multiply: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.Array:
+    """Returns sums of products of `x` with itself. Products of bfloat16 are exact in float32."""
+    return multiply(x, x, *how, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+class Recorder:
+    """Makes recording products and holds what they collect. Two recorders are different."""
+
+    def __init__(self, hessian: bool):
+        self.hessian = hessian
+        self.found: dict[str, Statistics] = {}
+        self.routing: Routing | None = None  # of the experts that run
+
+    def use_in(self, module: nnx.Module) -> None:
+        """Prepares the experts in `module`: their dispatch drops no token, and their routing is recorded."""
+        for _, layer in list(nnx.iter_modules(module)):
+            if isinstance(layer, MoE):
+                layer.sparse, layer.score = True, _Score(self, layer.score)
+
+    def product(self, kernel: Kernel, name: str) -> Any:
+        """Returns the product of `kernel` that records as `name`."""
+        return (_Grouped if kernel.groups else _Dense)(self, name)
+
+    def collect(self, call: Callable[[], Any]) -> tuple[Any, dict[str, Statistics]]:
+        """Returns the result of `call()` and what the products that ran in it collected."""
+        self.found, self.routing = {}, None
+        out = call()
+        found, self.found, self.routing = self.found, {}, None
+        return out, found
+
+    def add(self, name: str, statistics: Statistics) -> None:
+        """Adds the statistics of one use of the kernel `name`."""
+        self.found[name] = self.found[name].plus(statistics) if name in self.found else statistics
+
+
+@dataclass(frozen=True)
+class _Score:
+    """A `Score` that records its result, so that experts know which of their rows are padding."""
+
+    recorder: Recorder
+    score: Any
+
+    def __call__(self, *args: Any) -> Routing:
+        self.recorder.routing = self.score(*args)
+        return self.recorder.routing
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A `Product`."""
+
+    recorder: Recorder
+    name: str
+
+    def __call__(
+        self,
+        x: jax.Array,
+        inputs: int,
+        kernel: jax.Array,
+        reduce_early: EarlyReduction | None = None,
+        context: Context | None = None,
+    ) -> jax.Array:
+        assert context is not None, self.name
+        rows = x.shape[: x.ndim - inputs]
+        real = jnp.broadcast_to(context.segments != 0, rows).reshape(-1)
+        self.recorder.add(self.name, of_rows(x.reshape(len(real), -1), real, self.recorder.hessian))
+        return product(x, inputs, kernel, reduce_early, context)
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    """A `GroupedProduct`."""
+
+    recorder: Recorder
+    name: str
+
+    def __call__(
+        self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+    ) -> jax.Array:
+        routing = self.recorder.routing
+        if routing is None or sizes is None or context is None:
+            raise UserError(
+                f"{self.name}: only experts of trainer.layers.moe.MoE can be calibrated; leave these float, or round "
+                "them without calibration"
+            )
+        real, _, _ = by_expert((context.segments != 0)[..., None], routing, len(sizes))
+        self.recorder.add(self.name, of_groups(x, real[:, 0], sizes, self.recorder.hessian))
+        return grouped_product(x, kernel, sizes, context)

@@ -1,0 +1,187 @@
+"""Quantizes a trained kernel, with what calibration says about its inputs. Qwix rounds, scales and compensates.
+
+- `awq`: of scaled inputs, so that inputs of large activations lose less (Lin et al. 2023, arXiv:2306.00978).
+- `gptq`: one input after another; later inputs compensate the error of earlier ones (Frantar et al. 2022,
+  arXiv:2210.17323).
+
+Kernels are [in, out], or [groups, in, out] of experts: several axes of inputs are one, and so are several of outputs.
+The results are `qwix.QArray`s whose qvalue has the kernel's shape and whose scale is [*groups, in / block, out].
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from qwix import QArray, dequantize
+from qwix._src.core import numerics, qarray
+from qwix.contrib import awq_core, gptq_core
+
+from trainer.config import UserError
+
+COLUMNS = 16  # how many columns GPTQ computes in a turn of its loop, at most
+DAMPING = 0.01  # GPTQ adds this part of the mean of the Hessian's diagonal to it, as published
+
+
+@dataclass(frozen=True)
+class How:
+    """How a kernel is quantized.
+
+    Attributes:
+      dtype: such as "int4", "int8", "float8_e4m3fn" or "nf4".
+      block: the number of inputs that share a scale; 0: all inputs of an output do.
+      method: Qwix's method of calibration; "minmax": integers also have a zero point for each scale.
+    """
+
+    dtype: str
+    block: int = 0
+    method: str = "absmax"
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether there are zero points."""
+        return self.method == "minmax"
+
+    def of_rows(self) -> qarray.HowToQuantize:
+        """Returns Qwix's description, for a matrix [out, in]."""
+        return qarray.HowToQuantize(
+            qtype=self.dtype if self.dtype == "nf4" else jnp.dtype(self.dtype),
+            channelwise_axes=(0,),
+            tiled_axes={1: self.block} if self.block else {},
+            calibration_method=self.method,
+        )
+
+
+def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel") -> tuple[QArray, jax.Array]:
+    """Returns the quantized product of `kernel` and scales of its inputs, and the scales, float32 [*groups, in].
+
+    Activations are to be divided by the scales. An expert without activations has scales of 1: it is rounded. Qwix
+    tries 20 candidates at once, with temporaries of 41 times a kernel in float32.
+
+    Args:
+      mean_abs: the mean magnitude of each input's activations, [*groups, in].
+
+    Raises:
+      UserError: see `check`.
+    """
+    check(kernel.shape[-2], how, name)
+    return _awq(kernel, mean_abs, how=how)
+
+
+def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel") -> QArray:
+    """Returns the quantized kernel.
+
+    An input whose activations are all zero is rounded, as are all inputs of an expert without activations. (Qwix alone
+    would set their weights to zero.)
+
+    Args:
+      hessian: the sum of x x^T over activations x, [*groups, in, in].
+
+    Raises:
+      UserError: see `check`; `how` is asymmetric, which Qwix's GPTQ cannot compute; or the Hessian has no inverse.
+    """
+    check(kernel.shape[-2], how, name)
+    if how.asymmetric:
+        raise UserError(f"{name}: GPTQ has no asymmetric form; choose symmetric quantization, or AWQ")
+    found, inverted = _gptq(kernel, hessian, how=how)
+    if not inverted.all():
+        raise UserError(f"{name}: GPTQ cannot invert the Hessian of its inputs; calibrate with other text, or use AWQ")
+    return found
+
+
+def values(quantized: QArray, scales: jax.Array | None = None) -> jax.Array:
+    """Returns the kernel that a product multiplies activations with; `scales` are those of `awq`."""
+    found = dequantize(quantized)
+    return found if scales is None else found / scales[..., None]
+
+
+def check(inputs: int, how: How, name: str) -> None:
+    """Refuses a `how` that does not fit a kernel with that number of inputs.
+
+    Raises:
+      UserError: the last block would be shorter.
+    """
+    if how.block and inputs % how.block:
+        raise UserError(
+            f"{name}: its {inputs} inputs are no multiple of {how.block}, the number of inputs that share a scale; "
+            "choose another number, or leave the kernel float"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _awq(kernel: jax.Array, mean_abs: jax.Array, how: How) -> tuple[QArray, jax.Array]:
+    def one(matrix: jax.Array, mean_abs: jax.Array) -> tuple[QArray, jax.Array]:
+        quantized, scales = awq_core.quantize_weight(matrix, mean_abs, how.of_rows())
+        return quantized.T, scales[0]
+
+    return _each(one, kernel, mean_abs)
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _gptq(kernel: jax.Array, hessian: jax.Array, how: How) -> tuple[QArray, jax.Array]:
+    # By default a TPU multiplies float32 as bfloat16, and a GPU as TF32.
+    with jax.default_matmul_precision("float32"):
+        return _each(functools.partial(_by_blocks, how), kernel, hessian)
+
+
+def _each(fn: Callable[..., Any], kernel: jax.Array, *statistics: jax.Array) -> Any:
+    """Calls `fn` for each group, one by one, with its matrix, float32 [out, in], and statistics."""
+    args = kernel.mT.astype(jnp.float32), *statistics
+    return fn(*args) if kernel.ndim == 2 else jax.lax.map(lambda args: fn(*args), args)
+
+
+def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray, jax.Array]:
+    """Runs Qwix's GPTQ on some columns after another. Also returns whether the Hessian has an inverse.
+
+    Qwix unrolls all columns: its program for 256 columns compiles for a minute, and without a program of the whole it
+    compiles one for each index. Here one program for a few columns runs in a loop. The result is that of Qwix's
+    function with blocksize=`columns`, up to the order of sums. Let H^-1 = U^T U, U an upper triangle, and b some
+    columns. Their Hessian, given that later columns compensate, is (U_bb^T U_bb)^-1, and their error moves the matrix
+    by (w - w_quantized) U_bb^-1 U_b.
+
+    The columns are divided by their scales first, so that columns of several turns may share a scale.
+    """
+    inputs = len(hessian)
+    block = how.block or inputs
+    columns = math.gcd(COLUMNS, block)
+    dtype = jnp.dtype(how.dtype)
+    # On a CPU, a loop that stacks int4 takes ten times as long.
+    stacked = jnp.dtype("int8") if how.dtype == "int4" else dtype
+    bound = numerics.get_symmetric_bound(dtype)
+    of_scaled = qarray.HowToQuantize(qtype=dtype, calibration_method=f"fixed,{-bound},{bound}")
+    of_block = dataclasses.replace(how, block=0).of_rows()
+    upper = _factor(hessian)
+
+    def turn(carry: Any, start: jax.Array) -> tuple[Any, Any]:
+        matrix, scale = carry
+        scale = jax.lax.cond(
+            start % block == 0,
+            lambda: gptq_core.find_params(jax.lax.dynamic_slice_in_dim(matrix, start, block, axis=1), of_block)[0],
+            lambda: scale,
+        )
+        own = jax.lax.dynamic_slice_in_dim(matrix, start, columns, axis=1)
+        rows = jax.lax.dynamic_slice_in_dim(upper, start, columns)
+        inverse = solve_triangular(jax.lax.dynamic_slice_in_dim(rows, start, columns, axis=1), jnp.eye(columns))
+        hessian = inverse @ inverse.T
+        found, _ = gptq_core.quantize_weight(own / scale, hessian, of_scaled, blocksize=columns, percdamp=0.0)
+        error = own - dequantize(found) * scale
+        return (matrix - error @ inverse @ rows, scale), (found.qvalue.T.astype(stacked), scale[:, 0])
+
+    _, (qvalue, scale) = jax.lax.scan(turn, (matrix, matrix[:, :1]), jnp.arange(0, inputs, columns))
+    return QArray(qvalue.reshape(inputs, -1).astype(dtype), scale[:: block // columns]), jnp.isfinite(upper).all()
+
+
+def _factor(hessian: jax.Array) -> jax.Array:
+    """Returns the upper triangle U with U^T U = H^-1, where H is damped as in Qwix's function.
+
+    An input without activations then has the damping alone: no other one compensates its error, nor it theirs.
+    """
+    mean = jnp.mean(jnp.diag(hessian))
+    damped = hessian + jnp.where(mean == 0, 1.0, DAMPING * mean) * jnp.eye(len(hessian))
+    lower = jnp.linalg.cholesky(damped)
+    return jnp.linalg.cholesky(gptq_core.cholesky_inverse(lower), upper=True)
