@@ -65,7 +65,7 @@ COVERED = {
     r"unit/training/test_sparsity\.py::test_(a_mesh|islands)": "masks of one device; other buffers on meshes",
     r"integration/test_qwix_types\.py::test_parity": "test_parity_records.py",
     r"unit/training/test_frozen\.py::test_(meshes|the_reports)": "its program; a run that resumes",
-    r"integration/test_quantized_t\w+\.py::test_the_program\S*\[(fp8(_e.*|_[gn].*)?|na.*|int4)\]": "int8, fp8_full",
+    r"integration/test_quantized_t\w+\.py::test_the_program\S*\[(fp8(_e.*|_[gn].*)?|na.*|int4)-": "int8, fp8_full",
     r"integration/test_quantized_training\.py::test_(all_comb|a_run\S*\[linen|islands\S*rounding)": "one program",
     r"integration/test_quantized_training\.py::test_(recomputing|a_tiled|experts_on)": "its product, on a mesh, too",
     r"integration/test_train_compile\.py::test_a_tpu_multiplies": "the products in the jaxpr",

@@ -35,8 +35,14 @@ def program(combination):
     return measure.Program("", run, names_of_blocks(run.config))
 
 
-def test_it_trains_by_the_same_program_in_every_combination():
-    assert len({measure._text(program(name)) for name in ALL_COMBINATIONS}) == 1
+@functools.cache
+def program_text(combination):
+    return measure._text(program(combination))
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
+def test_it_trains_by_the_same_program_in_every_combination(combination):
+    assert program_text(combination) == program_text(ALL_COMBINATIONS[0])
 
 
 def test_single_projections_have_a_bias_and_heads_have_sinks():

@@ -100,9 +100,17 @@ def plain():
     return trained(run, [packed_batch(run.config, 4, seed=i) for i in range(3)])
 
 
-def test_all_combinations_have_the_same_program_and_losses():
-    texts = {lowered_update(made(name, 4, **MESH, **ACCUMULATED)).as_text() for name in ALL_COMBINATIONS}
-    assert len(texts) == 1
+@functools.cache
+def program_text(combination):
+    return lowered_update(made(combination, 4, **MESH, **ACCUMULATED)).as_text()
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
+def test_all_combinations_have_the_same_program(combination):
+    assert program_text(combination) == program_text(ALL_COMBINATIONS[0])
+
+
+def test_the_last_combination_has_the_losses_of_the_first():
     run = made(ALL_COMBINATIONS[-1])
     rows, expected = trained(run, [packed_batch(run.config, 4, seed=i) for i in range(3)])[0], plain()[0]
     for row, other in zip(rows, expected, strict=True):
