@@ -12,9 +12,17 @@ import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from run_cases import train
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    arguments,
+    assert_equal_bits,
+    copied,
+    model_of,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
 
-from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.quantization_keys import RECIPES
 from trainer.models.matrices import check_matrices, quantized_and_float
@@ -48,7 +56,7 @@ ROWS, LENGTH = 4, 128
 
 def gradient_of(config):
     """Returns a function whose program has all products of a training step, forward and backward, and its argument."""
-    model = make_model(config)
+    model = model_of(config)
     batch = packed_batch(config, 2)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
     params, rest = model.abstract
@@ -102,7 +110,7 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
     def found(**keys):
         config = tiny_config(FIRST, base_num_decoder_layers=2, **ALL_KINDS | DISPATCH[dispatch] | keys)
         fn, args = gradient_of(config)
-        quantized, left = quantized_and_float(config, make_model(config).param_axes)
+        quantized, left = quantized_and_float(config, model_of(config).param_axes)
         return products_in(jax.make_jaxpr(fn)(*args).jaxpr), quantized, left
 
     plain, none, _ = found()
@@ -126,7 +134,7 @@ def test_what_stays_float():
     def names(**keys):
         config = tiny_config(FIRST, quantization="int8", **keys)
         check_matrices(config)
-        return quantized_and_float(config, make_model(config).param_axes)
+        return quantized_and_float(config, model_of(config).param_axes)
 
     quantized, left = names()
     layer = "decoder/layers/"
