@@ -12,8 +12,10 @@ from run_cases import RUN, SETTINGS, kill_rounds, rows_of, train
 from support import pinned
 
 from trainer.checkpoint import newest
+from trainer.data import eval_batches
 
-# Real processes. They run long enough to be interrupted; most of the time is start-up and compilation.
+# Real processes and runs in this one. They run long enough to be interrupted; most of the time is start-up and
+# compilation.
 LONGER = {"steps": 300, "eval_interval": 100, "checkpoint_period": 50}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
@@ -54,7 +56,7 @@ def terminated(process, log):
     assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in log.read_text()
 
 
-def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path):
+def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path, monkeypatch):
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
@@ -67,9 +69,15 @@ def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path):
     assert 12 < first < 300
     assert not (run / "finished").exists()
 
-    process = begun(tmp_path)
-    wait_for("completed step: 99,", log, process)  # printed right before the evaluation, which starts by compiling
-    terminated(process, log)
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return eval_batches(*args, **kwargs)
+
+    with monkeypatch.context() as patch:  # of the first evaluation, after step 99
+        patch.setattr("trainer.training.batches.eval_batches", interrupted)
+        code, output = train(tmp_path, "run_name=run-0001", **LONGER)
+    assert code == 143, output
+    assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in output
     assert newest(run).name == "100"
     assert not any("eval_loss" in row for row in rows_of(run)), "the signal came after the evaluation"
 

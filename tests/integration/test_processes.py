@@ -15,8 +15,11 @@ from trainer.checkpoint import inspect, newest
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("processes", [4, 2])
-def test_some_processes_then_two_then_one(tmp_path, processes):
-    """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process."""
+def test_some_processes_then_fewer(tmp_path, processes):
+    """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process.
+
+    Of four processes, a damaged file is told, two go on, and one of them is killed. Two are followed by one at once.
+    """
     with launched(tmp_path, processes, 4 // processes) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
         os.kill(process(launcher, processes - 1), signal.SIGTERM)  # a request to one process is a request to all
@@ -48,22 +51,22 @@ def test_some_processes_then_two_then_one(tmp_path, processes):
             assert expected in log.read_text(), log.read_text()
         files[damaged].write_bytes(content)
 
-    with launched(tmp_path, 2, 2) as (launcher, log):
-        wait_for(f"completed step: {done + 5},", launcher, log)
-        until = time.monotonic() + 60
-        while int(newest(tmp_path / "runs/run").name) == done:  # a save continues while steps run
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.05)
-        started = time.monotonic()
-        os.kill(process(launcher, 1), signal.SIGKILL)
-        assert launcher.wait(60) == 137, log.read_text()
-        assert time.monotonic() - started < 30
-        said = log.read_text()
-    assert f"checkpoints/{done}: {done:,} of 5,000 updates are done" in said
-    assert "launch_local: process 1 of 2 was ended by SIGKILL; the others end too" in said
-    last = int(newest(tmp_path / "runs/run").name)
-    assert last > done
+        with launched(tmp_path, 2, 2) as (launcher, log):
+            wait_for(f"completed step: {done + 5},", launcher, log)
+            until = time.monotonic() + 60
+            while int(newest(tmp_path / "runs/run").name) == done:  # a save continues while steps run
+                assert time.monotonic() < until, log.read_text()
+                time.sleep(0.05)
+            started = time.monotonic()
+            os.kill(process(launcher, 1), signal.SIGKILL)
+            assert launcher.wait(60) == 137, log.read_text()
+            assert time.monotonic() - started < 30
+            said = log.read_text()
+        assert f"checkpoints/{done}: {done:,} of 5,000 updates are done" in said
+        assert "launch_local: process 1 of 2 was ended by SIGKILL; the others end too" in said
+        assert int(newest(tmp_path / "runs/run").name) > done
 
+    last = int(newest(tmp_path / "runs/run").name)
     said = alone(tmp_path, 4, steps=last + 2)
     (tmp_path / "straight").mkdir()
     alone(tmp_path / "straight", 4, steps=last + 2, checkpoint_period=1000)
