@@ -153,13 +153,14 @@ def test_experts_multiply_as_dense_layers(name):
     kernel = draw(4, 32, 16, seed=1) * jnp.array([0.2, 1, 0.1, 0.02])[:, None, None]  # each with a scale of its own
     alone = made(recipe, Kernel((32,), (16,), (None, None)))
 
-    def of_expert(rows, expert, gradient):
-        out, pull = jax.vjp(lambda x, kernel: alone(x, 1, kernel), rows, kernel[expert])
+    @jax.jit
+    def of_expert(rows, kernel, gradient):
+        out, pull = jax.vjp(lambda x, kernel: alone(x, 1, kernel), rows, kernel)
         return out, *pull(gradient)
 
     batch = x[:48].reshape(4, 12, 32)
     gradient, grads = pulled(lambda x, kernel: product(x, kernel, None), batch, kernel)
-    each = [of_expert(batch[i], i, gradient[i]) for i in range(4)]
+    each = [of_expert(batch[i], kernel[i], gradient[i]) for i in range(4)]
     expected = [jnp.stack(parts) for parts in zip(*each, strict=True)]
     np.testing.assert_allclose(product(batch, kernel, None), expected[0], rtol=1e-6)
     for found, exact in zip(grads, expected[1:], strict=True):
@@ -167,7 +168,7 @@ def test_experts_multiply_as_dense_layers(name):
     gradient, (to_x, to_kernel) = pulled(lambda x, kernel: product(x, kernel, SIZES), x, kernel)
     ends = np.cumsum(SIZES)
     rows = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
-    each = [of_expert(x[those], i, gradient[those]) for i, those in enumerate(rows) if SIZES[i]]
+    each = [of_expert(x[those], kernel[i], gradient[those]) for i, those in enumerate(rows) if SIZES[i]]
     assert not to_kernel[1].any()  # an expert without rows
     plain = [(x[those] @ kernel[i], gradient[those] @ kernel[i].T) for i, those in enumerate(rows)]
     for i, those in enumerate(rows if name != "clipped" else ()):  # also with one scale for the rows of all experts
@@ -187,7 +188,7 @@ def test_experts_are_mapped_over_islands(sizes):
     """`jax.vmap` over inputs, with and without an axis of the kernel."""
     x = draw(2, 4, 12, 32) if sizes is None else draw(2, 50, 32)
     kernel, product = draw(4, 32, 16, seed=1), made(RECIPES["int8"], EXPERTS)
-    grads = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel, sizes))), (0, 1))
+    grads = jax.jit(jax.grad(lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel, sizes))), (0, 1)))
     each = [grads(one, kernel) for one in x]
     assert_same_bits(jax.vmap(grads, (0, None))(x, kernel), jax.tree.map(lambda *parts: jnp.stack(parts), *each))
     both = jnp.stack([kernel, 2 * kernel])
