@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of_storage, of_data, of_model = _parted(keys)
     config = model_config(checkpoint.keys, [*of_model, f"{STORED}=false"], where)
     check_words(checkpoint.keys, of_model, config, where)
-    stored = _configuration(config, [f"{STORED}=true", f"{_ROUTER}=false", *of_storage])
+    stored = _configuration(config, ["dataset_type=synthetic", f"{STORED}=true", f"{_ROUTER}=false", *of_storage])
     shapes, buffers = weights_of(config)
     kernels = quantized_kernels(stored, shapes)
     leaves = checkpoint.leaves(config, shapes)
