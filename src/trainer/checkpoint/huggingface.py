@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.checkpoint.block_scaled import ScaledTensor, with_scales
+from trainer.checkpoint.packed import PackedMatrix, note, with_matrices
 from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, put_slices, whole, within
 from trainer.config import Config, UserError
@@ -17,8 +17,9 @@ from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import EXPERT, Layout
-from trainer.models.huggingface_config import float8_block, model_keys
+from trainer.models.huggingface_config import model_keys
 from trainer.models.huggingface_fields import neutral_keys
+from trainer.models.huggingface_quantized import recipe
 from trainer.models.mtp_names import (
     MODULES,
     hugging_face_copies,
@@ -48,18 +49,17 @@ class HuggingFaceSource:
         self.keys: Mapping[str, Any] = model_keys(config, str(path / CONFIG), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / CONFIG))
         self.length = config.get("max_position_embeddings")
-        self._tensors: Mapping[str, StoredTensor | ScaledTensor] = _tensors(path)
-        if block := float8_block(config):
-            self._tensors = with_scales(self._tensors, block, path)
+        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = _tensors(path)
+        self._recipe = recipe(config, [])
+        if self._recipe:
+            self._tensors = with_matrices(self._tensors, self._recipe, path)
         self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
         self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. Notes how block-scaled 8-bit weights are read."""
-        scaled = sum(isinstance(tensor, ScaledTensor) for tensor in self._tensors.values())
-        if not scaled:
-            return ()
-        return (f"{self.path}: {scaled} 8-bit tensors are multiplied by their scales and read as float32",)
+        """See `Source.notes`. Notes how quantized matrices are read."""
+        line = note(self._tensors, self._recipe) if self._recipe else ""
+        return (f"{self.path}: {line}",) if line else ()
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
@@ -122,12 +122,12 @@ class HuggingFaceSource:
         count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
         layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
 
-        def read_box(layer: Sequence[StoredTensor | ScaledTensor], box: Box) -> np.ndarray:
+        def read_box(layer: Sequence[StoredTensor | PackedMatrix], box: Box) -> np.ndarray:
             if not layout.of_experts:
                 return _read(layer[0], layout, part_shape, box, head)
             return np.stack([_read(it, layout, part_shape[1:], box[1:], head) for it in layer[box[0]]])
 
-        def put(layer: Sequence[StoredTensor | ScaledTensor], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def put(layer: Sequence[StoredTensor | PackedMatrix], abstract: jax.ShapeDtypeStruct) -> jax.Array:
             def part(box: Box) -> np.ndarray:
                 return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
 
@@ -147,7 +147,7 @@ class HuggingFaceSource:
 
 
 def _read(
-    tensor: StoredTensor | ScaledTensor, layout: Layout, shape: tuple[int, ...], box: Box, head: int
+    tensor: StoredTensor | PackedMatrix, layout: Layout, shape: tuple[int, ...], box: Box, head: int
 ) -> np.ndarray:
     """Reads `box` of our parameter with `shape` from `tensor`."""
     wide = layout.widened(shape, box, head)

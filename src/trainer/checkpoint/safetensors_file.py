@@ -18,9 +18,13 @@ from trainer.config import UserError
 
 # The dtypes that can be read and written, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Can be read, but only together with scales; see `block_scaled`.
+# Can be read, but only as parts of quantized matrices; see `packed`.
 FLOAT8 = "F8_E4M3"
-_READ = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
+_READ = {
+    **DTYPES,
+    FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
+    **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
+}
 # The dtypes that can be shown; the file may come from any program.
 _SHOWN = {
     **_READ,

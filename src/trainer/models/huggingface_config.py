@@ -14,6 +14,7 @@ from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
+from trainer.models.huggingface_quantized import recipe
 from trainer.models.huggingface_rope import LOCAL, THETA, can_rotate, rope_fields, rope_keys
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
@@ -53,6 +54,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = _switched_on(hf, said) + _contradicting_counts(hf, data) + unknown_fields(hf, data)
+    recipe(data, refused)
     keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
     keys |= hf.implies
     keys |= _latent_keys(hf, said, refused) if hf.latent else {}
@@ -117,22 +119,9 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
     return known[data["model_type"]]
 
 
-def float8_block(data: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Returns the rows and columns of a weight that share a scale, if config.json declares block-scaled weights: float8
-    e4m3 with one scale per block (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Otherwise returns None."""
-    said = data.get("quantization_config")
-    if not isinstance(said, Mapping) or said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3":
-        return None
-    match said.get("weight_block_size"):
-        case [int(rows), int(columns)] if min(rows, columns) > 0:
-            return rows, columns
-    return None
-
-
 def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
     names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
-    names += ["quantization_config"] if said.get("quantization_config") and not float8_block(said) else []
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
     names += ["use_sliding_window"] if said.get("use_sliding_window") and hf.window != "switched" else []

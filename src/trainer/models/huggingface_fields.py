@@ -7,6 +7,7 @@ from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.models.huggingface import HuggingFace
+from trainer.models.huggingface_quantized import FIELDS as QUANTIZED
 
 # Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -42,7 +43,7 @@ _FIELDS = {
     **{"decoder_sparse_step": Field(int, low=1), "mlp_only_layers": Field(list, null=True, item=int)},
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), Field(dict, null=True)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
     **{"bos_token_id": _TOKEN, "eos_token_id": Field(int, null=True, many=True), "pad_token_id": _TOKEN},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
     "hidden_activation": Field(str, null=True),
@@ -75,7 +76,7 @@ NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", 
 _READ = (
     *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
-    *("attention_bias", "mlp_bias", "is_causal", "quantization_config", "num_nextn_predict_layers", "num_mtp_layers"),
+    *("attention_bias", "mlp_bias", "is_causal", *QUANTIZED, "num_nextn_predict_layers", "num_mtp_layers"),
     "use_sliding_window",
 )
 _WINDOW = {

@@ -15,10 +15,10 @@ from checkpoint_cases import (
 )
 
 from trainer.checkpoint import load_parameters, open_source
-from trainer.checkpoint.block_scaled import ScaledTensor
+from trainer.checkpoint.packed import with_matrices
 from trainer.checkpoint.safetensors_file import stored_tensors
 from trainer.config import UserError
-from trainer.models.huggingface_config import float8_block
+from trainer.models.huggingface_quantized import Recipe, Scheme, recipe
 
 # Neither divides the size of a matrix, so the last blocks are incomplete.
 ROWS, COLUMNS = 12, 20
@@ -56,7 +56,7 @@ def test_they_are_read_as_the_product_with_their_scales(tmp_path):
     plain = write_hf(tmp_path / "plain", config, meant)
     assert_same(found, {name: leaf.read(leaf.dtype, lambda _: None) for name, leaf in leaves(plain, config).items()})
     eight = sum(name.endswith("_scale_inv") for name in stored)
-    assert [line for line in lines if f"{eight} 8-bit tensors" in line]
+    assert [line for line in lines if f"{eight} matrices are stored as fp8 in blocks of 12 x 20;" in line]
 
 
 def leaves(path, config):
@@ -67,9 +67,9 @@ def test_a_part_is_that_part_of_the_whole(tmp_path):
     from safetensors.numpy import save_file
 
     values, scales, meant = quantized(np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32))
-    save_file({"w": values, "s": scales}, tmp_path / "file")
-    files = stored_tensors(tmp_path / "file")
-    tensor = ScaledTensor(files["w"], files["s"], (ROWS, COLUMNS))
+    save_file({"w.weight": values, "w.weight_scale_inv": scales}, tmp_path / "file")
+    scheme = Scheme("fp8", (ROWS, COLUMNS), "inverse")
+    tensor = with_matrices(stored_tensors(tmp_path / "file"), Recipe({"Linear": scheme}), tmp_path)["w.weight"]
     for box in (np.s_[0:40, 0:50], np.s_[11:13, 19:21], np.s_[12:24, 20:40], np.s_[25:40, 45:50], np.s_[0:1, 3:50]):
         np.testing.assert_array_equal(tensor.read(box), meant[box])
 
@@ -87,22 +87,23 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
     wrong = np.ones((1, 1), np.float32)
     assert f"{name}_scale_inv: found [1, 1], wanted [" in refusal("shape", {f"{name}_scale_inv": wrong})
-    # 8-bit values without scales are not weights, and scales of another tensor are not a parameter.
     alone = refusal("alone", {f"{name}_scale_inv": wrong.astype(np.int8)})
-    assert f"{name}: stored as F8_E4M3" in alone
-    assert f"{name}_scale_inv: the model has no such parameter" in alone
+    assert f"{name}_scale_inv: stored as I8, wanted F32 or F16 or BF16" in alone
 
 
 @pytest.mark.parametrize(
     "said",
     [
         {"bits": 4},
-        {"quant_method": "fp8"},
         SAID | {"fmt": "e5m2"},
         SAID | {"weight_block_size": [0, 4]},
         SAID | {"weight_block_size": 4},
+        SAID | {"expert_dtype": "fp4"},
     ],
 )
 def test_other_quantizations_are_not_taken_for_it(said):
-    assert float8_block({"quantization_config": SAID}) == (ROWS, COLUMNS)
-    assert float8_block({"quantization_config": said}) is None
+    refused = []
+    assert recipe({"quantization_config": SAID}, refused).schemes["Linear"].block == (ROWS, COLUMNS)
+    assert not refused
+    recipe({"quantization_config": said}, refused)
+    assert len(refused) == 1

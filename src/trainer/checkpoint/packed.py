@@ -1,0 +1,301 @@
+"""Quantized matrices in folders of Hugging Face: `PackedMatrix`, which several stored tensors make up.
+
+The tensors of the matrix [out, in] of a module, by `Scheme.layout`. A word is an int32 with 32 / bits integers.
+
+| layout | codes | scales | zero points |
+|---|---|---|---|
+| packed | `weight_packed`, words [out, in], `weight_shape` | `weight_scale` | `weight_zero_point`, words [out, groups] along out |
+| plain | `weight`, int8 or float8 | `weight_scale` | `weight_zero_point`, int8 |
+| inverse | `weight`, float8 | `weight_scale_inv` or `weight_scale` | |
+| gptq | `qweight`, words [in, out] along in | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
+| awq | `qweight`, words [in, out] along out | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
+
+A weight is (code - zero point) * scale. packed and plain: compressed-tensors 0.20; inverse: the conversion script of
+DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); gptq: AutoGPTQ 0.7 and GPTQModel; awq: AutoAWQ 0.2.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.checkpoint.safetensors_file import DTYPES, FLOAT8, Box, StoredTensor
+from trainer.checkpoint.words import AWQ_ORDER, WORD, Readable, Turned, Words
+from trainer.config import UserError
+from trainer.config.errors import shortened
+from trainer.models.huggingface_quantized import Recipe, Scheme
+
+_LARGEST = 20  # the maximum number of lines in a message
+# The tensors of a module, by what they are; of several names the first one that is there.
+_CODES = {
+    **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
+    **{"gptq": ("qweight",), "awq": ("qweight",)},
+}
+_SCALES = {
+    **{"packed": ("weight_scale",), "plain": ("weight_scale",), "inverse": ("weight_scale_inv", "weight_scale")},
+    **{"gptq": ("scales",), "awq": ("scales",)},
+}
+_ZEROS, _GROUPS, _SHAPE = ("weight_zero_point", "qzeros"), ("weight_g_idx", "g_idx"), "weight_shape"
+_NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
+_PARTS = {name for names in _NAMES for name in names} - {"weight"}
+# The last words of names of tensors that only programs with quantized activations read.
+_OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_zero_point", "output_zero_point")
+_OF_ACTIVATIONS += tuple(f"{one}_{it}" for one in "qkv" for it in ("scale", "zero_point"))
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix, with the interface of `StoredTensor`. Its values are float32.
+
+    Attributes:
+      name: the name of the float tensor in a folder that is not quantized.
+      codes: reads int8 or float8_e4m3fn [out, in].
+      scales, zeros: read a value for each block; zeros are in the range of the codes.
+      groups: the group of each input, if inputs of a group need not be neighbours: integers [in].
+      block: the number of outputs and of inputs that share a scale.
+      kind_of_codes: "int4", "int8" or "fp8".
+    """
+
+    name: str
+    codes: Readable
+    scales: Readable
+    zeros: Readable | None
+    groups: StoredTensor | None
+    block: tuple[int, int]
+    kind_of_codes: str
+
+    @property
+    def kind(self) -> str:
+        """See `StoredTensor`."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredTensor`."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `StoredTensor`."""
+        return np.dtype(np.float32)
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code."""
+        return 4 if self.kind_of_codes == "int4" else 8
+
+    def read(self, box: Box) -> np.ndarray:
+        """See `StoredTensor.read`.
+
+        Raises:
+          UserError: a file was truncated, or an input is in a group that does not exist.
+        """
+        tiles, columns = self._tiles(box), self._groups(box[1])
+        if columns is None:
+            columns = _places(box[1], self.block[1])
+        else:
+            tiles = (tiles[0], slice(0, self.scales.shape[1]))
+        rows = _places(box[0], self.block[0])
+        values = self.codes.read(box).astype(np.float32)
+        if self.zeros is not None:
+            values -= _spread(self.zeros.read(tiles), rows, columns)
+        values *= _spread(self.scales.read(tiles), rows, columns)
+        return values
+
+    def parts(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Returns (codes in `box`, scales, zero points). Scales, float32, and zero points are those of the blocks that
+        overlap with `box`. Zero points are None if all of them are 0.
+
+        Raises:
+          UserError: a file was truncated, or inputs that share a scale are not neighbours.
+        """
+        columns = self._groups(box[1])
+        if columns is not None and (columns != np.arange(box[1].start, box[1].stop) // self.block[1]).any():
+            raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
+        tiles = self._tiles(box)
+        zeros = None if self.zeros is None else self.zeros.read(tiles)
+        if zeros is not None and not zeros.astype(np.float32).any():
+            zeros = None
+        return self.codes.read(box), self.scales.read(tiles).astype(np.float32), zeros
+
+    def _tiles(self, box: Box) -> Box:
+        return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
+
+    def _groups(self, cut: slice) -> np.ndarray | None:
+        """Returns the group of each input in `cut`; None if that is a matter of order."""
+        if self.groups is None:
+            return None
+        found = self.groups.read((cut,))
+        if (found == -1).all():  # compressed-tensors: in order
+            return None
+        if found.min() < 0 or found.max() >= self.scales.shape[1]:
+            raise UserError(f"{self.groups.path}: {self.name}: there is an input of group {found.max()}, out of range")
+        return found
+
+
+def _places(cut: slice, size: int) -> np.ndarray:
+    return np.arange(cut.start, cut.stop) // size - cut.start // size
+
+
+def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Returns float32 values, one for each weight, or an array that broadcasts to it."""
+    values = tiles.astype(np.float32)
+    for axis, places in enumerate((rows, columns)):
+        values = values if values.shape[axis] == 1 else values.take(places, axis)
+    return values
+
+
+def with_matrices(
+    tensors: Mapping[str, StoredTensor], recipe: Recipe, where: Path
+) -> dict[str, StoredTensor | PackedMatrix]:
+    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under the name that it has in
+    a folder that is not quantized. Scales of activations are left out.
+
+    Raises:
+      UserError: lists tensors that are missing or do not fit, and matrices that no target of `recipe` matches.
+    """
+    joined: dict[str, StoredTensor | PackedMatrix] = {}
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if last in _PARTS or (last == "weight" and (tensor.kind in (FLOAT8, "I8") or _scaled(module, tensors))):
+            modules.setdefault(module, {})[last] = tensor
+        elif last not in _OF_ACTIVATIONS:
+            joined[name] = tensor
+    problems: list[str] = []
+    for module, parts in modules.items():
+        scheme = recipe.scheme_of(module)
+        if scheme is None:
+            problems.append(f"{shortened(module)}: quantized, but no target of quantization_config matches it")
+            continue
+        try:
+            joined[f"{module}.weight"] = _matrix(module, parts, scheme)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        more = [f"and {len(problems) - _LARGEST} more"] if len(problems) > _LARGEST else []
+        head = f"{where}: tensors that do not fit the quantization that config.json describes:"
+        raise UserError("\n  ".join([head, *problems[:_LARGEST], *more]))
+    return joined
+
+
+def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe) -> str:
+    """Returns a line on how quantized matrices are read; "" if there are none."""
+    matrices = [tensor for tensor in tensors.values() if isinstance(tensor, PackedMatrix)]
+    kinds = collections.Counter(_scheme_of(it).words for it in matrices)
+    if not kinds:
+        return ""
+    stored = ", ".join(f"{count} matrices are stored as {words}" for words, count in kinds.items())
+    more = "; activations are not quantized" if recipe.activations else ""
+    return f"{stored}; they are read as float32{more}"
+
+
+def _scheme_of(matrix: PackedMatrix) -> Scheme:
+    rows, columns = (0 if size == whole else size for size, whole in zip(matrix.block, matrix.shape, strict=True))
+    return Scheme(matrix.kind_of_codes, (1 if matrix.block[0] == 1 else rows, columns), "plain")
+
+
+def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    return any(f"{module}.{name}" in tensors for name in ("weight_scale", "weight_scale_inv"))
+
+
+class _Parts(NamedTuple):
+    """The tensors of a module by the last word of their names."""
+
+    module: str
+    tensors: Mapping[str, StoredTensor]
+
+    def find(self, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, StoredTensor]:
+        """Returns the first of these tensors that is there, and its name.
+
+        Raises:
+          UserError: there is none, or its dtype is not of `kinds`.
+        """
+        last = next((name for name in names if name in self.tensors), None)
+        if last is None:
+            raise UserError(f"{self.full(names[0])}: missing")
+        tensor = self.tensors[last]
+        if tensor.kind not in kinds:
+            raise UserError(f"{self.full(last)}: stored as {tensor.kind}, wanted {' or '.join(kinds)}")
+        return self.full(last), tensor
+
+    def full(self, last: str) -> str:
+        """Returns the name of a tensor."""
+        return shortened(f"{self.module}.{last}")
+
+
+def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> PackedMatrix:
+    """Returns the matrix that the tensors of a module make up.
+
+    Raises:
+      UserError: a tensor is missing or does not fit.
+    """
+    parts = _Parts(module, tensors)
+    codes = _codes(parts, scheme)
+    out, into = codes.shape
+    name, stored = parts.find(_SCALES[scheme.layout], tuple(DTYPES))
+    turned = scheme.layout in ("gptq", "awq")
+    scales = Turned(stored) if turned else _with_axes(stored)
+    rows, columns = scheme.block[0] or out, scheme.block[1] or into
+    if scheme.block == (0, 0) and scales.shape == (out, 1):
+        rows = 1
+    tiles = (-(-out // rows), -(-into // columns))
+    _check(name, scales.shape, tiles)
+    zeros = _zeros(parts, scheme, tiles)
+    groups = None
+    if columns < into and any(last in tensors for last in _GROUPS):
+        name, groups = parts.find(_GROUPS, ("I32", "I64"))
+        _check(name, groups.shape, (into,))
+    return PackedMatrix(f"{module}.weight", codes, scales, zeros, groups, (rows, columns), scheme.kind)
+
+
+def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:
+    whole = scheme.layout in ("plain", "inverse")
+    kind = "I32" if not whole else FLOAT8 if scheme.kind == "fp8" else "I8"
+    name, tensor = parts.find(_CODES[scheme.layout], (kind,))
+    if len(tensor.shape) != 2 or min(tensor.shape) < 1:
+        raise UserError(f"{name}: found {list(tensor.shape)}, wanted two axes")
+    if whole:
+        return tensor
+    bits, (first, second) = 4 if scheme.kind == "int4" else 8, tensor.shape
+    per = WORD // bits
+    if scheme.layout == "gptq":
+        return Words(tensor, (second, first * per), bits, axis=0, turned=True)
+    if scheme.layout == "awq":
+        return Words(tensor, (second * per, first), bits, turned=True, order=AWQ_ORDER)
+    name, stored = parts.find((_SHAPE,), ("I64", "I32"))
+    _check(name, stored.shape, (2,))
+    out, into = stored.read((slice(0, 2),)).tolist()
+    if out != first or -(-into // per) != second:
+        raise UserError(f"{name}: says {[out, into]}, but {_CODES['packed'][0]} has {[first, second]} words of {per}")
+    return Words(tensor, (out, into), bits)
+
+
+def _zeros(parts: _Parts, scheme: Scheme, tiles: tuple[int, int]) -> Readable | None:
+    bits = 4 if scheme.kind == "int4" else 8
+    per = WORD // bits
+    if scheme.layout in ("gptq", "awq"):
+        name, tensor = parts.find(_ZEROS[1:], ("I32",))
+        _check(name, tensor.shape, (tiles[1], -(-tiles[0] // per)))
+        order = AWQ_ORDER if scheme.layout == "awq" else ()
+        return Words(tensor, tiles, bits, turned=True, order=order, less_one=scheme.less_one)
+    if scheme.layout == "packed" and scheme.zeros:
+        name, tensor = parts.find(_ZEROS[:1], ("I32",))
+        _check(name, tensor.shape, (-(-tiles[0] // per), tiles[1]))
+        return Words(tensor, tiles, bits, axis=0)
+    if not scheme.zeros and _ZEROS[0] not in parts.tensors:
+        return None
+    name, tensor = parts.find(_ZEROS[:1], ("I8", FLOAT8))
+    _check(name, _with_axes(tensor).shape, tiles)
+    return _with_axes(tensor)
+
+
+def _with_axes(tensor: StoredTensor) -> StoredTensor:
+    """Returns scales with two axes; a list of them has one for each output."""
+    return tensor if len(tensor.shape) > 1 else tensor._replace(shape=((*tensor.shape, 1, 1))[:2])
+
+
+def _check(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise UserError(f"{name}: found {list(found)}, wanted {list(wanted)}")

@@ -1,0 +1,238 @@
+"""Reads `quantization_config` of config.json: how a folder of Hugging Face stores its quantized matrices."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from trainer.config.errors import shortened
+from trainer.config.json_files import Field, field_problems, shown
+
+FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors
+ADVICE = "load the folder with transformers, dequantize the model and save it"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+_LINEAR = "Linear"  # the class of modules that all matrices count as
+_REGEX = "re:"
+# Bounds of a stranger's regular expression, so that matching takes no time: its length and its repetitions.
+_LONGEST, _REPETITIONS = 200, 5
+
+Layout = Literal["packed", "plain", "inverse", "gptq", "awq"]
+_BITS = Field(int, low=1, high=64)
+_SIZE = Field(int, low=-1, null=True)
+_NAMES = Field(list, null=True, item=str)
+_OF_WEIGHTS = {
+    **{"num_bits": _BITS, "type": Field(str), "symmetric": Field(bool), "dynamic": Field(bool)},
+    **{"strategy": Field(str, null=True), "group_size": _SIZE},
+    "block_structure": Field(list, null=True, item=int),
+}
+_OF_GROUP = {"weights": Field(dict, null=True), "targets": _NAMES, "format": Field(str, null=True)}
+_OF_METHOD = {
+    **{"quant_method": Field(str), "bits": _BITS, "group_size": _SIZE, "sym": Field(bool, null=True)},
+    **{"checkpoint_format": Field(str, null=True), "version": Field(str, null=True), "format": Field(str, null=True)},
+    **{"fmt": Field(str, null=True), "config_groups": Field(dict), "ignore": _NAMES},
+}
+
+
+class Scheme(NamedTuple):
+    """How a matrix [out, in] is stored.
+
+    Attributes:
+      kind: "int4", "int8" or "fp8" (e4m3): the type of its codes. Codes of int4 that take a byte each count as int8.
+      block: the number of outputs and of inputs that share a scale; 0: all of them.
+      layout: the names and the order of its tensors, see `checkpoint.packed`.
+      zeros: whether there must be zero points.
+      less_one: GPTQ, whether zero points are stored minus 1: "each" for itself, or "word" by word, where a 0 borrows
+        from the next one.
+    """
+
+    kind: str
+    block: tuple[int, int]
+    layout: Layout
+    zeros: bool = False
+    less_one: Literal["", "each", "word"] = ""
+
+    @property
+    def words(self) -> str:
+        """The scheme in words, for messages."""
+        match self.block:
+            case 0, 0:
+                return f"{self.kind} with one scale for each matrix"
+            case 1, 0:
+                return f"{self.kind} with a scale for each output"
+            case 1, columns:
+                return f"{self.kind} in groups of {columns}"
+        return f"{self.kind} in blocks of {self.block[0]} x {self.block[1]}"
+
+
+class Recipe(NamedTuple):
+    """How a folder stores its matrices.
+
+    Attributes:
+      schemes: by target: the name of a module, "re:" with a regular expression that matches the beginning of names, or
+        "Linear".
+      ignore: targets without quantized matrices.
+      activations: whether the folder's programs quantize activations, too.
+    """
+
+    schemes: Mapping[str, Scheme]
+    ignore: Sequence[str] = ()
+    activations: bool = False
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Returns the scheme of a module; None if no target matches it or it is ignored. A name takes precedence over
+        regular expressions, in alphabetic order, and these over the class, as in compressed-tensors."""
+        if any(_matches(target, module) for target in self.ignore):
+            return None
+        order = sorted(self.schemes, key=lambda target: (target == _LINEAR, target.startswith(_REGEX), target))
+        return next((self.schemes[target] for target in order if _matches(target, module)), None)
+
+
+def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
+    """Returns how the folder with the config.json `data` stores its matrices; None if they are not quantized. Appends
+    to `refused` what cannot be read."""
+    field = next((field for field in FIELDS if data.get(field)), None)
+    if field is None:
+        return None
+    said = data[field]
+    problems = field_problems(said, _OF_METHOD)
+    method = said.get("quant_method", _METHODS[0] if field == FIELDS[1] else None)
+    found = None
+    if not problems and method in _METHODS:
+        read = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}.get(method, _compressed_tensors)
+        found = read(said, problems)
+    elif not problems:
+        problems.append(f"quant_method={shown(method)} is not read (known: {', '.join(_METHODS)}); {ADVICE}")
+    refused += [f"{field}: {line}" for line in problems]
+    return found
+
+
+def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
+    """Float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3, in blocks, or with one scale for each matrix."""
+    if said.get("fmt") not in (None, "e4m3"):
+        problems.append(f"fmt={shown(said['fmt'])} (known: e4m3)")
+    if said.get("expert_dtype") not in (None, "fp8"):
+        problems.append(f"expert_dtype={shown(said['expert_dtype'])} (known: fp8)")
+    size = said.get("weight_block_size")
+    block = (0, 0) if size is None else _block(size, problems, "weight_block_size")
+    return Recipe({_LINEAR: Scheme("fp8", block, "inverse")}, activations=True)
+
+
+def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
+    """GPTQ as AutoGPTQ and GPTQModel write it. The latter subtracts 1 from complete words."""
+    form = said.get("checkpoint_format") or said.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
+        problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
+    if _overrides(said.get("dynamic")):
+        problems.append(f"dynamic={shown(said['dynamic'])}: settings of single modules are not read; {ADVICE}")
+    meta = said.get("meta")
+    writer = shown(meta.get("quantizer") if isinstance(meta, Mapping) else None)
+    less_one = "" if form == "gptq_v2" else "word" if "gptqmodel" in writer else "each"
+    return _of_groups(said, problems, Scheme("int4", (1, 0), "gptq", True, less_one))
+
+
+def _overrides(dynamic: Any) -> bool:
+    """Returns whether GPTQModel's settings of single modules do more than leave modules out, which "-:" does."""
+    return bool(dynamic) and not (isinstance(dynamic, Mapping) and all(name.startswith("-:") for name in dynamic))
+
+
+def _awq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
+    form = (said.get("version") or said.get("format") or "gemm").lower()
+    if form != "gemm":
+        problems.append(f"version={shown(form)} of awq (known: gemm); {ADVICE}")
+    if said.get("bits", said.get("w_bit", 4)) != 4:
+        problems.append(f"bits={shown(said.get('bits', said.get('w_bit')))} of awq (known: 4)")
+    size = said.get("group_size", said.get("q_group_size", 128))
+    return _of_groups({"bits": 4, "group_size": size}, problems, Scheme("int4", (1, 0), "awq", True))
+
+
+def _of_groups(said: Mapping[str, Any], problems: list[str], scheme: Scheme) -> Recipe | None:
+    """Returns the recipe with one scheme for all matrices, with the bits and the groups of `said`."""
+    bits, size = said.get("bits"), said.get("group_size", -1)
+    if bits not in (4, 8):
+        problems.append(f"bits={shown(bits)} (known: 4, 8); {ADVICE}")
+    if not isinstance(size, int) or size == 0 or size < -1:
+        problems.append(f"group_size={shown(size)}, not a positive integer or -1")
+        return None
+    return Recipe({_LINEAR: scheme._replace(kind=f"int{bits}", block=(1, max(size, 0)))})
+
+
+def _compressed_tensors(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
+    sparsity = said.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in (None, "dense")):
+        problems.append(f"sparsity_config={shown(sparsity)}: sparse weights are not read; {ADVICE}")
+    if said.get("transform_config"):
+        problems.append(f"transform_config={shown(said['transform_config'])}: transformed weights are not read")
+    schemes: dict[str, Scheme] = {}
+    activations = False
+    groups = said.get("config_groups") or {}
+    for name, group in groups.items():
+        where = f"config_groups.{shortened(name)}"
+        if not isinstance(group, Mapping):
+            problems.append(f"{where}={shown(group)}, not an object")
+        elif wrong := field_problems(group, _OF_GROUP) or field_problems(group.get("weights") or {}, _OF_WEIGHTS):
+            problems += [f"{where}: {line}" for line in wrong]
+        elif group.get("weights"):
+            scheme = _scheme(group, group.get("format") or said.get("format") or "", problems, where)
+            schemes |= dict.fromkeys(group.get("targets") or (), scheme)
+            activations |= bool(group.get("input_activations"))
+    ignore = said.get("ignore") or ()
+    problems += _unusable([*schemes, *ignore])
+    if not groups:
+        problems.append("there are no config_groups")
+    return Recipe(schemes, ignore, activations or bool(said.get("kv_cache_scheme")))
+
+
+def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str) -> Scheme:
+    weights = group["weights"]
+    bits, kind, size = weights.get("num_bits", 8), weights.get("type", "int").lower(), weights.get("group_size")
+    strategy = (weights.get("strategy") or "").lower()
+    strategy = strategy or ("tensor" if size is None else "group" if size > 0 else "channel")
+    block = {"tensor": (0, 0), "channel": (1, 0)}.get(strategy, (1, 0))
+    if form not in _FORMATS:
+        problems.append(f"{where}: format={shown(form)} is not read (known: {', '.join(_FORMATS)}); {ADVICE}")
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)) or weights.get("dynamic"):
+        problems.append(f"{where}: weights of {bits} bits of type {shortened(kind)} (known: int 4, int 8, float 8)")
+    elif form == _FORMATS[0] and kind != "int":
+        problems.append(f"{where}: {form} with type={kind} (known: int)")
+    if strategy == "group" and (size or 0) > 0:
+        block = (1, size)
+    elif strategy == "block":
+        block = _block(weights.get("block_structure"), problems, f"{where}: block_structure")
+    elif strategy not in ("tensor", "channel"):
+        problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
+    packed = form == _FORMATS[0]
+    # Without groups or channels the zero point is not packed, and it may be left out.
+    zeros = not weights.get("symmetric", True) and strategy in ("group", "channel")
+    name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
+    return Scheme(name, block, "packed" if packed else "plain", zeros)
+
+
+def _block(said: Any, problems: list[str], name: str) -> tuple[int, int]:
+    match said:
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
+            return rows, columns
+    problems.append(f"{name}={shown(said)}, not two positive integers")
+    return 0, 0
+
+
+def _unusable(targets: Iterable[str]) -> list[str]:
+    """Returns a line for each regular expression of `targets` that is none, or that could take long to match."""
+    lines = []
+    for target in targets:
+        pattern = target.removeprefix(_REGEX)
+        repeated = len(re.findall(r"[*+{]", re.sub(r"\\.|\[[^]]*\]", "x", pattern)))
+        try:
+            if target == pattern:
+                continue
+            if len(pattern) > _LONGEST or repeated > _REPETITIONS or re.search(r"\)[*+{]", pattern):
+                lines.append(f"target {shortened(target)}: too long, too many repetitions, or a repeated group")
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            lines.append(f"target {shortened(target)}: {shortened(str(error))}")
+    return lines
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith(_REGEX):
+        return re.match(target.removeprefix(_REGEX), module) is not None
+    return target in (module, _LINEAR)
