@@ -4,7 +4,7 @@ The tensors of the matrix [out, in] of a module, by `Scheme.layout`. A word is a
 
 | layout | codes | scales | zero points |
 |---|---|---|---|
-| packed | `weight_packed`, words [out, in], `weight_shape` | `weight_scale` | `weight_zero_point`, words [out, groups] along out |
+| packed | `weight_packed`, words [out, in], `weight_shape` | `weight_scale` | `weight_zero_point`, words along out |
 | plain | `weight`, int8 or float8 | `weight_scale` | `weight_zero_point`, int8 |
 | inverse | `weight`, float8 | `weight_scale_inv` or `weight_scale` | |
 | gptq | `qweight`, words [in, out] along in | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
@@ -41,8 +41,9 @@ _ZEROS, _GROUPS, _SHAPE = ("weight_zero_point", "qzeros"), ("weight_g_idx", "g_i
 _NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
 _PARTS = {name for names in _NAMES for name in names} - {"weight"}
 # The last words of names of tensors that only programs with quantized activations read.
-_OF_ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_zero_point", "output_zero_point")
-_OF_ACTIVATIONS += tuple(f"{one}_{it}" for one in "qkv" for it in ("scale", "zero_point"))
+_OF_ACTIVATIONS = {"activation_scale"} | {
+    f"{of}_{it}" for of in ("input", "output", "q", "k", "v") for it in ("scale", "zero_point")
+}
 
 
 class PackedMatrix(NamedTuple):

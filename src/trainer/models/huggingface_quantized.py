@@ -17,6 +17,7 @@ _REGEX = "re:"
 _LONGEST, _REPETITIONS = 200, 5
 
 Layout = Literal["packed", "plain", "inverse", "gptq", "awq"]
+LessOne = Literal["", "each", "word"]
 _BITS = Field(int, low=1, high=64)
 _SIZE = Field(int, low=-1, null=True)
 _NAMES = Field(list, null=True, item=str)
@@ -49,7 +50,7 @@ class Scheme(NamedTuple):
     block: tuple[int, int]
     layout: Layout
     zeros: bool = False
-    less_one: Literal["", "each", "word"] = ""
+    less_one: LessOne = ""
 
     @property
     def words(self) -> str:
@@ -126,7 +127,7 @@ def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
         problems.append(f"dynamic={shown(said['dynamic'])}: settings of single modules are not read; {ADVICE}")
     meta = said.get("meta")
     writer = shown(meta.get("quantizer") if isinstance(meta, Mapping) else None)
-    less_one = "" if form == "gptq_v2" else "word" if "gptqmodel" in writer else "each"
+    less_one: LessOne = "" if form == "gptq_v2" else "word" if "gptqmodel" in writer else "each"
     return _of_groups(said, problems, Scheme("int4", (1, 0), "gptq", True, less_one))
 
 
