@@ -62,8 +62,7 @@ def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dty
     scale = {f"{name}_scale": ((1,) if scheme.block == (0, 0) else tiles, scales)}
     if scheme.layout == "plain":
         return {name: (shape, _CODES[scheme.kind])} | scale
-    bits = 4 if scheme.kind == "int4" else 8
-    words = {f"{name}_packed": ((out, -(-into * bits // WORD)), np.dtype(np.int32))}
+    words = {f"{name}_packed": ((out, -(-into * scheme.bits // WORD)), np.dtype(np.int32))}
     return words | scale | {f"{name}_shape": ((2,), np.dtype(np.int64))}
 
 
@@ -82,10 +81,9 @@ def arrays_of(
     arrays = {f"{name}_scale": scales.astype(dtype, copy=False).reshape(wanted[f"{name}_scale"][0])}
     if scheme.layout == "plain":
         return arrays | {name: codes}
-    bits = 4 if scheme.kind == "int4" else 8
-    assert bits == 8 or (codes.min() >= -8 and codes.max() <= 7), name
+    assert scheme.bits == 8 or (codes.min() >= -8 and codes.max() <= 7), name
     shape = np.array(codes.shape, np.int64)
-    return arrays | {f"{name}_packed": packed_words(codes, bits), f"{name}_shape": shape}
+    return arrays | {f"{name}_packed": packed_words(codes, scheme.bits), f"{name}_shape": shape}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) -> dict[str, Any]:
@@ -121,7 +119,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     rows, columns = scheme.block
     strategy = "tensor" if rows == 0 else "block" if rows > 1 else "group" if columns else "channel"
     return {
-        "num_bits": 4 if scheme.kind == "int4" else 8,
+        "num_bits": scheme.bits,
         "type": "float" if scheme.kind == "fp8" else "int",
         "symmetric": True,
         "strategy": strategy,

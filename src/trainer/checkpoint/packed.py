@@ -55,7 +55,7 @@ class PackedMatrix(NamedTuple):
       scales, zeros: read a value for each block; zeros are in the range of the codes.
       groups: the group of each input, if inputs of a group need not be neighbours: integers [in].
       block: the number of outputs and of inputs that share a scale.
-      kind_of_codes: "int4", "int8" or "fp8".
+      scheme: how it is stored.
     """
 
     name: str
@@ -64,7 +64,7 @@ class PackedMatrix(NamedTuple):
     zeros: Readable | None
     groups: StoredTensor | None
     block: tuple[int, int]
-    kind_of_codes: str
+    scheme: Scheme
 
     @property
     def kind(self) -> str:
@@ -82,9 +82,14 @@ class PackedMatrix(NamedTuple):
         return np.dtype(np.float32)
 
     @property
+    def kind_of_codes(self) -> str:
+        """The type of its codes: "int4", "int8" or "fp8"."""
+        return self.scheme.kind
+
+    @property
     def bits(self) -> int:
         """The number of bits of a code."""
-        return 4 if self.kind_of_codes == "int4" else 8
+        return self.scheme.bits
 
     def read(self, box: Box) -> np.ndarray:
         """See `StoredTensor.read`.
@@ -184,17 +189,12 @@ def with_matrices(
 def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe) -> str:
     """Returns a line on how quantized matrices are read; "" if there are none."""
     matrices = [tensor for tensor in tensors.values() if isinstance(tensor, PackedMatrix)]
-    kinds = collections.Counter(_scheme_of(it).words for it in matrices)
+    kinds = collections.Counter(matrix.scheme.words for matrix in matrices)
     if not kinds:
         return ""
     stored = ", ".join(f"{count} matrices are stored as {words}" for words, count in kinds.items())
     more = "; activations are not quantized" if recipe.activations else ""
     return f"{stored}; they are read as float32{more}"
-
-
-def _scheme_of(matrix: PackedMatrix) -> Scheme:
-    rows, columns = (0 if size == whole else size for size, whole in zip(matrix.block, matrix.shape, strict=True))
-    return Scheme(matrix.kind_of_codes, (1 if matrix.block[0] == 1 else rows, columns), "plain")
 
 
 def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -248,7 +248,7 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) ->
     if columns < into and any(last in tensors for last in _GROUPS):
         name, groups = parts.find(_GROUPS, ("I32", "I64"))
         _check(name, groups.shape, (into,))
-    return PackedMatrix(f"{module}.weight", codes, scales, zeros, groups, (rows, columns), scheme.kind)
+    return PackedMatrix(f"{module}.weight", codes, scales, zeros, groups, (rows, columns), scheme)
 
 
 def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:
@@ -259,7 +259,7 @@ def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:
         raise UserError(f"{name}: found {list(tensor.shape)}, wanted two axes")
     if whole:
         return tensor
-    bits, (first, second) = 4 if scheme.kind == "int4" else 8, tensor.shape
+    bits, (first, second) = scheme.bits, tensor.shape
     per = WORD // bits
     if scheme.layout == "gptq":
         return Words(tensor, (second, first * per), bits, axis=0, turned=True)
@@ -274,8 +274,7 @@ def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:
 
 
 def _zeros(parts: _Parts, scheme: Scheme, tiles: tuple[int, int]) -> Readable | None:
-    bits = 4 if scheme.kind == "int4" else 8
-    per = WORD // bits
+    bits, per = scheme.bits, WORD // scheme.bits
     if scheme.layout in ("gptq", "awq"):
         name, tensor = parts.find(_ZEROS[1:], ("I32",))
         _check(name, tensor.shape, (tiles[1], -(-tiles[0] // per)))

@@ -53,6 +53,11 @@ class Scheme(NamedTuple):
     less_one: LessOne = ""
 
     @property
+    def bits(self) -> int:
+        """The number of bits of a code."""
+        return 4 if self.kind == "int4" else 8
+
+    @property
     def words(self) -> str:
         """The scheme in words, for messages."""
         match self.block:
