@@ -118,7 +118,8 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
     shapes, buffers = weights_of(config)
     leaves = source.leaves(config, shapes)
     found = [_of_leaf(REST if name in buffers else PARAMS, name, leaf) for name, leaf in leaves.items()]
-    return Contents(str(source.path), f"a {source.kind} directory", None, source.keys, found)
+    kind = f"a {source.kind} directory"
+    return Contents(str(source.path), kind, None, source.keys, found, notes=tuple(source.notes(config)))
 
 
 def _of_run(checkpoint: Any, verify: bool) -> Contents:
