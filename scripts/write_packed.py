@@ -1,6 +1,6 @@
 """Writes tests/packed: quantized matrices as other programs store them, with the values that these programs compute.
 
-    pip install compressed-tensors torch transformers && python scripts/write_packed.py [--autogptq DIR] [--autoawq DIR]
+    pip install -e ".[goldens]" && python scripts/write_packed.py [--autogptq DIR] [--autoawq DIR]
 
 Each file has the tensors of one module `m`, the float matrix `values`, and the quantization_config of its folder as
 metadata. compressed-tensors writes and reads most of them. AutoGPTQ and AutoAWQ no longer install with today's torch;

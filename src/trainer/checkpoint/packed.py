@@ -11,7 +11,7 @@ The tensors of the matrix [out, in] of a module, by `Scheme.layout`. A word is a
 | awq | `qweight`, words [in, out] along out | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
 
 A weight is (code - zero point) * scale. packed and plain: compressed-tensors 0.20; inverse: the conversion script of
-DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); gptq: AutoGPTQ 0.7 and GPTQModel; awq: AutoAWQ 0.2.
+DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); gptq: AutoGPTQ 0.8 and GPTQModel; awq: AutoAWQ 0.2.
 """
 
 import collections
@@ -135,8 +135,9 @@ class PackedMatrix(NamedTuple):
         found = self.groups.read((cut,))
         if (found == -1).all():  # compressed-tensors: in order
             return None
-        if found.min() < 0 or found.max() >= self.scales.shape[1]:
-            raise UserError(f"{self.groups.path}: {self.name}: there is an input of group {found.max()}, out of range")
+        count = self.scales.shape[1]
+        if found.min() < 0 or found.max() >= count:
+            raise UserError(f"{self.groups.path}: {self.name}: the groups of its inputs are not in [0, {count - 1}]")
         return found
 
 

@@ -15,6 +15,7 @@ _LINEAR = "Linear"  # the class of modules that all matrices count as
 _REGEX = "re:"
 # Bounds of a stranger's regular expression, so that matching takes no time: its length and its repetitions.
 _LONGEST, _REPETITIONS = 200, 5
+_MOST = 20  # lines of a message
 
 Layout = Literal["packed", "plain", "inverse", "gptq", "awq"]
 LessOne = Literal["", "each", "word"]
@@ -108,7 +109,7 @@ def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
         found = read(said, problems)
     elif not problems:
         problems.append(f"quant_method={shown(method)} is not read (known: {', '.join(_METHODS)}); {ADVICE}")
-    refused += [f"{field}: {line}" for line in problems]
+    refused += [f"{field}: {line}" for line in problems[:_MOST]]
     return found
 
 

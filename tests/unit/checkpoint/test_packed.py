@@ -9,7 +9,7 @@ import pytest
 from checkpoint_cases import FAMILIES, abstract_of, config_of, hf_tensors, random_params, shapes_of, write_hf
 from safetensors.numpy import save_file
 
-from trainer.checkpoint import load_parameters, open_source
+from trainer.checkpoint import contents_of, load_parameters, open_source
 from trainer.checkpoint.packed import with_matrices
 from trainer.checkpoint.safetensors_file import file_metadata, stored_tensors
 from trainer.config import UserError
@@ -180,7 +180,7 @@ def test_tensors_that_do_not_fit(tmp_path):
     assert "m.qzeros: found [12, 4], wanted [2, 4]" in changed("awq", tmp_path, qzeros=words)
     assert "m.weight: found [0, 4], wanted two axes" in changed("int8-plain", tmp_path, weight=np.zeros((0, 4), "i1"))
     groups = np.full(32, 4, np.int32)
-    assert "m.weight: there is an input of group 4, out of range" in changed("gptq-int4", tmp_path, g_idx=groups)
+    assert "m.weight: the groups of its inputs are not in [0, 1]" in changed("gptq-int4", tmp_path, g_idx=groups)
 
 
 def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
@@ -279,6 +279,7 @@ def test_a_folder_of_experts(tmp_path):
         f"{count} matrices are stored as int4 in groups of 8; they are read as float32; activations are not quantized"
     )
     assert f"{path}: {note}" in lines
+    assert contents_of(str(path)).notes == (f"{path}: {note}",)
     plain = write_hf(tmp_path / "plain", config, meant)
     pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
     for name, leaf in pair[0].items():
