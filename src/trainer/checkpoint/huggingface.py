@@ -101,6 +101,7 @@ class HuggingFaceSource:
             for name, it in found.items()
             if not name.endswith("rotary_emb.inv_freq")
             and name not in copies
+            and (name in wanted or not self._is_zero_bias(name))
             and not in_other_module(config, name, self.modules)
         }
         check_tensors(found, wanted, str(self.path))
@@ -136,6 +137,14 @@ class HuggingFaceSource:
         parts = [functools.partial(read_box, layer, whole(part_shape)) for layer in layers]
         puts = [functools.partial(put, layer) for layer in layers]
         return Leaf(shape, stored, parts, puts, mixed)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Returns whether a tensor is a bias of zeros beside a matrix of GPTQ. AutoGPTQ gave one to every matrix."""
+        module, _, last = name.rpartition(".")
+        matrix, bias = self._tensors.get(f"{module}.weight"), self._tensors[name]
+        if last != "bias" or not isinstance(matrix, PackedMatrix) or matrix.scheme.layout != "gptq":
+            return False
+        return bias.kind in DTYPES and bias.shape == matrix.shape[:1] and not bias.read(whole(bias.shape)).any()
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
         one, other = self._tensors[name], self._tensors[of]

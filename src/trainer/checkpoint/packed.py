@@ -42,7 +42,7 @@ _NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
 _PARTS = {name for names in _NAMES for name in names} - {"weight"}
 # The last words of names of tensors that only programs with quantized activations read.
 _OF_ACTIVATIONS = {"activation_scale"} | {
-    f"{of}_{it}" for of in ("input", "output", "q", "k", "v") for it in ("scale", "zero_point")
+    f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")
 }
 
 

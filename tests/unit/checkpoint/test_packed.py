@@ -285,3 +285,29 @@ def test_a_folder_of_experts(tmp_path):
     for name, leaf in pair[0].items():
         other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
         np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+
+
+def test_biases_of_zeros_beside_matrices_of_gptq(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    straight, stored, meant = list(range(8)), {}, {}
+    for name, tensor in hf_tensors(random_params(config)).items():
+        if "_proj" not in name:
+            stored[name] = meant[name] = tensor
+            continue
+        codes, scales, meant[name] = quarters(tensor)
+        module = name.removesuffix(".weight")
+        words = {"qweight": words_of(codes + 8, straight).T, "qzeros": words_of(scales.T * 0 + 7, straight)}
+        words |= {"scales": scales.T, "g_idx": np.arange(codes.shape[1], dtype=np.int32) // 8}
+        words["bias"] = np.zeros(len(codes), np.float16)
+        stored |= {f"{module}.{last}": np.ascontiguousarray(it) for last, it in words.items()}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    path = write_hf(tmp_path / "gptq", config, stored, quantization_config=said)
+    plain = write_hf(tmp_path / "plain", config, meant)
+    pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
+    for name, leaf in pair[0].items():
+        other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
+        np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+    stored[f"{module}.bias"][0] = 1
+    path = write_hf(tmp_path / "other", config, stored, quantization_config=said)
+    with pytest.raises(UserError, match=rf"{module}\.bias: the model has no such parameter"):
+        open_source(str(path)).leaves(config, shapes_of(config))
