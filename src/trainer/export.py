@@ -18,6 +18,7 @@ from trainer.config import (
 )
 from trainer.config.errors import shortened
 from trainer.config.paths import local_path, path_problem
+from trainer.config.quantization_keys import STORED
 from trainer.config.values import read_text
 from trainer.config.words import visible
 from trainer.runtime.new_folder import new_folder, not_a_new_folder
@@ -37,7 +38,8 @@ format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
-dtype   of the output; default: as stored in FROM
+dtype   of the output; default: as stored in FROM. Weights that trainer.quantize quantized stay so in params, and in
+        hf, in the layout of compressed-tensors; with dtype, and in maxtext, they are floats
 weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
         float32; frozen parameters are their own average
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
@@ -62,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     given = dict(word.partition("=")[::2] for word in keys)
     checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
-    config = model_config(checkpoint.keys, keys, str(checkpoint.path))
+    # Quantized weights are written as such where that is possible and no dtype is given.
+    floats = options["format"] == "maxtext" or "dtype" in options
+    own = [f"{STORED}=false"] if floats and checkpoint.keys.get(STORED) else []
+    config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     shapes, buffers = weights_of(config)
     check_masks(config, checkpoint, shapes)

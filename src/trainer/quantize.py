@@ -1,4 +1,4 @@
-"""`python -m trainer.quantize FROM OUT quantization=int8|... [key=value ...]`: quantizes the weights of a checkpoint."""
+"""`python -m trainer.quantize FROM OUT quantization=int8|... [key=value ...]`: quantizes weights."""
 
 import dataclasses
 import functools
@@ -32,8 +32,8 @@ from trainer.runtime.platforms import leave_out_absent_tpu
 HELP = f"""\
 usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)} [key=value ...]
 
-FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory, the
-        output of trainer.export; a MaxText checkpoint's tree (.../N/items)
+FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory,
+        the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
         weight_quantization_algorithm=rounding (default), awq or gptq; the last two read text: dataset_type=... and the
@@ -41,8 +41,8 @@ key     weight_block_size=[32,1]: how many inputs and outputs share a scale (def
         calibration_rows=128: how many rows of it; max_target_length=... is their length (default: that of the training,
         at most 2048)
         weight_quantization_calibration_method=minmax: also zero points, for int8 and int4
-        unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here, unless
-        quantize_router_proj=true is given
+        unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here,
+        unless quantize_router_proj=true is given
         keys of the model, as for trainer.train; they default to FROM's config.json or config.yml, and a MaxText
         checkpoint has neither
 Matrices are quantized layer by layer, and other weights stay as they are. Tokenizer files next to FROM are copied.

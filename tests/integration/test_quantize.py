@@ -1,21 +1,21 @@
 """`python -m trainer.quantize`, and models whose weights are stored quantized, as a user runs them."""
 
-import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_cases import abstract_of, config_of, hf_tensors, random_params, shapes_of, words, write_hf
+from checkpoint_cases import abstract_of, config_of, random_params
 from support import ALL_COMBINATIONS, packed_batch, pinned
 
-from trainer import export, generate, inspect, quantize
+from trainer import export, inspect, quantize
 from trainer.backends import make_model
-from trainer.checkpoint import load_parameters, names_of, nested, open_source, orbax
+from trainer.checkpoint import Leaf, filled, joined, load_parameters, names_of, nested, open_source, write_params
 from trainer.checkpoint.stored import stored_kernels, with_arrays
 from trainer.config import UserError, load, resolve
-from trainer.inference import MaxEngine
+from trainer.config.dump import as_words
 from trainer.products.dequantized import dequantize
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
@@ -38,60 +38,55 @@ MODELS = {
     "mixtral": EXPERTS | {"logits_via_embedding": False},
     "deepseek": EXPERTS | LATENT | {"logits_via_embedding": False},
     "gemma2": {"logits_via_embedding": True, "sliding_window_size": 5},
+    "qwen3": {"use_qk_norm": True, "logits_via_embedding": True, "normalize_embedding_logits": False},
 }
 INT4 = "quantization=int4 weight_block_size=[8,1]"
 CASES = [
     ("llama2", "quantization=int8 quantize_logits_proj=true", True),
     ("llama2", f"{INT4} weight_quantization_calibration_method=minmax unquantized_modules=[mlp/wo]", False),
     ("mixtral", "quantization=nf4 weight_block_size=[8,1]", True),
-    ("deepseek", "quantization=fp8 weight_block_size=[8,8] quantize_mtp=true quantize_router_proj=true", True),
+    ("deepseek", "quantization=fp8 weight_block_size=[4,4] quantize_mtp=true quantize_router_proj=true", True),
     ("gemma2", INT4, True),
 ]
 
 
 @functools.cache
 def params_of(block):
-    """A folder's content: the configuration and values of a tiny model, small enough for stable logits."""
+    """The configuration and the values of a tiny model, small enough for stable logits."""
     config = config_of(decoder_block=block, **MODELS[block])
-    values = {name: value * 0.3 for name, value in random_params(config).items()}
+    return config, {name: value * 0.3 for name, value in random_params(config).items()}
+
+
+def written(folder, block):
+    """Writes the model, and returns its configuration and values."""
+    config, values = params_of(block)
+    folder.mkdir()
+    leaves = {name: Leaf(value.shape, value.dtype, [lambda value=value: value]) for name, value in values.items()}
+    write_params(folder, config, leaves, None, {})
     return config, values
 
 
-def written(tmp_path, block):
-    """Writes the model as parameters, and returns the folder."""
-    from trainer.checkpoint import Leaf, write_params
-
-    config, values = params_of(block)
-    folder = tmp_path / "float"
-    folder.mkdir()
-    leaves = {
-        name: Leaf(value.shape, value.dtype, [lambda value=value: value], buffer=name.endswith("gate/bias"))
-        for name, value in values.items()
-    }
-    write_params(folder, config, leaves, None, {})
-    return config, values, folder
-
-
-def stored_config(config, path, combination=ALL_COMBINATIONS[0]):
-    keys = {name: value for name, value in open_source(str(path)).keys.items()}
-    from trainer.config.dump import as_words
-
-    flags = as_words(pinned(combination))
-    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys), *flags, f"rope_interleave={config.rope_interleave}"])
+def stored_config(path, combination=ALL_COMBINATIONS[0], **keys):
+    """The configuration of the model in a folder, as it is stored there."""
+    keys = {**open_source(str(path)).keys, **pinned(combination), **keys}
+    loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys)])
     return resolve(loaded.config, device_count=1, platform="cpu")
+
+
+def loaded_parts(path, config, say=lambda line: None):
+    """The weights in a folder by name, for a model of `config`."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), joined(*make_model(config).abstract)
+    )
+    return names_of(load_parameters(str(path), config, abstract, say))
 
 
 def logits(config, weights):
     model = make_model(config)
-    rest = names_of(model.abstract[1])
-    flat = {name: weights[name] for name in names_of(model.abstract[0])}
-    params = jax.tree_util.tree_map(lambda leaf: leaf, model.abstract[0])
-    from trainer.checkpoint import filled
-
-    params = filled(params, flat)
-    rest = filled(model.abstract[1], {name: weights[name] for name in rest})
+    params, rest = (filled(tree, {name: weights[name] for name in names_of(tree)}) for tree in model.abstract)
     batch = packed_batch(config, 2)
-    inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
+    inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
     @jax.jit
     def run(params, rest):
@@ -108,32 +103,33 @@ def failure(capsys, command, *argv):
     return capsys.readouterr().err
 
 
+def values_of(kernels, parts):
+    """The floats that quantized kernels stand for."""
+    return {
+        name: dequantize(
+            with_arrays(name, kernel, {part: parts[part] for part in names_of(nested({name: kernel}))}),
+            jnp.dtype(jnp.float32),
+        )
+        for name, kernel in kernels.items()
+    }
+
+
 @pytest.mark.parametrize(("block", "how", "scanned"), CASES)
 def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scanned, capsys):
-    config, values, folder = written(tmp_path, block)
-    out = tmp_path / "out"
+    folder, out = tmp_path / "float", tmp_path / "out"
+    config, values = written(folder, block)
     quantize.main([str(folder), str(out), *how.split()])
     assert "matrices with" in capsys.readouterr().out
-    stored = stored_config(config, out)
-    stored = type(stored)(dict(stored.items()) | {"scan_layers": scanned})
-    kernels = stored_kernels(stored)
+    stored = stored_config(out, scan_layers=scanned, rope_interleave=config.rope_interleave)
+    kernels, said = stored_kernels(stored), []
     assert ("decoder/logits_dense/kernel" in kernels) == ("quantize_logits_proj" in how)
     assert any(name.startswith("mtp_block") for name in kernels) == ("quantize_mtp" in how)
     assert any(name.endswith("gate/kernel") for name in kernels) == ("quantize_router" in how)
     assert any("mlp/wo" in name for name in kernels) == (block != "mixtral" and "unquantized" not in how)
-
-    said = []
-    model = make_model(stored)
-    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.devices()[0])  # noqa: E731
-    from trainer.checkpoint import joined
-
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), joined(*model.abstract))
-    parts = names_of(load_parameters(str(out), stored, abstract, said.append))
+    parts = loaded_parts(out, stored)
     floats = names_of(load_parameters(str(out), config, abstract_of(config), said.append))
     assert any("they are read as float32" in line for line in said)
-    for name, kernel in kernels.items():
-        arrays = {part: parts[part] for part in names_of(nested({name: kernel}))}
-        expected = dequantize(with_arrays(name, kernel, arrays), jnp.dtype(jnp.float32))
+    for name, expected in values_of(kernels, parts).items():
         np.testing.assert_array_equal(floats[name], expected)
         error = np.abs(np.asarray(expected) - values[name]).max() / np.abs(values[name]).max()
         assert 0 < error < (0.25 if "4" in how else 0.07), name
@@ -143,3 +139,90 @@ def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scan
     found, expected = logits(stored, parts), logits(config, floats)
     np.testing.assert_allclose(found, expected, atol=3e-5 * np.abs(expected).max())
     assert np.abs(expected - logits(config, values)).max() > 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("block", "how", "kind"),
+    [
+        ("llama2", f"{INT4} unquantized_modules=[mlp/wo]", "pack-quantized"),
+        ("mixtral", "quantization=fp8 weight_block_size=[8,8]", "float-quantized"),
+        ("qwen3", "quantization=int8", "pack-quantized"),
+    ],
+)
+def test_hugging_face_in_and_out(tmp_path, block, how, kind):
+    """A folder in the layout of compressed-tensors has the same integers and scales, in whatever order RoPE has."""
+    folder, out, hf, back = (tmp_path / name for name in ("float", "out", "hf", "back"))
+    config, _ = written(folder, block)
+    quantize.main([str(folder), str(out), *how.split()])
+    export.main([str(out), str(hf), "format=hf"])
+    said = json.loads((hf / "config.json").read_text())["quantization_config"]
+    assert said["format"] == kind
+    assert "lm_head" in said["ignore"]
+    assert any("down_proj" in name for name in said["ignore"]) == ("unquantized" in how)
+    stored = stored_config(out, rope_interleave=config.rope_interleave)
+    again = stored_config(hf, rope_interleave=config.rope_interleave)
+    ours, theirs = loaded_parts(out, stored), loaded_parts(hf, again)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[name], err_msg=name)
+    export.main([str(hf), str(back), "format=hf", "dtype=float32"])
+    floats = names_of(load_parameters(str(back), config, abstract_of(config), print))
+    for name, value in values_of(stored_kernels(stored), ours).items():
+        np.testing.assert_array_equal(floats[name], value)
+
+
+@pytest.mark.parametrize("algorithm", ["awq", "gptq"])
+def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
+    """Of rows of random tokens. A scale of AWQ, and an error that GPTQ passes on, change values."""
+    folder, out, nearest = (tmp_path / name for name in ("float", "out", "nearest"))
+    config, values = written(folder, "mixtral")
+    how = [*INT4.split(), f"weight_quantization_algorithm={algorithm}"]
+    text = ["dataset_type=synthetic", "max_target_length=32", "calibration_rows=12"]
+    quantize.main([str(folder), str(out), *how, *text])
+    assert "layer 2 of 2" in capsys.readouterr().out
+    quantize.main([str(folder), str(nearest), *INT4.split()])
+    stored = stored_config(out, rope_interleave=config.rope_interleave)
+    kernels, parts = stored_kernels(stored), loaded_parts(out, stored)
+    found = values_of(kernels, parts)
+    floats = names_of(load_parameters(str(nearest), config, abstract_of(config), print))
+    for name, value in found.items():
+        assert (np.asarray(value) != np.asarray(floats[name])).any(), name
+        assert np.abs(np.asarray(value) - values[name]).max() < 0.5 * np.abs(values[name]).max()
+    expected = logits(config, {**values, **{name: np.asarray(value) for name, value in found.items()}})
+    np.testing.assert_allclose(logits(stored, parts), expected, atol=3e-5 * np.abs(expected).max())
+
+
+def test_what_a_command_refuses(tmp_path, capsys):
+    folder, out, new = (tmp_path / name for name in ("float", "out", "new"))
+    config, _ = written(folder, "llama2")
+    quantize.main([str(folder), str(out), *INT4.split(), "weight_quantization_calibration_method=minmax"])
+    for words, said in (
+        (["quantization=int5"], "quantization=int5: allowed: int8, int4"),
+        (
+            ["quantization=int8", "unquantized_modules=[mpl]"],
+            "unquantized_modules: mpl matches no matrix; the matrices",
+        ),
+        (["quantization=int8", "unquantized_modules=[decoder]"], "no matrix is quantized"),
+        (["quantization=int8", "weight_block_size=[7,1]"], "blocks of 7 do not fit"),
+        (["quantization=int8", "calibration_rows=8"], "weight_quantization_algorithm=rounding reads no text"),
+        (["quantization=int8", "checkpoint_is_quantized=false"], "what this command writes is quantized"),
+        (["quantization=int8", "learning_rate=1"], "learning_rate: not a key of the model"),
+        (["quantization=int8", "base_emb_dim=8"], "contains a different model"),
+    ):
+        assert said in failure(capsys, quantize.main, folder, new, *words)
+        assert not new.exists()
+    assert "exists and is not an empty folder" in failure(capsys, quantize.main, folder, out, "quantization=int8")
+    assert "zero points are not written" in failure(capsys, export.main, out, new, "format=hf")
+    export.main([str(out), str(tmp_path / "floats"), "format=hf", "dtype=bfloat16"])
+    export.main([str(out), str(tmp_path / "maxtext"), "format=maxtext"])
+    export.main([str(out), str(tmp_path / "copy"), "format=params"])
+    stored = stored_config(out, rope_interleave=config.rope_interleave)
+    ours, copy = loaded_parts(out, stored), loaded_parts(tmp_path / "copy", stored)
+    for name, array in ours.items():
+        np.testing.assert_array_equal(array, copy[name])
+    with pytest.raises(UserError, match="contains float weights, but checkpoint_is_quantized=true"):
+        loaded_parts(folder, stored)
+    with pytest.raises(UserError, match="the order of quantized weights is kept"):
+        loaded_parts(out, stored_config(out, rope_interleave=not config.rope_interleave))
+    inspect.main([str(out)])
+    assert "checkpoint_is_quantized=true" in capsys.readouterr().out

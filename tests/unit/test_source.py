@@ -27,7 +27,12 @@ def test_layers_models_and_ops_hold_no_mesh():
 def test_only_products_knows_qwix():
     """HiQArray will replace QArray, and functions that are not public may change."""
     found = [path.relative_to(SOURCE) for path in FILES if any(name.startswith("qwix") for name in imported(path))]
-    assert sorted(map(str, found)) == ["products/calibrated.py", "products/dequantized.py", "products/quantized.py", "products/sparse.py"]
+    assert sorted(map(str, found)) == [
+        "products/calibrated.py",
+        "products/dequantized.py",
+        "products/quantized.py",
+        "products/sparse.py",
+    ]
 
 
 def test_importing_the_package_and_the_configuration_loads_no_jax():

@@ -67,7 +67,19 @@ FREE = {
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
     *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, *_SCORES),
 }
-MODEL = {*_ALWAYS, *_OF_HEADS, *LATENT, *_OF_MLP, *_OF_EXPERTS, *OF_SOME, *BLOCK_KEYS, *_SELDOM, *FREE, *OF_STORED, ORDER}
+MODEL = {
+    *_ALWAYS,
+    *_OF_HEADS,
+    *LATENT,
+    *_OF_MLP,
+    *_OF_EXPERTS,
+    *OF_SOME,
+    *BLOCK_KEYS,
+    *_SELDOM,
+    *FREE,
+    *OF_STORED,
+    ORDER,
+}
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
 _PRESET, LENGTH = "model_name", "max_target_length"
 
@@ -128,9 +140,7 @@ def check_same_model(
     if not config[STORED]:
         keys = {name: value for name, value in keys.items() if name not in OF_STORED}
     elif not keys.get(STORED):
-        raise UserError(
-            f"{where} contains float weights, but {STORED}=true; python -m trainer.quantize quantizes them"
-        )
+        raise UserError(f"{where} contains float weights, but {STORED}=true; python -m trainer.quantize quantizes them")
     block, trained = config[_BLOCK], keys.get(_BLOCK, config[_BLOCK])
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}

@@ -8,13 +8,28 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.backends import make_model
+from trainer.checkpoint.description import model_config
+from trainer.checkpoint.huggingface_stored import stored_keys, stored_leaves, stored_matrices
 from trainer.checkpoint.packed import PackedMatrix, note, with_matrices
 from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
-from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, put_slices, whole, within
+from trainer.checkpoint.source import (
+    Leaf,
+    Shapes,
+    check_tensors,
+    common_dtype,
+    names_of,
+    nested,
+    put_slices,
+    whole,
+    within,
+)
+from trainer.checkpoint.stored import stored_kernels
 from trainer.config import Config, UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
+from trainer.config.quantization_keys import STORED
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.huggingface_config import model_keys
@@ -55,11 +70,24 @@ class HuggingFaceSource:
             self._tensors = with_matrices(self._tensors, self._recipe, path)
         self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
         self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
+        if any(isinstance(tensor, PackedMatrix) for tensor in self._tensors.values()):
+            self.keys = {**self.keys, **self._stored_keys()}
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes how quantized matrices are read."""
-        line = note(self._tensors, self._recipe) if self._recipe else ""
+        line = note(self._tensors, self._recipe, as_floats=not config[STORED]) if self._recipe else ""
         return (f"{self.path}: {line}",) if line else ()
+
+    def _stored_keys(self) -> dict[str, Any]:
+        """See `stored_keys`."""
+        config = model_config(self.keys, [], str(self.path))
+        layouts = hugging_face_layouts(config)
+        matrices, params = dict[str, list[Any]](), names_of(make_model(config).abstract[0])
+        for name in stored_matrices(config):
+            names = [tensor for tensor, _ in tensors_of(layouts[name], place(stacks(config), name), params[name].shape)]
+            matrices[name] = [self._tensors.get(tensor) for tensor in names]
+        known = {id(tensor) for tensors in matrices.values() for tensor in tensors}
+        return stored_keys(config, matrices, [it for it in self._tensors.values() if id(it) not in known])
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
@@ -73,6 +101,10 @@ class HuggingFaceSource:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
+        kernels = stored_kernels(config)
+        parts = names_of(nested(kernels))
+        needed, shapes = shapes, {name: shape for name, shape in shapes.items() if name not in parts}
+        shapes |= {name: kernel.qvalue.shape for name, kernel in kernels.items()}
         places = {name: place(stacks(config), name) for name in shapes}
         layouts = layouts_of(config, places, self.keys["decoder_block"])
         layers = config.base_num_decoder_layers
@@ -111,10 +143,24 @@ class HuggingFaceSource:
             )
         for name, of in copies.items():
             self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
-        return {
-            name: self._leaf(layouts[name], places[name], shape, head_to_reorder(config, layouts[name], shape))
-            for name, shape in shapes.items()
-        }
+        leaves = dict[str, Leaf]()
+        for name, shape in shapes.items():
+            where = layouts[name], places[name], shape, head_to_reorder(config, layouts[name], shape)
+            if name in kernels:
+                leaves |= self._stored(name, kernels[name], *where)
+            else:
+                leaves[name] = self._leaf(*where)
+        return {name: leaves[name] for name in needed}
+
+    def _stored(
+        self, name: str, kernel: Any, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int
+    ) -> dict[str, Leaf]:
+        tensors: list[Any] = [self._tensors[tensor] for tensor, _ in tensors_of(layout, where, shape)]
+        if not all(isinstance(tensor, PackedMatrix) for tensor in tensors):
+            raise UserError(f"{self.path}: {name} is not quantized; give unquantized_modules with its name")
+        count = len(tensors) // len(where.layers) if where else len(tensors)
+        layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
+        return stored_leaves(name, kernel, layout, layers, where is not None, head)
 
     def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
         tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]

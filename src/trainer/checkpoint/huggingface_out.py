@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint.compressed_out import quantization_config
 from trainer.checkpoint.huggingface import CONFIG, INDEX, head_to_reorder, layouts_of, tensors_of
+from trainer.checkpoint.huggingface_stored import arrays_out, scheme_out, tensors_out
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
-from trainer.checkpoint.source import Leaf, Tick, progress
+from trainer.checkpoint.source import Leaf, Tick, names_of, nested, progress
+from trainer.checkpoint.stored import stored_kernels
 from trainer.config import Config
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.huggingface_config import config_json
 
 SHARD_BYTES = 4_000_000_000
+_TIED_HEAD = ("lm_head.weight",)  # a tied head is a linear layer, too
 
 
 def write_huggingface(
@@ -28,7 +32,8 @@ def write_huggingface(
     neutral: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty.
+    """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Weights that are
+    stored quantized are written in the layout of compressed-tensors.
 
     Args:
       config: resolved.
@@ -37,24 +42,49 @@ def write_huggingface(
       shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
 
     Raises:
-      UserError: config.json or the family's Layouts cannot represent the model; or see `target_dtypes`.
+      UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the
+        model; or see `target_dtypes`.
     """
-    places = {name: place(stacks(config), name) for name in leaves}
+    kernels = stored_kernels(config)
+    parts = names_of(nested(kernels))
+    shapes = {name: leaf.shape for name, leaf in leaves.items() if name not in parts}
+    shapes |= {name: kernel.shape if hasattr(kernel, "shape") else () for name, kernel in kernels.items()}
+    places = {name: place(stacks(config), name) for name in shapes}
     layouts = layouts_of(config, places)
-    dtypes = target_dtypes(leaves, dtype)
+    dtypes = target_dtypes({name: leaf for name, leaf in leaves.items() if name not in parts}, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
-    (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
-    names = {name: tensors_of(layouts[name], places[name], leaf.shape) for name, leaf in leaves.items()}
-    shards = _shards(_in_order({name: (places[name], names[name], dtypes[name]) for name in leaves}), shard_bytes)
+    schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
+    names = {name: [it for it, _ in tensors_of(layouts[name], places[name], shape)] for name, shape in shapes.items()}
+    become = {
+        name: tensors_out(names[name], *schemes[name])
+        if name in schemes
+        else [
+            {tensor: (shape, dtypes[name])} for tensor, shape in tensors_of(layouts[name], places[name], shapes[name])
+        ]
+        for name in shapes
+    }
+    if kernels:
+        floats = [tensor for name in dtypes if layouts[name].inputs for tensor in names[name]]
+        quantized = {tensor: scheme for name, (scheme, _) in schemes.items() for tensor in names[name]}
+        data["quantization_config"] = quantization_config(quantized, dict.fromkeys([*floats, *_TIED_HEAD]))
+    (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    shards = _shards(_in_order({name: (places[name], become[name]) for name in shapes}), shard_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
         tick = stack.enter_context(progress(leaves.values(), "writing"))
-        for name, leaf in leaves.items():
-            targets = [(file_of[tensor], tensor) for tensor, _ in names[name]]
-            head = head_to_reorder(config, layouts[name], leaf.shape)
-            _write_leaf(leaf, layouts[name], dtypes[name], head, targets, tick)
+        for name, shape in shapes.items():
+            head = head_to_reorder(config, layouts[name], shape)
+            if name not in kernels:
+                targets = [(file_of[tensor], tensor) for tensor in names[name]]
+                _write_leaf(leaves[name], layouts[name], dtypes[name], head, targets, tick)
+                continue
+            own = {part.rpartition("/")[2]: leaves[part] for part in names_of(nested({name: kernels[name]}))}
+            how = schemes[name][0], layouts[name], places[name] is not None, head, tick
+            for arrays in arrays_out(names[name], own, *how):
+                for tensor, value in arrays.items():
+                    file_of[tensor].write(tensor, value)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 
@@ -74,14 +104,15 @@ def _write_leaf(
         file.write(tensor, layout.to_theirs(value, head).astype(dtype, copy=False))
 
 
-def _in_order(kinds: Mapping[str, tuple[Place | None, list[tuple[str, tuple[int, ...]]], np.dtype]]) -> Tensors:
+def _in_order(kinds: Mapping[str, tuple[Place | None, Sequence[Tensors]]]) -> Tensors:
     """Returns all tensors in the order of the forward pass, so that a shard has complete layers."""
     placed = []
-    for name, (where, tensors, dtype) in kinds.items():
+    for name, (where, matrices) in kinds.items():
         part = 1 if where else 0 if name.startswith("token_embedder/") else 2
         layers = where.layers if where else [0]
-        for i, (tensor, shape) in enumerate(tensors):
-            placed.append((part, layers[i * len(layers) // len(tensors)], tensor, shape, dtype))
+        for i, tensors in enumerate(matrices):
+            layer = layers[i * len(layers) // len(matrices)]
+            placed += [(part, layer, tensor, *it) for tensor, it in tensors.items()]
     return {tensor: (shape, dtype) for _, _, tensor, shape, dtype in sorted(placed, key=lambda it: it[:2])}
 
 

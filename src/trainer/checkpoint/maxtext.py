@@ -42,6 +42,7 @@ _TABLE = "token_embedder/embedding"
 _FINAL_NORM = "decoder/decoder_norm/"
 # Other locations of parameters: MaxText's NNX model writes them with or without its whole state, or post-training does.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
+_AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
 UNCHANGED = (1.0, 0.0)
@@ -67,6 +68,11 @@ class MaxTextSource:
         """
         self.path, self.tokenizer = path, tokenizer
         headers = orbax.headers(path)
+        if any(_AQT in name.split("/") for name in headers):
+            raise UserError(
+                f"{path}: its weights are quantized by AQT, whose checkpoints are not read; quantize the float "
+                "checkpoint that it was made from with python -m trainer.quantize"
+            )
         ends = ("", _VALUE)
         found = [(root, end) for root in _ROOTS for end in ends if root + _TABLE + end in headers]
         if not found:

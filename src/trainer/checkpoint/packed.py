@@ -116,14 +116,27 @@ class PackedMatrix(NamedTuple):
         Raises:
           UserError: a file was truncated, or inputs that share a scale are not neighbours.
         """
-        columns = self._groups(box[1])
-        if columns is not None and (columns != np.arange(box[1].start, box[1].stop) // self.block[1]).any():
+        if not self.in_order:
             raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
         tiles = self._tiles(box)
         zeros = None if self.zeros is None else self.zeros.read(tiles)
         if zeros is not None and not zeros.astype(np.float32).any():
             zeros = None
         return self.codes.read(box), self.scales.read(tiles).astype(np.float32), zeros
+
+    @property
+    def in_order(self) -> bool:
+        """Whether inputs that share a scale are neighbours."""
+        into = slice(0, self.shape[1])
+        columns = self._groups(into)
+        return columns is None or bool((columns == np.arange(into.stop) // self.block[1]).all())
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether a zero point is not 0."""
+        if self.zeros is None:
+            return False
+        return bool(self.zeros.read(tuple(slice(0, size) for size in self.zeros.shape)).astype(np.float32).any())
 
     def _tiles(self, box: Box) -> Box:
         return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
@@ -187,7 +200,7 @@ def with_matrices(
     return joined
 
 
-def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe) -> str:
+def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe, *, as_floats: bool) -> str:
     """Returns a line on how quantized matrices are read; "" if there are none."""
     matrices = [tensor for tensor in tensors.values() if isinstance(tensor, PackedMatrix)]
     kinds = collections.Counter(matrix.scheme.words for matrix in matrices)
@@ -195,7 +208,7 @@ def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe) -> 
         return ""
     stored = ", ".join(f"{count} matrices are stored as {words}" for words, count in kinds.items())
     more = "; activations are not quantized" if recipe.activations else ""
-    return f"{stored}; they are read as float32{more}"
+    return f"{stored}; they {'are read as float32' if as_floats else 'stay so'}{more}"
 
 
 def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -153,7 +153,11 @@ QUANTIZATION_CHECKS = (
 )
 QUANTIZATION_INERT = (
     (KEYS, lambda c: not c.quantization, "nothing is quantized"),
-    ((*METHODS[1:], ROUNDING, "quantization_local_shard_count"), lambda c: c[STORED], "only stored weights are quantized"),
+    (
+        (*METHODS[1:], ROUNDING, "quantization_local_shard_count"),
+        lambda c: c[STORED],
+        "only stored weights are quantized",
+    ),
     ((BLOCK, ALGORITHM), lambda c: not c[STORED], "checkpoint_is_quantized=false"),
     ((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
     (("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),

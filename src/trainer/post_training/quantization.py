@@ -78,7 +78,9 @@ class Calibrated:
     def _of(self, name: str, stored: Any) -> dict[str, np.ndarray]:
         if name not in self._found:
             parts = names_of(nested({name: stored}))
-            self._found[name] = {part: _on_disk(Path(self._folder.name), it.shape, it.dtype) for part, it in parts.items()}
+            self._found[name] = {
+                part: _on_disk(Path(self._folder.name), it.shape, it.dtype) for part, it in parts.items()
+            }
         return self._found[name]
 
     def _quantize(self, algorithm: str, name: str, value: jax.Array, found: Statistics) -> tuple[Any, jax.Array]:
@@ -130,5 +132,3 @@ def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _nothing(size: int) -> None:
     """Counts no bytes."""
-
-

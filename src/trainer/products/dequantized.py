@@ -1,7 +1,7 @@
 """Products with kernels that are stored quantized, and the forms in which they are stored. Qwix quantizes.
 
-A kernel is stored as a `qwix.QArray`, whose parts have the kernel's axes: values [*in, *out] and float32 scales with one
-entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. With the scales of AWQ
+A kernel is stored as a `qwix.QArray`, whose parts have the kernel's axes: values [*in, *out] and float32 scales with
+one entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. With the scales of AWQ
 (arXiv:2306.00978) it is a `qwix.contrib.awq.WithAwqScale`. Experts have an axis of groups in front of each part.
 """
 
@@ -77,9 +77,7 @@ class Storage:
         own = [*range(first), *(axis for axis, size in tiles.items() if size == 1)]
         tiles = {axis: size for axis, size in tiles.items() if size > 1}
         dtype = NF4 if self.dtype == NF4 else jnp.dtype(self.dtype)
-        return qarray.HowToQuantize(
-            qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method
-        )
+        return qarray.HowToQuantize(qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method)
 
     def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
         """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to the nearest. The scales of AWQ
@@ -87,7 +85,6 @@ class Storage:
         found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
         inputs = value.shape[: value.ndim - len(kernel.out_shape)]
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
-
 
     def of_inputs(self, kernel: Kernel) -> int:
         """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all.
@@ -100,8 +97,8 @@ class Storage:
         return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape))) if tiles else 0
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
-        """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis each,
-        with a scale for each output.
+        """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis
+        each, with a scale for each output.
 
         Args:
           awq_scale: [*groups, in].
@@ -139,6 +136,8 @@ def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScal
 
 def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
     """Returns how many entries of each axis share a scale, if `size` consecutive ones of the merged axes do."""
+    if prod(shape) <= size:
+        return list(shape)
     tiles, left = [], size
     for length in reversed(shape):
         tile = gcd(length, left)
@@ -250,9 +249,7 @@ class _Grouped:
         """See `Product`."""
         return self.storage.store(self.kernel, kernel)
 
-    def __call__(
-        self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None) -> jax.Array:
         _check(self.kernel, kernel)
         after = isinstance(kernel, qarray.QArray) and kernel.scale.shape[1] == 1 and kernel.zero_point is None
         if not after:
@@ -271,4 +268,3 @@ def _check(kernel: Kernel, found: Any) -> None:
             f"checkpoint_is_quantized=true: {kernel.name} is {type(found).__name__}, and the product needs the values "
             "and scales that trainer.quantize writes"
         )
-

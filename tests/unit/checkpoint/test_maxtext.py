@@ -187,6 +187,17 @@ def test_a_part_of_our_own_checkpoint_is_not_maxtexts(tmp_path):
     assert "a part of a checkpoint of this trainer, not of MaxText" in refusal(tmp_path / "checkpoint/state", config)
 
 
+def test_weights_of_aqt_are_refused(tmp_path):
+    """As MaxText names them, beside the parameters that are not quantized."""
+    config = config_of(**FAMILIES["llama2"])
+    quantized = {"layers": {"mlp": {"wo": {"AqtDotGeneral_0": {"qrhs": {"frozen": {"qvalue": jnp.ones((2, 2))}}}}}}}
+    items = write_maxtext(
+        tmp_path / "items", maxtext_params(config, random_params(config), scanned=True), aqt={"decoder": quantized}
+    )
+    with pytest.raises(UserError, match=r"quantized by AQT.* with python -m trainer\.quantize"):
+        open_source(str(items))
+
+
 def test_what_was_looked_for(tmp_path):
     config = config_of(decoder_block="llama2", **KEYS)
     (tmp_path / "3").mkdir()

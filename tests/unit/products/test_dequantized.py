@@ -72,7 +72,9 @@ def test_nf4_takes_the_nearest_number_and_packs_two_in_a_byte():
     value = normal(2, 4, 32, 64)
     kernel = kernel_of((4, 32), (64,))
     found = Storage(NF4, (32, 1)).store(kernel, jnp.asarray(value), stacked=1)
-    assert isinstance(found, Packed) and found.codes.shape == (2, 4, 16, 64) and found.codes.dtype == jnp.uint8
+    assert isinstance(found, Packed)
+    assert found.codes.shape == (2, 4, 16, 64)
+    assert found.codes.dtype == jnp.uint8
     scale = np.abs(value).max(2, keepdims=True)
     nearest = np.abs(np.asarray(get_nf4_buckets()) - (value / scale)[..., None]).argmin(-1)
     codes = np.asarray(found.codes)
@@ -98,7 +100,8 @@ def test_a_product_is_that_of_the_dequantized_kernel(name, inputs_outputs, rows)
     whole = np.asarray(dequantize(stored, jnp.dtype(jnp.float32)), np.float64)
     expected = x.reshape(rows, -1).astype(np.float64) @ whole.reshape(prod(inputs), -1)
     found = product(x, len(inputs), stored, None, None)
-    assert found.shape == (1, rows, *outputs) and found.dtype == jnp.float32
+    assert found.shape == (1, rows, *outputs)
+    assert found.dtype == jnp.float32
     np.testing.assert_allclose(found.reshape(rows, -1), expected, atol=2e-6 * np.abs(expected).max())
 
 
@@ -129,7 +132,7 @@ def test_experts_multiply_with_their_own_kernels(name):
 
 
 def test_blocks_that_fit_badly_are_refused():
-    with pytest.raises(UserError, match="weight_block_size: blocks of 32 do not fit mlp/wo/kernel.*only 2 could"):
+    with pytest.raises(UserError, match=r"weight_block_size: blocks of 32 do not fit mlp/wo/kernel.*only 2 could"):
         Storage("int4", (32, 1)).store(kernel_of((50,), (8,)), jnp.zeros((50, 8)))
     found = Storage("int4", (128, 1)).store(kernel_of((4, 48), (8,)), jnp.ones((4, 48, 8)))
     assert found.scale.shape == (4, 3, 8)  # the largest part of a block that divides a head
