@@ -1,6 +1,7 @@
 """`python -m trainer.quantize`, and models whose weights are stored quantized, as a user runs them."""
 
 import functools
+import importlib.util
 import json
 
 import jax
@@ -8,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_cases import abstract_of, config_of, random_params
-from support import ALL_COMBINATIONS, packed_batch, pinned
+from compiler import TPU_QUICKLY
+from support import ALL_COMBINATIONS, arguments, packed_batch, pinned
 
 from trainer import export, inspect, quantize
+from trainer.aot.topologies import devices_of, topology_of
 from trainer.backends import make_model
 from trainer.checkpoint import Leaf, filled, joined, load_parameters, names_of, nested, open_source, write_params
 from trainer.checkpoint.stored import stored_kernels, with_arrays
 from trainer.config import UserError, load, resolve
 from trainer.config.dump import as_words
+from trainer.inference import MaxEngine
 from trainer.products.dequantized import dequantize
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
@@ -190,6 +194,28 @@ def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
         assert np.abs(np.asarray(value) - values[name]).max() < 0.5 * np.abs(values[name]).max()
     expected = logits(config, {**values, **{name: np.asarray(value) for name, value in found.items()}})
     np.testing.assert_allclose(logits(stored, parts), expected, atol=3e-5 * np.abs(expected).max())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
+def test_a_decode_step_of_a_tpu_holds_no_float_kernel():
+    """Its arguments are the integers, and no buffer is a kernel in another type."""
+    keys = {"base_emb_dim": 256, "base_mlp_dim": 8192, "head_dim": 128, "base_num_decoder_layers": 2}
+    keys |= {"weight_dtype": "bfloat16", "per_device_batch_size": 8, "max_target_length": 128}
+    keys |= {"compile_topology": "v5e-1", "checkpoint_is_quantized": True, "quantization": "int4"}
+    config = load(arguments(ALL_COMBINATIONS[0], **keys)).config
+    engine = MaxEngine(config, devices_of(topology_of(config), 1))
+    compiled, report = engine.aot_compile(TPU_QUICKLY)
+    kernels = stored_kernels(engine.config)
+    assert len(kernels) == 7
+    weights = sum(kernel.qvalue.size for kernel in kernels.values())
+    others = [leaf for name, leaf in names_of(joined(*engine.served.model.abstract)).items() if "/qvalue" not in name]
+    cache = jax.tree.leaves(jax.eval_shape(engine.init_decode_state))
+    expected = weights / 2 + sum(leaf.size * leaf.dtype.itemsize for leaf in [*others, *cache])
+    assert report.memory.arguments == pytest.approx(expected, rel=0.02)  # small arrays are padded to tiles
+    assert all(f"s4[{','.join(map(str, kernel.qvalue.shape))}]" in compiled.as_text() for kernel in kernels.values())
+    largest = max(kernel.qvalue.size for kernel in kernels.values()) // 2  # of a layer
+
+    assert report.memory.temporaries < 2 * largest, "as many bytes as the kernel has in bfloat16"
 
 
 def test_what_a_command_refuses(tmp_path, capsys):

@@ -190,7 +190,9 @@ def test_a_part_of_our_own_checkpoint_is_not_maxtexts(tmp_path):
 def test_weights_of_aqt_are_refused(tmp_path):
     """As MaxText names them, beside the parameters that are not quantized."""
     config = config_of(**FAMILIES["llama2"])
-    quantized = {"layers": {"mlp": {"wo": {"AqtDotGeneral_0": {"qrhs": {"frozen": {"qvalue": np.ones((2, 2), np.int8)}}}}}}}
+    quantized = {
+        "layers": {"mlp": {"wo": {"AqtDotGeneral_0": {"qrhs": {"frozen": {"qvalue": np.ones((2, 2), np.int8)}}}}}}
+    }
     items = write_maxtext(
         tmp_path / "items", maxtext_params(config, random_params(config), scanned=True), aqt={"decoder": quantized}
     )
