@@ -198,7 +198,7 @@ def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_decode_step_of_a_tpu_holds_no_float_kernel():
-    """Its arguments are the integers, and no buffer is a kernel in another type."""
+    """Its arguments are the integers, and all its temporaries together are smaller than one kernel in bfloat16."""
     keys = {"base_emb_dim": 256, "base_mlp_dim": 8192, "head_dim": 128, "base_num_decoder_layers": 2}
     keys |= {"weight_dtype": "bfloat16", "per_device_batch_size": 8, "max_target_length": 128}
     keys |= {"compile_topology": "v5e-1", "checkpoint_is_quantized": True, "quantization": "int4"}
