@@ -108,6 +108,8 @@ def _block(config: Config) -> str | None:
     sizes = config[BLOCK]
     if sizes is not None and (len(sizes) != 2 or min(sizes) < 1):
         return "must be [inputs, outputs], two numbers of at least 1, as in [32,1]; or null"
+    if sizes and config[STORED] and config.quantization == "nf4" and sizes[0] % 2:
+        return "two inputs share a byte of nf4, so a block needs an even number of inputs"
     return None
 
 
@@ -145,7 +147,7 @@ QUANTIZATION_CHECKS = (
     *map(_method, METHODS),
     ((STORED, "quantization", METHODS[0]), _stored),
     ((STORED, "quantize_logits_proj", "logits_via_embedding"), _tied_head),
-    ((BLOCK,), _block),
+    ((BLOCK, STORED, "quantization"), _block),
     ((ALGORITHM, "quantization", BLOCK, METHODS[0]), _algorithm),
     (("quantize_mtp", "mtp_num_layers"), _mtp),
     (("quantization", ROUNDING), _rounding),

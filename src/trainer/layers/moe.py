@@ -122,9 +122,11 @@ class MoE(WithMatrices):
         kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
         values, axes, merged = self.product.split()
         held = kernels, values
-        names = jax.tree.map(sharding.axes_of_parts, ({name: _axes_of(name) for name in kernels}, axes), held)
+        whole = {name: _axes_of(name) for name in kernels}, axes
+        names = jax.tree.map(sharding.axes_of_parts, whole, held)
         held = jax.tree.map(lambda axes, part: sharding.constrain(part, axes), names, held)
-        inside = jax.tree.map(lambda axes: sharding.Axes(map(_SHARES.get, axes)), names)
+        held = jax.tree.map(lambda axes, value: sharding.with_own_tiles(_inside(axes), value, "experts"), whole, held)
+        inside = jax.tree.map(_inside, names)
         seen = None if self.product.plain() else context
         seen_inside = jax.tree.map(lambda x: sharding.Axes(ROWS[: x.ndim]), seen)
         bias = [self.gate.bias.get_value()] if self.routed_bias else []
@@ -226,6 +228,11 @@ class _Products(nnx.Module):
 
 def _axes_of(name: str) -> sharding.Axes:
     return OUT if name == "wo" else IN
+
+
+def _inside(axes: sharding.Axes) -> sharding.Axes:
+    """Returns the names of `axes` inside of `shard_mapped`."""
+    return sharding.Axes(None if name is None else _SHARES.get(name) for name in axes)
 
 
 def _own_axes(variable: nnx.Variable) -> sharding.Axes:

@@ -69,7 +69,7 @@ class Storage:
         """
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
-        tiles = {}
+        tiles: dict[int, int] = {}
         if inputs:
             tiles |= dict(enumerate(_tiles(kernel, kernel.in_shape, inputs), first))
         if outputs:

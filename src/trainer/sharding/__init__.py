@@ -16,7 +16,7 @@ from trainer.sharding.context import (
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
-from trainer.sharding.parts import LAYERS, axes_of_parts, kept_axes
+from trainer.sharding.parts import LAYERS, axes_of_parts, kept_axes, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "slice_count",
     "spec",
     "take",
+    "with_own_tiles",
 ]

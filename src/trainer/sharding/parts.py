@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trainer.config import UserError
-from trainer.sharding.rules import Axes
+from trainer.sharding.context import shards
+from trainer.sharding.rules import Axes, Tiles
 
 LAYERS = "layers"  # the logical axis that stacks the layers of a stack: the first axis of its parameters
 
@@ -19,16 +21,16 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
     parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
     some axes, or has length 1 in them. A part with an axis for each of `axes` may also have one entry for each tile of
-    an axis, such as a scale for each group of inputs. It keeps the name of that axis if all tiles have equal lengths:
-    then a device holds the entries of its own tiles. If the last tile is shorter, the axis of the part has no name.
+    an axis, such as a scale for each group of inputs. It keeps the name of that axis, as `Tiles`, if all tiles have equal
+    lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their number.
+    If the last tile is shorter, the axis of the part has no name.
 
     Raises:
       UserError: a part has another shape, or may lack one axis or another of the same length.
     """
     if jax.tree_util.all_leaves([parameter]):
         return axes
-    shapes = [part.shape for part in jax.tree.leaves(parameter)]
-    whole = tuple(map(max, zip(*(shape for shape in shapes if len(shape) == len(axes)), strict=True)))
+    whole = _whole(axes, parameter)
 
     def one(path: Any, part: Any) -> Axes:
         found = kept_axes(axes, whole, part.shape) or _tiled_axes(axes, whole, part.shape)
@@ -44,6 +46,43 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
         raise UserError(f"{title} may lack one axis or another; give it length 1 in the axes that it lacks")
 
     return jax.tree_util.tree_map_with_path(one, parameter)
+
+
+def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
+    """Returns a parameter whose parts can be sharded like it, for `shard_mapped`: where devices share a tile, the parts
+    have the entries of smaller tiles, which divide both.
+
+    Args:
+      axes: of the parameter, in `shard_mapped`.
+
+    Raises:
+      UserError: the last tile of an axis is shorter, and the axis is sharded.
+    """
+    if jax.tree_util.all_leaves([parameter]):
+        return parameter
+    whole = _whole(axes, parameter)
+
+    def one(part: Any) -> Any:
+        for i, (of_axis, length) in enumerate(zip(axes, whole, strict=True) if part.ndim == len(axes) else ()):
+            devices, count = shards([of_axis]), part.shape[i]
+            if devices == 1 or count == 1:
+                continue
+            if length % count:
+                raise UserError(
+                    f"{name} {list(whole)}: {count} tiles of axis {i} have unequal lengths, so {of_axis} cannot be "
+                    f"sharded over {devices} devices; give a tile that divides {length}"
+                )
+            if count % devices:
+                tile = length // count
+                part = jnp.repeat(part, tile // math.gcd(tile, length // devices), i)
+        return part
+
+    return jax.tree.map(one, parameter)
+
+
+def _whole(axes: Axes, parameter: Any) -> tuple[int, ...]:
+    shapes = [part.shape for part in jax.tree.leaves(parameter)]
+    return tuple(map(max, zip(*(shape for shape in shapes if len(shape) == len(axes)), strict=True)))
 
 
 def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
@@ -76,5 +115,6 @@ def _tiled_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[
         tile = math.ceil(length / max(count, 1))
         if math.ceil(length / tile) != count or (name == LAYERS and count != length):
             return []
-        names.append(name if count == length or (count > 1 and length % count == 0) else None)
+        tiled = None if name is None or count == 1 or length % count else Tiles(name)
+        names.append(name if count == length else tiled)
     return [Axes(names)]

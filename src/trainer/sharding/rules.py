@@ -15,6 +15,13 @@ class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. It is a pytree leaf, while a plain tuple would be a node."""
 
 
+class Tiles(str):
+    """The name of an axis in an array with one entry for each tile of that axis. If the mesh does not divide the number
+    of tiles, the array is replicated over the mesh axes of the name."""
+
+    __slots__ = ()
+
+
 def spec(
     names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
 ) -> PartitionSpec:
@@ -53,15 +60,17 @@ def named_sharding(
     """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`.
 
     Raises:
-      UserError: see `spec`; or the product of an axis's mesh axes does not divide its size.
+      UserError: see `spec`; or the product of an axis's mesh axes does not divide its size, and its name is no `Tiles`.
     """
     partition = spec(names, rules, what, shape)
+    entries = []
     for name, size, axes in zip(names, shape, map(axes_of, partition), strict=True):
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
+        if size % parts and not isinstance(name, Tiles):
             split = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
             raise UserError(f"{_title(what, names, shape)}: {split} by the rule of {name} does not divide {size}")
-    return NamedSharding(mesh, partition)
+        entries.append(None if size % parts else entry(axes))
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
