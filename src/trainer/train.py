@@ -143,6 +143,7 @@ def _prepare(loaded: Loaded, console):
     run = build(loaded.config, jax.devices())
     if run.config.enable_checkpointing:
         check_dtypes(run.codec.unpack(run.abstract_state))
+    run.check_arguments()
     index = jax.process_index()
 
     def say(text: str) -> None:

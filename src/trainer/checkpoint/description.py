@@ -14,7 +14,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
-from trainer.config.quantization_keys import OF_STORED, STORED
+from trainer.config.quantization_keys import OF_STORED, ROUTER, STORED
 from trainer.config.sparsity_keys import M, N
 from trainer.config.trust import code_of_checkpoint
 from trainer.config.windows import has_window
@@ -109,7 +109,7 @@ def described(config: Config) -> dict[str, Any]:
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
     if config[STORED]:
-        names += OF_STORED
+        names += [name for name in OF_STORED if name != ROUTER or has_experts(config)]
     return {name: _value(config, name) for name in names}
 
 

@@ -69,6 +69,7 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
         used = side_devices(config, devices)
         check_memory(config, used, device_memory(used))
         run = build(config, used)
+        run.check_arguments()
         program = Program(side.name, run, names_of_blocks(run.config))
         if unused := program.names.unused(names_of(program.abstract.params)):
             raise UserError(

@@ -39,7 +39,8 @@ METHODS = (
 )
 MAY_BE_EMPTY = METHODS[3:]
 ROUNDING, UNQUANTIZED = "bwd_stochastic_rounding", "unquantized_modules"
-WHICH = (UNQUANTIZED, "quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
+ROUTER = "quantize_router_proj"
+WHICH = (UNQUANTIZED, ROUTER, "quantize_logits_proj", "quantize_mtp")
 # With `quantization`, how stored weights are quantized.
 OF_STORED = (STORED, "quantization", BLOCK, ALGORITHM, METHODS[0], *WHICH)
 KEYS = (
@@ -162,5 +163,5 @@ QUANTIZATION_INERT = (
     ),
     ((BLOCK, ALGORITHM), lambda c: not c[STORED], "checkpoint_is_quantized=false"),
     ((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
-    (("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),
+    ((ROUTER,), lambda c: not has_experts(c), "num_experts=1"),
 )

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
+from trainer.config.quantization_keys import STORED
 from trainer.models.families import axis_rules
 from trainer.models.matrices import check_matrices
 from trainer.models.remat import check_offload
@@ -101,8 +102,17 @@ def build(
 
 def _check_trained(config: Config, params: Any) -> None:
     kinds, is_trained = by_name(params), by_name(trainable(config)(params))
-    if names := [name for name, leaf in kinds.items() if is_trained[name] and not inexact(leaf)[0]]:
-        raise UserError(f"{', '.join(names)}: integers cannot be trained: trainable_parameters_mask must not match")
+    if names := [name for name, leaf in kinds.items() if is_trained[name] and not _has_gradient(leaf)]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        floats = f"; {STORED}=false reads them as floats" if config[STORED] else ""
+        raise UserError(
+            f"{names[0]}{more}: integers and floats of 8 bits cannot be trained: give trainable_parameters_mask with "
+            f"patterns that match other parameters, as in [embedding,norm]{floats}"
+        )
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return bool(inexact(leaf)[0]) and leaf.dtype.itemsize > 1
 
 
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:

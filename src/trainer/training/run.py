@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model, TrainTree
-from trainer.config import Config, eval_batch_rows, eval_parts, global_batch_rows
+from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
 from trainer.ops.paths import by_name
@@ -90,6 +91,20 @@ class Run(NamedTuple):
         """Returns the arguments of `step` as shapes with shardings."""
         state = set_named_sharding_nnx(self.abstract_state, self.states.shardings)
         return state, self.abstract_batch(self.rows), self.frozen.abstract
+
+    def check_arguments(self) -> None:
+        """Refuses parameters that compiled programs do not take.
+
+        Raises:
+          UserError: integers of 4 bits on CPUs: JAX compares the layouts of arguments, and finds different ones.
+        """
+        leaves = by_name(self._params).items()
+        names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
+        if names and self.mesh.devices.flat[0].platform == "cpu":
+            raise UserError(
+                f"{names[0]} has integers of 4 bits, which compiled programs of JAX do not take on CPUs; store the "
+                "weights in int8, fp8 or nf4, or train on other devices"
+            )
 
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `step` by kind, for `aot.report`."""
