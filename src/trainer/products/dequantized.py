@@ -178,7 +178,7 @@ def dequantize(stored: Any, dtype: jnp.dtype) -> jax.Array:
     """Returns the kernel, [*stacked, *groups, *in, *out], in `dtype`."""
     if isinstance(stored, WithAwqScale):
         return (dequantize(stored.array, jnp.dtype(jnp.float32)) / stored.awq_scale).astype(dtype)
-    return qwix.dequantize(_qarray(stored).astype(dtype))
+    return qwix.dequantize(_qarray(stored).astype(jnp.float32)).astype(dtype)
 
 
 def is_stored(value: Any) -> bool:

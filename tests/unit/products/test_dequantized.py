@@ -131,6 +131,26 @@ def test_experts_multiply_with_their_own_kernels(name):
     np.testing.assert_allclose(product(x, stored, None, None), x @ whole, atol=1e-4)
 
 
+@pytest.mark.parametrize("groups", [0, 3])
+@pytest.mark.parametrize("name", ["int8", "nf4", "awq"])
+def test_products_in_bfloat16_are_rounded_a_few_times(name, groups):
+    """The weight, the input or the result: about 2^-9.2 each, as a share of the typical result. Sums are in float32."""
+    storage, kernel = STORAGES[name], kernel_of((64,), (48,), groups)
+    first = (groups,) if groups else ()
+    stored = storage.store(kernel, jnp.asarray(normal(*first, 64, 48)))
+    if storage.awq:
+        stored = with_awq_scale(stored.array, jnp.asarray(1 + np.abs(normal(*first, 64, seed=2))), kernel)
+    whole = np.asarray(dequantize(stored, jnp.dtype(jnp.float32)), np.float64)
+    product = dequantized(storage, kernel, rngs=None)
+    for rows in (200,) if groups else (2, 200):
+        x = jnp.asarray(normal(*first, rows, 64, seed=1)).astype(jnp.bfloat16)
+        found = jax.jit(lambda x, stored: product(x, stored, None) if groups else product(x, 1, stored))(x, stored)
+        assert found.dtype == jnp.bfloat16
+        expected = np.asarray(x, np.float64) @ whole
+        error = np.asarray(found, np.float64) - expected
+        assert np.square(error).mean() < 2**-16 * np.square(expected).mean(), rows
+
+
 def test_blocks_that_fit_badly_are_refused():
     with pytest.raises(UserError, match=r"weight_block_size: blocks of 32 do not fit mlp/wo/kernel.*only 2 could"):
         Storage("int4", (32, 1)).store(kernel_of((50,), (8,)), jnp.zeros((50, 8)))

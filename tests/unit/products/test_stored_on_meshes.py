@@ -5,12 +5,18 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import packed_batch, tiny_config
+from stored_qwix import FROZEN
+from support import ALL_COMBINATIONS, assert_equal_bits, copied, model_of, packed_batch, tiny_config
 
+from trainer.checkpoint import Leaf, names_of, write_params
+from trainer.config import UserError
+from trainer.inference import MaxEngine
 from trainer.inference.served import serve
 from trainer.ops.paths import by_name
 from trainer.products.dequantized import dequantize, is_stored
+from trainer.training import build
 
+ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 STORED = {"checkpoint_is_quantized": True}
 RECIPES = {
     "int8": {"quantization": "int8"},
@@ -106,3 +112,58 @@ def test_logits_on_a_mesh_are_those_of_one_device(model, mesh, recipe, length):
     found = logits_of(served, length)(on_mesh, {})
     expected = float_logits(model, length)(as_floats(params), {})
     np.testing.assert_allclose(found, expected, atol=ROUNDING * np.abs(expected).max())
+
+
+def test_a_folder_is_loaded_onto_a_mesh_and_generates(tmp_path):
+    """Groups that the mesh does not divide. One combination is on a mesh, another on one device."""
+    keys = STORED | RECIPES["3 groups"] | {"load_parameters_path": tmp_path, "return_log_prob": True}
+    alone = MaxEngine(config_of("llama2", ENDS[-1], **keys), jax.devices()[:1])
+    params = random_params(alone.served.model.abstract[0], "3 groups")
+    leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in names_of(params).items()}
+    write_params(tmp_path, alone.config, leaves, None, {})
+    spread = MaxEngine(config_of("llama2", ENDS[0], devices=8, **keys, **DENSE))
+
+    found = []
+    for engine in (alone, spread):
+        variables = engine.load_params(say=print)
+        assert_equal_bits(copied(variables[0]), params)
+        state, tokens = engine.init_decode_state(), engine.padded([5, 0, 17])
+        prefix, first = engine.prefill(variables, tokens, 3)
+        state, second = engine.generate(variables, engine.insert(prefix, state, 0))
+        found.append((first.tokens[0], second.tokens[0], first.log_probs[0], second.log_probs[0]))
+    np.testing.assert_allclose(*found, atol=10 * ROUNDING)
+
+    specs = {name: list(it.sharding.spec) for name, it in names_of(variables[0]).items()}
+    kernel, scale = (specs[f"decoder/layers/mlp/wo/kernel/{part}"] for part in ("qvalue", "scale"))
+    assert "tensor" in str(kernel[1])
+    assert scale == [kernel[0], None, kernel[2]]
+    assert specs["decoder/layers/mlp/wi_0/kernel/scale"] == specs["decoder/layers/mlp/wi_0/kernel/qvalue"]
+
+
+@pytest.mark.parametrize("recipe", ["nf4", "awq"])
+def test_all_combinations_store_the_same(recipe):
+    """Names, shapes, dtypes and axes; the first and the last give the same bits."""
+    models = [model_of(config_of("mixtral", it, **STORED, **RECIPES[recipe])) for it in ALL_COMBINATIONS]
+    first, *others = models
+    assert jax.tree.structure(first.param_axes) == jax.tree.structure(first.abstract[0])
+    for other in others:
+        assert other.abstract[0] == first.abstract[0]
+        assert other.param_axes == first.param_axes
+
+
+def test_logits_have_the_same_bits_in_all_combinations():
+    served = [serve(config_of("mixtral", it, **STORED, **RECIPES["3 groups"]), jax.devices()[:1]) for it in ENDS]
+    params = random_params(served[0].model.abstract[0], "3 groups")
+    left, right = (logits_of(it, 16)(params, {}) for it in served)
+    np.testing.assert_array_equal(left, right)
+
+
+def test_integers_are_refused_in_training():
+    message = "wi_0/kernel/qvalue and 7 more: integers and .* cannot be trained.*checkpoint_is_quantized=false reads"
+    for recipe in ("int8", "fp8 blocks"):
+        with pytest.raises(UserError, match=message):
+            build(config_of("llama2", **STORED, **RECIPES[recipe]), jax.devices()[:1])
+    run = build(config_of("llama2", **STORED, **RECIPES["int4"], **FROZEN), jax.devices()[:1])
+    with pytest.raises(UserError, match="wi_0/kernel/qvalue has integers of 4 bits, which .* do not take on CPUs"):
+        run.check_arguments()
+    build(config_of("llama2", **STORED, **RECIPES["nf4"], **FROZEN), jax.devices()[:1]).check_arguments()
