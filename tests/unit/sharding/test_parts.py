@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from trainer.config import UserError
-from trainer.sharding import Axes, axes_of_parts
+from trainer.sharding import Axes, axes_of_parts, named_sharding, on_mesh, with_own_tiles
 
 KERNEL = Axes(("layers", "exp", "embed", "mlp"))
 SHAPE = (2, 4, 6, 8)
@@ -49,6 +51,38 @@ def test_a_part_keeps_the_axes_that_it_has(shape, expected):
 )
 def test_a_part_with_an_entry_for_each_tile_keeps_the_axes_that_it_divides_evenly(shape, expected):
     assert axes_of_parts(KERNEL, parts(q=SHAPE, scale=shape)) == {"q": KERNEL, "scale": expected}
+
+
+def mesh_of(devices):
+    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("tensor",))
+
+
+@pytest.mark.parametrize(("tiles", "spec"), [(3, None), (4, "tensor"), (6, "tensor"), (12, "tensor")])
+def test_tiles_that_the_mesh_does_not_divide_are_replicated(tiles, spec):
+    """An axis of 12 on 2 devices. Other arrays with such an axis are refused."""
+    names = axes_of_parts(Axes(("mlp",)), parts(q=(12,), scale=(tiles,)))["scale"]
+    assert named_sharding(mesh_of(2), names, (tiles,), {"mlp": ("tensor",)}).spec == PartitionSpec(spec)
+    with pytest.raises(UserError, match="tensor 2 by the rule of mlp does not divide 3"):
+        named_sharding(mesh_of(2), Axes(("mlp",)), (3,), {"mlp": ("tensor",)})
+
+
+@pytest.mark.parametrize(("tiles", "found"), [(1, 1), (2, 4), (3, 12), (4, 4), (6, 12), (12, 12)])
+def test_a_device_has_own_tiles(tiles, found):
+    """An axis of 12 on 4 devices, with 3 entries each. Other parts and axes keep their entries."""
+    scale = np.arange(2 * tiles, dtype=np.float32).reshape(2, tiles)
+    value = {"q": np.zeros((2, 12)), "scale": scale, "of_rows": np.zeros(2)}
+    with on_mesh(mesh_of(4), {"mlp": ("tensor",)}):
+        got = with_own_tiles(Axes((None, "mlp")), value)
+    assert {name: part.shape for name, part in got.items()} == {"q": (2, 12), "scale": (2, found), "of_rows": (2,)}
+    np.testing.assert_array_equal(np.repeat(got["scale"], 12 // found, 1), np.repeat(scale, 12 // tiles, 1))
+
+
+def test_a_shorter_last_tile_of_a_sharded_axis_is_refused():
+    value = parts(q=(2, 8), scale=(2, 3))
+    with on_mesh(mesh_of(2), {"mlp": ("tensor",)}):
+        assert with_own_tiles(Axes(("mlp", None)), value) == value
+        with pytest.raises(UserError, match=r"experts \[2, 8\]: 3 tiles of axis 1 have unequal lengths, so mlp cannot"):
+            with_own_tiles(Axes((None, "mlp")), value, "experts")
 
 
 def test_a_stack_of_one_layer_keeps_its_name():
