@@ -12,7 +12,6 @@ from trainer.checkpoint import Leaf, names_of, write_params
 from trainer.config import UserError
 from trainer.inference import MaxEngine
 from trainer.inference.served import serve
-from trainer.ops.paths import by_name
 from trainer.products.dequantized import dequantize, is_stored
 from trainer.training import build
 
@@ -159,11 +158,11 @@ def test_logits_have_the_same_bits_in_all_combinations():
 
 
 def test_integers_are_refused_in_training():
-    message = "wi_0/kernel/qvalue and 7 more: integers and .* cannot be trained.*checkpoint_is_quantized=false reads"
+    message = r"wi_0/kernel/qvalue and 7 more: integers and .* cannot be trained.*checkpoint_is_quantized=false reads"
     for recipe in ("int8", "fp8 blocks"):
         with pytest.raises(UserError, match=message):
             build(config_of("llama2", **STORED, **RECIPES[recipe]), jax.devices()[:1])
     run = build(config_of("llama2", **STORED, **RECIPES["int4"], **FROZEN), jax.devices()[:1])
-    with pytest.raises(UserError, match="wi_0/kernel/qvalue has integers of 4 bits, which .* do not take on CPUs"):
+    with pytest.raises(UserError, match=r"wi_0/kernel/qvalue has integers of 4 bits, which .* do not take on CPUs"):
         run.check_arguments()
     build(config_of("llama2", **STORED, **RECIPES["nf4"], **FROZEN), jax.devices()[:1]).check_arguments()
