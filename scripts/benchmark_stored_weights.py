@@ -105,12 +105,12 @@ def main() -> None:
             if not path.exists():
                 quantize.main([str(run), str(path), *WAYS[name]])
         found.append(measured(run, ways, words.rows))
-    print(f"| stored as | loss, {len(SEEDS)} seeds | against float | divergence from float, nats |")
+    print(f"| stored as | loss, {len(SEEDS)} seeds | against float | divergence from float, 0.001 nats |")
     print("|---|---|---|---|")
     for name in found[0]:
         losses = [one[name][0] for one in found]
         ratios = [100 * (loss / one[""][0] - 1) for loss, one in zip(losses, found, strict=True)]
-        divergence = ", ".join(f"{one[name][1]:.5f}" for one in found)
+        divergence = ", ".join(f"{1000 * one[name][1]:.3g}" for one in found)
         print(
             f"| {name or 'float32'} | {statistics.mean(losses):.4f} | {', '.join(f'{it:+.3f} %' for it in ratios)} | "
             f"{divergence} |"

@@ -116,7 +116,9 @@ def test_training_around_frozen_integers_is_the_same_program_and_result():
 
 
 def test_integers_have_no_gradient():
-    with pytest.raises(UserError, match=r"wi_0/kernel/q.*: integers and .* cannot be trained: give trainable_parameters_mask"):
+    with pytest.raises(
+        UserError, match=r"wi_0/kernel/q.*: integers and .* cannot be trained: give trainable_parameters_mask"
+    ):
         made(**DENSE)
 
 
