@@ -22,11 +22,7 @@ Say = Callable[[str], None]
 
 
 class Calibrated:
-    """Quantized kernels of a model. A context manager, which removes the files at the end.
-
-    Attributes:
-      kernels: the names of the kernels that are quantized: those that `calibrate` reaches.
-    """
+    """Quantized kernels of a model. A context manager, which removes the files at the end."""
 
     def __init__(self, kernels: Mapping[str, Kernel], storage: Storage, folder: Path):
         """`folder`: for files with the size of the model as it is stored, and as it will be."""

@@ -92,9 +92,10 @@ class Storage:
         Raises:
           UserError: see `how`.
         """
-        tiles = self.how(kernel).tiled_axes if self.block[0] else {}
-        first = bool(kernel.groups)
-        return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape))) if tiles else 0
+        if not self.block[0]:
+            return 0
+        tiles, first = self.how(kernel).tiled_axes, bool(kernel.groups)
+        return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape)))
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
         """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis

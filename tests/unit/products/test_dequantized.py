@@ -158,3 +158,9 @@ def test_blocks_that_fit_badly_are_refused():
     assert found.scale.shape == (4, 3, 8)  # the largest part of a block that divides a head
     with pytest.raises(UserError, match="mlp/wo/kernel is ArrayImpl, and the product needs"):
         dequantized(Storage("int8"), kernel_of((4,), (4,)), rngs=None)(jnp.ones((1, 4)), 1, jnp.ones((4, 4)))
+
+
+def test_inputs_with_a_scale_each():
+    """As `weight_block_size=[1,1]` asks. AWQ and GPTQ read the number; 0 would mean one scale for all inputs."""
+    kernel = Kernel((4, 16), (8,), (None, None, None), name="out")
+    assert [Storage("int8", (block, 1)).of_inputs(kernel) for block in (0, 1, 16, 32, 64)] == [0, 1, 16, 32, 64]
