@@ -1,4 +1,4 @@
-"""Quantizes the weights of trained default models in several ways, and prints losses and divergences as a Markdown table.
+"""Quantizes the weights of trained default models in several ways, and prints losses and divergences as a table.
 
     python scripts/benchmark_stored_weights.py FOLDER [--steps N] [--rows N]
 
@@ -64,7 +64,8 @@ def logits_of(path: Path) -> Any:
     source = open_source(str(path))
     config = resolve(load_model_keys(source.keys, [], str(path)).config, device_count=1, platform="cpu")
     model, device = make_model(config), jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=device), joined(*model.abstract))
+    weights = joined(*model.abstract)
+    abstract = jax.tree.map(lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=device), weights)
     params, rest = parted(load_parameters(str(path), config, abstract, print), model.abstract[1])
 
     @jax.jit

@@ -41,7 +41,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
     one_each = all(len(each) == 1 for each in forms.values())
     if len(found) != 1 or not one_each or any(isinstance(tensor, PackedMatrix) for tensor in others):
         return {}
-    ((kind, block, asymmetric, in_order),) = found
+    kind, block, asymmetric, in_order = found.pop()
     if not in_order or (asymmetric and kind == "fp8"):
         return {}
     floats = [name for name, each in forms.items() if each == {None}]

@@ -4,14 +4,15 @@ The layers of the stacks run one after another over all batches of text. A layer
 of its kernels, then with its quantized kernels, so that the next layer is calibrated with what it will read. All
 kernels of a layer are quantized after the one recording pass; they do not see the errors of each other.
 
-Only one layer's parameters are in memory, with its statistics and the hidden states of all batches. GPTQ's Hessians,
-float32 [in, in] for each kernel and expert, may be larger than the layer: those of the output projections of 8 experts
-with 14,336 hidden units have 6.6 GB.
+Only one layer's parameters are in memory, with its statistics and the hidden states of all batches, before and after
+it. AWQ has temporaries of 41 times a kernel. GPTQ's Hessians, float32 [in, in] for each kernel and expert, may be
+larger than the layer: those of the output projections of 8 experts with 14,336 hidden units have 6.6 GB.
 """
 
 import functools
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -141,8 +142,10 @@ def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) 
     """Returns the batches with the first layer's input.
 
     Raises:
-      UserError: every token is padding.
+      UserError: every token is padding, or the hidden states before and after a layer need more than half of the
+        host's memory.
     """
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     embed = _module(lambda rngs: make_embedder(config, rngs), read("token_embedder", None))
     table = functools.cache(
         lambda: _module(lambda rngs: make_position_embedder(config, rngs), read("decoder/position_embedder", None))
@@ -153,6 +156,11 @@ def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) 
         context = Context(positions, segments, jnp.arange(len(segments)), None)
         texts.contexts.append(context)
         texts.hidden.append(first_input(config, embed(jnp.asarray(batch["inputs"])), table, context))
+        if 2 * sum(x.nbytes for x in texts.hidden) > limit:
+            raise UserError(
+                f"the hidden states of {sum(x.shape[0] for x in texts.hidden):,} rows of text take half of this "
+                "machine's memory; give fewer calibration_rows, or a smaller max_target_length"
+            )
     if not any((context.segments != 0).any() for context in texts.contexts):
         raise UserError("there is no text to calibrate with: there are no tokens other than padding")
     return texts

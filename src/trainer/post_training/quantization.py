@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from trainer.checkpoint import Leaf, names_of, nested
-from trainer.config import Config
+from trainer.config import Config, UserError
 from trainer.post_training.calibration import calibrate
 from trainer.post_training.recording import Statistics
 from trainer.products import Kernel
@@ -66,6 +67,7 @@ class Calibrated:
                 whole = self._of(name, stored[name])
                 for part, array in names_of(nested({name: value})).items():
                     whole[part][... if layer.number is None else layer.number] = array
+            del layer  # with its hidden states
 
     def leaves(self, name: str) -> dict[str, np.ndarray]:
         """Returns the parts of a kernel by name, which lie in files; {} if it was not calibrated."""
@@ -119,11 +121,19 @@ class _Reader:
 
 
 def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped."""
+    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped.
+
+    Raises:
+      UserError: the disk has no room for it.
+    """
     dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        bytes_ = np.memmap(file, np.uint8, "w+", shape=(max(1, math.prod(shape) * dtype.itemsize),))
-    return bytes_[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise UserError(f"{folder}: no room for {size / 1e9:.2f} GB: {error.strerror}") from error
+        return np.memmap(file, np.uint8, "r+", shape=(size,)).view(dtype).reshape(shape)
 
 
 def _nothing(size: int) -> None:

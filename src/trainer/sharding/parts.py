@@ -21,8 +21,8 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
     parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
     some axes, or has length 1 in them. A part with an axis for each of `axes` may also have one entry for each tile of
-    an axis, such as a scale for each group of inputs. It keeps the name of that axis, as `Tiles`, if all tiles have equal
-    lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their number.
+    an axis, such as a scale for each group of inputs. It keeps the name of that axis, as `Tiles`, if all tiles have
+    equal lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their number.
     If the last tile is shorter, the axis of the part has no name.
 
     Raises:

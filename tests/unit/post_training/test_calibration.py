@@ -257,7 +257,7 @@ def test_the_next_layer_reads_what_quantized_kernels_compute():
         np.testing.assert_array_equal(hidden, sown["embedding"])
 
 
-def test_what_cannot_be_calibrated():
+def test_what_cannot_be_calibrated(monkeypatch):
     model, params, rest, batches = made("llama2")
 
     def start(config=model.config, batches=batches, chosen=lambda name: True):
@@ -273,3 +273,6 @@ def test_what_cannot_be_calibrated():
     own = tiny_config(ALL_COMBINATIONS[0], decoder_block="stored_int8:dense", logits_via_embedding=False)
     with pytest.raises(UserError, match=r"wi_0/kernel.*the family chooses the product"):
         start(own)
+    monkeypatch.setattr("os.sysconf", lambda name: 100)  # pages, and bytes of a page
+    with pytest.raises(UserError, match="rows of text take half of this machine's memory; give fewer"):
+        start()
