@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     floats = options["format"] == "maxtext" or "dtype" in options
     own = [f"{STORED}=false"] if floats and checkpoint.keys.get(STORED) else []
     config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
+    if floats and config[STORED]:
+        raise UserError(f"{STORED}=true: format=maxtext and dtype=... write floats; leave {STORED} out, or these")
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     shapes, buffers = weights_of(config)
     check_masks(config, checkpoint, shapes)

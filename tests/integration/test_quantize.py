@@ -149,7 +149,7 @@ def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scan
     ("block", "how", "kind"),
     [
         ("llama2", f"{INT4} unquantized_modules=[mlp/wo]", "pack-quantized"),
-        ("mixtral", "quantization=fp8 weight_block_size=[8,8]", "float-quantized"),
+        ("mixtral", "quantization=fp8 weight_block_size=[8,8] quantize_logits_proj=true", "float-quantized"),
         ("qwen3", "quantization=int8", "pack-quantized"),
     ],
 )
@@ -161,7 +161,7 @@ def test_hugging_face_in_and_out(tmp_path, block, how, kind):
     export.main([str(out), str(hf), "format=hf"])
     said = json.loads((hf / "config.json").read_text())["quantization_config"]
     assert said["format"] == kind
-    assert "lm_head" in said["ignore"]
+    assert ("lm_head" in said["ignore"]) == ("quantize_logits" not in how)
     assert any("down_proj" in name for name in said["ignore"]) == ("unquantized" in how)
     stored = stored_config(out, rope_interleave=config.rope_interleave)
     again = stored_config(hf, rope_interleave=config.rope_interleave)
@@ -231,7 +231,7 @@ def test_what_a_command_refuses(tmp_path, capsys):
         (["quantization=int8", "unquantized_modules=[decoder]"], "no matrix is quantized"),
         (["quantization=int8", "weight_block_size=[7,1]"], "blocks of 7 do not fit"),
         (["quantization=int8", "calibration_rows=8"], "weight_quantization_algorithm=rounding reads no text"),
-        (["quantization=int8", "checkpoint_is_quantized=false"], "what this command writes is quantized"),
+        (["quantization=int8", "checkpoint_is_quantized=False"], "what this command writes is quantized"),
         (["quantization=int8", "learning_rate=1"], "learning_rate: not a key of the model"),
         (["quantization=int8", "base_emb_dim=8"], "contains a different model"),
     ):
@@ -241,6 +241,9 @@ def test_what_a_command_refuses(tmp_path, capsys):
     assert "zero points are not written" in failure(capsys, export.main, out, new, "format=hf")
     export.main([str(out), str(tmp_path / "floats"), "format=hf", "dtype=bfloat16"])
     export.main([str(out), str(tmp_path / "maxtext"), "format=maxtext"])
+    assert "leave checkpoint_is_quantized out" in failure(
+        capsys, export.main, out, new, "format=maxtext", "checkpoint_is_quantized=true"
+    )
     export.main([str(out), str(tmp_path / "copy"), "format=params"])
     stored = stored_config(out, rope_interleave=config.rope_interleave)
     ours, copy = loaded_parts(out, stored), loaded_parts(tmp_path / "copy", stored)

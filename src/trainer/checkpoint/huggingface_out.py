@@ -67,7 +67,8 @@ def write_huggingface(
     if kernels:
         floats = [tensor for name in dtypes if layouts[name].inputs for tensor in names[name]]
         quantized = {tensor: scheme for name, (scheme, _) in schemes.items() for tensor in names[name]}
-        data["quantization_config"] = quantization_config(quantized, dict.fromkeys([*floats, *_TIED_HEAD]))
+        others = [tensor for tensor in dict.fromkeys([*floats, *_TIED_HEAD]) if tensor not in quantized]
+        data["quantization_config"] = quantization_config(quantized, others)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     shards = _shards(_in_order({name: (places[name], become[name]) for name in shapes}), shard_bytes)
     with contextlib.ExitStack() as stack:
