@@ -24,7 +24,7 @@ from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
 from trainer.config.paths import local_path, path_problem
-from trainer.config.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES
+from trainer.config.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.words import counted, visible
 from trainer.runtime.new_folder import new_folder, not_a_new_folder
 from trainer.runtime.platforms import leave_out_absent_tpu
@@ -192,7 +192,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, list[str]]
     given = dict(word.partition("=")[::2] for word in keys)
     if given.get("quantization") not in STORED_DTYPES:
         mistakes.append(f"quantization={given.get('quantization', '')}: allowed: {', '.join(STORED_DTYPES)}")
-    if given.get(STORED, "true") != "true":
+    if asks_for_floats(keys):
         mistakes.append(f"{STORED}={given[STORED]}: what this command writes is quantized; leave it out")
     if mistakes:
         raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))

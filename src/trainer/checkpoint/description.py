@@ -14,7 +14,7 @@ from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import FLAGS
 from trainer.config.latent_keys import is_latent
 from trainer.config.plain_yaml import describe, read_text
-from trainer.config.quantization_keys import OF_STORED, ROUTER, STORED
+from trainer.config.quantization_keys import OF_STORED, ROUTER, STORED, asks_for_floats
 from trainer.config.sparsity_keys import M, N
 from trainer.config.trust import code_of_checkpoint
 from trainer.config.windows import has_window
@@ -137,10 +137,9 @@ def check_same_model(
       UserError: lists every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
-    if not config[STORED]:
-        keys = {name: value for name, value in keys.items() if name not in OF_STORED}
-    elif not keys.get(STORED):
+    if config[STORED] and not keys.get(STORED):
         raise UserError(f"{where} contains float weights, but {STORED}=true; python -m trainer.quantize quantizes them")
+    keys = {name: value for name, value in keys.items() if name in ours or name not in OF_STORED}
     block, trained = config[_BLOCK], keys.get(_BLOCK, config[_BLOCK])
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
@@ -198,7 +197,7 @@ def load_model_keys(
       UserError: `keys` contradict each other, or refer to code that no argument names; or an argument, or its preset,
         contradicts `keys`.
     """
-    if dict(word.partition("=")[::2] for word in words).get(STORED) == "false":
+    if asks_for_floats(words):
         keys = {name: value for name, value in keys.items() if name not in OF_STORED}
     _resolved(as_words(keys), where)
     # The checkpoint's keys come first: some arguments are valid only together with them.

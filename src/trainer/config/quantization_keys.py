@@ -1,10 +1,12 @@
 """Keys of quantization, in training and of stored weights: the recipes, what is quantized, and their checks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trainer.config.expert_keys import has_experts
 from trainer.config.keys import Config
+from trainer.config.schema import schema
+from trainer.config.values import read_text
 
 # The dtypes of each recipe: of activations and weights, and of gradients.
 RECIPES = {
@@ -49,6 +51,15 @@ KEYS = (
     *WHICH,
     "quantization_local_shard_count",
 )
+
+
+def asks_for_floats(words: Sequence[str]) -> bool:
+    """Whether checkpoint_is_quantized is false according to `words`, arguments `key=value`."""
+    text = dict(word.partition("=")[::2] for word in words).get(STORED)
+    try:
+        return text is not None and not read_text(schema().keys[STORED], text)
+    except ValueError:
+        return False  # `load` refuses it
 
 
 def is_integer(config: Config) -> bool:

@@ -5,7 +5,7 @@ from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import UserError, load
 from trainer.config.effects import no_effect_of
-from trainer.config.quantization_keys import METHODS, RECIPES
+from trainer.config.quantization_keys import METHODS, RECIPES, asks_for_floats
 
 FIRST = ALL_COMBINATIONS[0]
 INT8 = {"quantization": "int8"}
@@ -84,3 +84,10 @@ def test_maxtexts_words_load():
     config = load([*arguments(FIRST), *words]).config
     assert config.quantization in RECIPES
     assert config.drhs_grad_quantization_calibration_method == ""
+
+
+def test_words_that_ask_for_floats():
+    for word in ("false", "False", "no", "0"):
+        assert asks_for_floats(["quantization=int8", f"checkpoint_is_quantized={word}"])
+    for words in ([], ["checkpoint_is_quantized=TRUE"], ["checkpoint_is_quantized=maybe"]):
+        assert not asks_for_floats(words)
