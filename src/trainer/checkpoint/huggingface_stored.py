@@ -126,9 +126,9 @@ def _part(
     tiles: tuple[int, ...],
     head: int,
 ) -> np.ndarray:
-    codes, scales, zeros = matrix.parts(whole(matrix.shape))
     if part == "qvalue":
-        return layout.to_ours(codes, shape, head)
+        return layout.to_ours(matrix.parts(whole(matrix.shape))[0], shape, head)
+    scales, zeros = matrix.scales_and_zeros(whole(matrix.shape))
     if part == "zero_point":
         scales = np.zeros(scales.shape, np.int8) if zeros is None else zeros
     ways = []

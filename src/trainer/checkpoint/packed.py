@@ -116,13 +116,18 @@ class PackedMatrix(NamedTuple):
         Raises:
           UserError: a file was truncated, or inputs that share a scale are not neighbours.
         """
+        scales, zeros = self.scales_and_zeros(box)
+        return self.codes.read(box), scales, zeros
+
+    def scales_and_zeros(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the last two of `parts`. Reads no codes."""
         if not self.in_order:
             raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
         tiles = self._tiles(box)
         zeros = None if self.zeros is None else self.zeros.read(tiles)
         if zeros is not None and not zeros.astype(np.float32).any():
             zeros = None
-        return self.codes.read(box), self.scales.read(tiles).astype(np.float32), zeros
+        return self.scales.read(tiles).astype(np.float32), zeros
 
     @property
     def in_order(self) -> bool:
