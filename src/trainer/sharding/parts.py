@@ -22,7 +22,8 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
     some axes, or has length 1 in them. A part with an axis for each of `axes` may also have one entry for each tile of
     an axis, such as a scale for each group of inputs. It keeps the name of that axis, as `Tiles`, if all tiles have
-    equal lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their number.
+    equal lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their
+    number.
     If the last tile is shorter, the axis of the part has no name.
 
     Raises:
