@@ -42,7 +42,12 @@ MODELS = {
     "mixtral": EXPERTS | {"logits_via_embedding": False},
     "deepseek": EXPERTS | LATENT | {"logits_via_embedding": False},
     "gemma2": {"logits_via_embedding": True, "sliding_window_size": 5},
-    "qwen3": {"use_qk_norm": True, "logits_via_embedding": True, "normalize_embedding_logits": False},
+    "qwen3": {
+        "use_qk_norm": True,
+        "logits_via_embedding": True,
+        "normalize_embedding_logits": False,
+        "rope_interleave": True,
+    },
 }
 INT4 = "quantization=int4 weight_block_size=[8,1]"
 CASES = [
@@ -173,6 +178,10 @@ def test_hugging_face_in_and_out(tmp_path, block, how, kind):
     floats = names_of(load_parameters(str(back), config, abstract_of(config), print))
     for name, value in values_of(stored_kernels(stored), ours).items():
         np.testing.assert_array_equal(floats[name], value)
+    other = type(config)(dict(config.items()) | {"rope_interleave": not config.rope_interleave})
+    floats, same = (names_of(load_parameters(str(path), other, abstract_of(other), print)) for path in (back, out))
+    for name, value in floats.items():
+        np.testing.assert_array_equal(value, same[name], err_msg=name)
 
 
 @pytest.mark.parametrize("algorithm", ["awq", "gptq"])
