@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory,
         the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
+weights of a run with ema_decay: ema (default), the average of the parameters, or raw
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
         weight_quantization_algorithm=rounding (default), awq or gptq; the last two read text: dataset_type=... and the
         other keys of --help Data, by default the source code of Python's standard library, with FROM's tokenizer
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if asked := question(words):
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
-    source, out, rows, keys = _read_words(words)
+    source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of, write_params
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.post_training import Calibrated
 
     given = dict(word.partition("=")[::2] for word in keys)
-    checkpoint = open_source(source, given.get("decoder_block", ""))
+    average = weights != "raw" and (weights == "ema" or open_source(source, given.get("decoder_block", "")).averaged)
+    checkpoint = open_source(source, given.get("decoder_block", ""), average=average)
     where = str(checkpoint.path)
     of_storage, of_data, of_model = _parted(keys)
     config = model_config(checkpoint.keys, [*of_model, f"{STORED}=false"], where)
@@ -79,15 +80,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     kernels = quantized_kernels(stored, shapes)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
+    if stored[ALGORITHM] == "rounding" and (of_data or rows is not None):
+        raise UserError(f"{' '.join(of_data) or _ROWS}: {ALGORITHM}=rounding reads no text; leave it out")
     with new_folder(out) as partial:
         for note in checkpoint.notes(config):
             print(visible(note))
+        if average:
+            print(f"{visible(where)}: the average of the parameters (ema_decay) is quantized; weights=raw takes others")
         with Calibrated(kernels, storage_of(stored), partial) as calibrated:
             if stored[ALGORITHM] != "rounding":
                 batches = _batches(config, checkpoint, of_data, rows)
                 calibrated.run(config, stored_kernels(stored), leaves, batches, stored[ALGORITHM], print)
-            elif of_data or rows is not None:
-                raise UserError(f"{' '.join(of_data) or _ROWS}: {ALGORITHM}=rounding reads no text; leave it out")
             parts = as_stored(stored, stored_kernels(stored), leaves, _rounded(stored, kernels), calibrated.leaves)
             write_params(partial, stored, parts, None, checkpoint.neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
@@ -122,11 +125,10 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
         own.append(f"{_LENGTH}={min(checkpoint.length or _LONGEST, _LONGEST)}")
     dataset = open_dataset(_configuration(config, [*own, *words]), lambda line: print(visible(line)))
     print(f"calibrating with {counted(rows, 'row')} of {visible(str(dataset))}")
-    together = math.gcd(rows, _TOGETHER)
-    stream = dataset.train_stream(rows=together)
+    stream = dataset.train_stream(rows=min(rows, _TOGETHER))
     try:
-        for _ in range(rows // together):
-            yield next(stream)[0]
+        for first in range(0, rows, _TOGETHER):
+            yield {name: array[: rows - first] for name, array in next(stream)[0].items()}
     finally:
         stream.close()
 
@@ -173,13 +175,18 @@ def _report(
     print(f"to generate from it: python -m trainer.generate {shlex.quote(str(out))}")
 
 
-def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, list[str]]:
-    """Returns FROM, OUT, the number of rows for calibration, and the `key=value` arguments for base.yml."""
-    paths, keys = words[:2], [word for word in words[2:] if not word.startswith(f"{_ROWS}=")]
-    number = dict(word.split("=", 1) for word in words if word.startswith(f"{_ROWS}=")).get(_ROWS)
+def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[str]]:
+    """Returns FROM, OUT, the number of rows for calibration, which weights, and the `key=value` arguments for
+    base.yml."""
+    own = (f"{_ROWS}=", "weights=")
+    paths, keys = words[:2], [word for word in words[2:] if not word.startswith(own)]
+    options = dict(word.split("=", 1) for word in words if word.startswith(own))
+    number, weights = options.get(_ROWS), options.get("weights", "")
     mistakes = []
-    if number is not None and not (number.isdecimal() and int(number) > 0):
-        mistakes.append(f"{_ROWS}={number}: must be a number of at least 1")
+    if number is not None and not (number.isdecimal() and len(number) < 10 and int(number) > 0):
+        mistakes.append(f"{_ROWS}={shortened(number)}: must be a whole number of at least 1")
+    if weights not in ("", "raw", "ema"):
+        mistakes.append(f"weights={shortened(weights)}: allowed: raw, ema, or leave it out")
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in schema().keys for path in paths):
         mistakes.append("the first two arguments are FROM and OUT")
     else:
@@ -196,7 +203,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, list[str]]
         mistakes.append(f"{STORED}={given[STORED]}: what this command writes is quantized; leave it out")
     if mistakes:
         raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))
-    return paths[0], local_path(paths[1]).absolute(), None if number is None else int(number), keys
+    rows = None if number is None else int(number)
+    return paths[0], local_path(paths[1]).absolute(), rows, weights, keys
 
 
 if __name__ == "__main__":

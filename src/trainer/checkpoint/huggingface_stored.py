@@ -36,18 +36,23 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
       matrices: the tensors of each matrix whose product can be chosen (`matrix_names`), by its canonical name.
       others: all other tensors.
     """
-    forms = {name: {_form(tensor) for tensor in tensors} for name, tensors in matrices.items()}
-    found = set[Any]().union(*forms.values()) - {None}
-    one_each = all(len(each) == 1 for each in forms.values())
-    if len(found) != 1 or not one_each or any(isinstance(tensor, PackedMatrix) for tensor in others):
+    packed = [it for tensors in matrices.values() for it in tensors if isinstance(it, PackedMatrix)]
+    whole_or_not = all(len({isinstance(it, PackedMatrix) for it in tensors}) == 1 for tensors in matrices.values())
+    if not packed or not whole_or_not or any(isinstance(tensor, PackedMatrix) for tensor in others):
         return {}
-    kind, block, asymmetric, in_order = found.pop()
-    if not in_order or (asymmetric and kind == "fp8"):
+    kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
+    block = blocks.pop() if blocks else None
+    # A matrix with one scale for each output has one block of inputs, if they are few.
+    fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
+    asymmetric = any(it.has_zeros for it in packed)
+    alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)
+    kind = kinds.pop()
+    if not alike or (asymmetric and kind == "fp8"):
         return {}
-    floats = [name for name, each in forms.items() if each == {None}]
+    floats = [name for name, tensors in matrices.items() if not any(isinstance(it, PackedMatrix) for it in tensors)]
 
     def any_quantized(pattern: str) -> bool:
-        return any(re.search(pattern, name) for name in forms if name not in floats)
+        return any(re.search(pattern, name) for name in matrices if name not in floats)
 
     chosen = dict(zip(WHICH[1:], map(any_quantized, (ROUTER, HEAD, MTP)), strict=True))
     left_out = [pattern for pattern, key in zip((ROUTER, HEAD, MTP), WHICH[1:], strict=True) if not chosen[key]]
@@ -63,15 +68,11 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
     }
 
 
-def _form(tensor: Any) -> tuple[str, tuple[int, int] | None, bool, bool] | None:
-    """Returns how a quantized matrix is stored: the type of its codes, [inputs, outputs] of a block, whether it has
-    zero points, and whether its inputs are in order; None for others."""
-    if not isinstance(tensor, PackedMatrix):
-        return None
-    rows, columns = tensor.block
-    # One scale for a whole matrix is that of each output.
-    block = None if columns == tensor.shape[1] and rows in (1, tensor.shape[0]) else (columns, rows)
-    return tensor.kind_of_codes, block, tensor.has_zeros, tensor.in_order
+def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
+    """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. One scale for a
+    whole matrix is that of each output."""
+    rows, columns = matrix.block
+    return None if columns == matrix.shape[1] and rows in (1, matrix.shape[0]) else (columns, rows)
 
 
 def stored_leaves(

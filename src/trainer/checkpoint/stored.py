@@ -38,9 +38,8 @@ def stored_kernels(config: Config) -> dict[str, Any]:
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
     """Returns `config`, resolved, with the form of stored weights that `keys` describe."""
-    return ml_collections.FrozenConfigDict(
-        dict(config.items()) | {name: keys[name] for name in OF_STORED if name in keys}
-    )
+    said = {name: keys[name] for name in OF_STORED if name in keys}
+    return ml_collections.FrozenConfigDict(dict(config.items()) | said)
 
 
 def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Leaf], heads: Mapping[str, int]) -> Any:

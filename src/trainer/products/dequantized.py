@@ -266,6 +266,6 @@ class _Grouped:
 def _check(kernel: Kernel, found: Any) -> None:
     if not is_stored(found):
         raise UserError(
-            f"checkpoint_is_quantized=true: {kernel.name} is {type(found).__name__}, and the product needs the values "
-            "and scales that trainer.quantize writes"
+            f"checkpoint_is_quantized=true: {kernel.name} is float, and the product needs the values and scales that "
+            "trainer.quantize writes"
         )

@@ -156,7 +156,7 @@ def test_blocks_that_fit_badly_are_refused():
         Storage("int4", (32, 1)).store(kernel_of((50,), (8,)), jnp.zeros((50, 8)))
     found = Storage("int4", (128, 1)).store(kernel_of((4, 48), (8,)), jnp.ones((4, 48, 8)))
     assert found.scale.shape == (4, 3, 8)  # the largest part of a block that divides a head
-    with pytest.raises(UserError, match="mlp/wo/kernel is ArrayImpl, and the product needs"):
+    with pytest.raises(UserError, match="mlp/wo/kernel is float, and the product needs"):
         dequantized(Storage("int8"), kernel_of((4,), (4,)), rngs=None)(jnp.ones((1, 4)), 1, jnp.ones((4, 4)))
 
 
