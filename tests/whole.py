@@ -34,6 +34,8 @@ COVERED = {
     r"integration/test_train_compile\.py::test_islands_on_two_slices": "test_streaming_diloco.py counts their traffic",
     r"integration/test_train_compile\.py::test_train_takes_the_step": "aot/test_executable.py",
     r"integration/test_train_compile\.py::test_the_step_of_every_train_state": "the same program on CPU devices",
+    r"integration/test_quantize\.py::test_what_is_written\S*\[(deepseek|gemma2)": "llama2 and mixtral",
+    r"integration/test_quantize\.py::test_(calibration_w\S*awq|hugging_face\S*qwen3)": "gptq; llama2 and mixtral",
     r"integration/test_resume\.py::test_(unrolled_layers|a_run_on_one|the_same_batch|without)": "8 devices to 1",
     r"integration/test_zero1\.py::test_a_(run_goes_on_from|tpu_gathers)": "what a device holds; collectives on CPU",
     r"integration/test_resume\.py::test_a\w+_that_is_not_finite": "training/test_step.py, training/test_diloco.py",

@@ -288,8 +288,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     alternating = {"decoder_block": "gemma2", "sliding_window_size": 8, "sliding_window_pattern": 2}
     alternating |= {"use_post_attn_norm": True, "use_post_ffw_norm": True}
     quantized = {"quantization": "int8", "weight_sparsity_n": 2, "weight_sparsity_m": 4}
+    stored = {"checkpoint_is_quantized": True, "quantization": "int8", "trainable_parameters_mask": "[embedding,norm]"}
     others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
-    for keys in (streaming, experts, gpt3, latent, alternating, quantized, *others):
+    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)
