@@ -56,18 +56,14 @@ def write_huggingface(
 
     schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
     names = {name: [it for it, _ in tensors_of(layouts[name], places[name], shape)] for name, shape in shapes.items()}
-    become = {
-        name: tensors_out(names[name], *schemes[name])
-        if name in schemes
-        else [
-            {tensor: (shape, dtypes[name])} for tensor, shape in tensors_of(layouts[name], places[name], shapes[name])
-        ]
-        for name in shapes
-    }
+    become = {name: tensors_out(names[name], *schemes[name]) for name in kernels}
+    for name in dtypes:
+        tensors = tensors_of(layouts[name], places[name], shapes[name])
+        become[name] = [{tensor: (shape, dtypes[name])} for tensor, shape in tensors]
     if kernels:
-        floats = [tensor for name in dtypes if layouts[name].inputs for tensor in names[name]]
         quantized = {tensor: scheme for name, (scheme, _) in schemes.items() for tensor in names[name]}
-        others = [tensor for tensor in dict.fromkeys([*floats, *_TIED_HEAD]) if tensor not in quantized]
+        linear = [*(tensor for name in dtypes if layouts[name].inputs for tensor in names[name]), *_TIED_HEAD]
+        others = [tensor for tensor in dict.fromkeys(linear) if tensor not in quantized]
         data["quantization_config"] = quantization_config(quantized, others)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     shards = _shards(_in_order({name: (places[name], become[name]) for name in shapes}), shard_bytes)
@@ -77,15 +73,14 @@ def write_huggingface(
         tick = stack.enter_context(progress(leaves.values(), "writing"))
         for name, shape in shapes.items():
             head = head_to_reorder(config, layouts[name], shape)
-            if name not in kernels:
+            if name in kernels:
+                own = {part.rpartition("/")[2]: leaves[part] for part in names_of(nested({name: kernels[name]}))}
+                how = schemes[name][0], layouts[name], places[name] is not None, head, tick
+                for tensor, value in arrays_out(names[name], own, *how):
+                    file_of[tensor].write(tensor, value)
+            else:
                 targets = [(file_of[tensor], tensor) for tensor in names[name]]
                 _write_leaf(leaves[name], layouts[name], dtypes[name], head, targets, tick)
-                continue
-            own = {part.rpartition("/")[2]: leaves[part] for part in names_of(nested({name: kernels[name]}))}
-            how = schemes[name][0], layouts[name], places[name] is not None, head, tick
-            for arrays in arrays_out(names[name], own, *how):
-                for tensor, value in arrays.items():
-                    file_of[tensor].write(tensor, value)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 

@@ -184,8 +184,9 @@ def arrays_out(
     stacked: bool,
     head: int,
     tick: Tick,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the arrays of each of `tensors`, in their order. `parts`: by the last word of their names."""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays that store each of `tensors`, in their order, by name. `parts`: by the last word of their
+    names."""
 
     def matrices(part: str) -> Iterator[np.ndarray]:
         leaf = parts[part]
@@ -200,7 +201,7 @@ def arrays_out(
         values = codes.astype(np.int8) if codes.dtype.name == "int4" else codes
         scale = reordered(scale, head if scale.shape[-1] > 1 else 0, pairs=False)
         scales = transposed(np.ascontiguousarray(scale.reshape(prod(scale.shape[: layout.inputs]), -1)))
-        yield arrays_of(tensor, layout.to_theirs(values, head), scales, scheme)
+        yield from arrays_of(tensor, layout.to_theirs(values, head), scales, scheme).items()
 
 
 def stored_matrices(config: Config) -> list[str]:
