@@ -66,6 +66,14 @@ class Dense(WithMatrices):
         self.product = product
         self.kernel.set_value(stored(product, self.kernel.get_value()))
 
+    def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
+        """Returns the kernel in `dtype`, [*in, *out]; None if the product computes something else than the product with
+        an array."""
+        kernel = self.kernel.get_value()
+        if self.product is product:
+            return kernel.astype(dtype)
+        return self.product.array(kernel, dtype) if hasattr(self.product, "array") else None
+
     def __call__(self, x: jax.Array, out_names: Sequence[str | None], context: Context | None = None) -> jax.Array:
         """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`. `context`: for the
         product."""

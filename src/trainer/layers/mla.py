@@ -18,7 +18,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Mask
 from trainer.ops.rope import Rope, rope, score_scale
-from trainer.products import Context, product
+from trainer.products import Context
 
 # The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
 PROJECTIONS = ("query_wa_proj", "kv_wa_proj")
@@ -171,11 +171,9 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores._replace(op="dot_product")
-        # A product other than the plain one may store its kernel in another form, or have its own parameters.
-        if self.wkv_b.product is not product:
+        if (kernel := self.wkv_b.matrix(query.dtype)) is None:
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
-        kernel = self.wkv_b.kernel.get_value().astype(query.dtype)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
         # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one head of keys,
         # which are the latents followed by the rotated keys, and its values are the latents.

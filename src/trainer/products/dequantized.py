@@ -205,6 +205,11 @@ class _Dense:
         """See `Product`."""
         return self.storage.store(self.kernel, kernel)
 
+    def array(self, kernel: Any, dtype: jnp.dtype) -> jax.Array:
+        """See `Product`."""
+        _check(self.kernel, kernel)
+        return dequantize(kernel, dtype)
+
     def __call__(
         self,
         x: jax.Array,

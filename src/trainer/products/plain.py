@@ -23,7 +23,8 @@ class Product(Protocol):
 
     It may have a method `store(kernel)`, which returns what the layer stores in place of the initial kernel: an array
     or a pytree whose parts have the kernel's shape, lack some of its axes, or have length 1 in them
-    (`sharding.axes_of_parts`). A grouped product may have it, too.
+    (`sharding.axes_of_parts`). A grouped product may have it, too. With a method `array(kernel, dtype)`, it is the
+    product with that array [*in, *out], up to rounding.
     """
 
     def __call__(

@@ -1,5 +1,6 @@
 """Kernels that are stored quantized: their values, against NumPy, and products with them."""
 
+import dataclasses
 from math import prod
 
 import jax
@@ -7,8 +8,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from support import tiny_config
 
+from trainer.backends import make_model
 from trainer.config import UserError
+from trainer.layers.mla import LatentAttention
+from trainer.models.caches import init_cache
 from trainer.products import Kernel
 from trainer.products.dequantized import NF4, Packed, Storage, dequantize, dequantized, with_awq_scale
 
@@ -164,3 +169,31 @@ def test_inputs_with_a_scale_each():
     """As `weight_block_size=[1,1]` asks. AWQ and GPTQ read the number; 0 would mean one scale for all inputs."""
     kernel = Kernel((4, 16), (8,), (None, None, None), name="out")
     assert [Storage("int8", (block, 1)).of_inputs(kernel) for block in (0, 1, 16, 32, 64)] == [0, 1, 16, 32, 64]
+
+
+@pytest.mark.parametrize("form", [{}, {"weight_quantization_algorithm": "awq"}])
+def test_latent_attention_over_a_cache_expands_no_keys(form, monkeypatch):
+    """Its queries are multiplied with the dequantized matrix instead, and the result is that of the whole text."""
+    keys = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "kv_lora_rank": 16}
+    keys |= {"qk_rope_head_dim": 4, "num_experts": 4, "base_moe_mlp_dim": 8, "shared_experts": 1}
+    keys |= {
+        "checkpoint_is_quantized": True,
+        "quantization": "int8",
+        "max_target_length": 8,
+        "attention": "dot_product",
+    }
+    config = tiny_config("nnx", **keys | form)
+    model = make_model(config)
+    params, rest = jax.jit(model.init)(jax.random.key(0))
+    tokens = np.arange(8, dtype=np.int32)[None] * 7 % config.vocab_size
+
+    def run(cache, first, last):
+        positions = jnp.arange(first, last)[None]
+        inputs = tokens[:, first:last], positions, jnp.ones_like(positions), jnp.zeros(1, jnp.int32)
+        return jax.jit(lambda params, cache: model.apply(params, rest, *inputs, cache=cache)[::2])(params, cache)
+
+    whole, _ = run(None, 0, 8)
+    begin, cache = run(init_cache(config, 1, 8), 0, 5)
+    monkeypatch.setattr(LatentAttention, "_keys_and_values", None)
+    end, _ = run(dataclasses.replace(cache, filled=True), 5, 8)
+    np.testing.assert_allclose(np.concatenate([begin, end], 1), whole, atol=2e-5 * np.abs(whole).max())
