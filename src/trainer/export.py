@@ -16,12 +16,11 @@ from trainer.config import (
     question,
     schema,
 )
-from trainer.config.errors import shortened
-from trainer.config.paths import local_path, path_problem
+from trainer.config.paths import local_path
 from trainer.config.quantization_keys import STORED
 from trainer.config.values import read_text
 from trainer.config.words import visible
-from trainer.runtime.new_folder import new_folder, not_a_new_folder
+from trainer.runtime.new_folder import new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 FORMATS = ("hf", "params", "maxtext")
@@ -97,16 +96,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
-    mistakes = []
-    if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
-        mistakes.append("the first two arguments are FROM and OUT")
-    else:
-        problems = ((path, path_problem(path)) for path in paths)
-        mistakes += [f"{shortened(path)}: {problem}" for path, problem in problems if problem]
-    if not mistakes and "://" in paths[1]:
-        mistakes.append(f"{shortened(paths[1])}: only a local folder can be written; give one")
-    if not mistakes and (problem := not_a_new_folder(local_path(paths[1]).absolute())):
-        mistakes.append(f"{paths[1]}: {problem}")
+    mistakes = path_mistakes(paths, named)
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
     if options.get("dtype", DTYPES[0]) not in DTYPES:

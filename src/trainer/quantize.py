@@ -22,10 +22,10 @@ from trainer.config import (
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
-from trainer.config.paths import local_path, path_problem
+from trainer.config.paths import local_path
 from trainer.config.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.words import counted, visible
-from trainer.runtime.new_folder import new_folder, not_a_new_folder
+from trainer.runtime.new_folder import new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = f"""\
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_words(checkpoint.keys, of_model, config, where)
     stored = _configuration(config, ["dataset_type=synthetic", f"{STORED}=true", f"{_ROUTER}=false", *of_storage])
     shapes, buffers = weights_of(config)
-    kernels = quantized_kernels(stored, shapes)
+    kernels, forms = quantized_kernels(stored, shapes), stored_kernels(stored)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
     if stored[ALGORITHM] == "rounding" and (of_data or rows is not None):
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         with Calibrated(kernels, storage_of(stored), partial) as calibrated:
             if stored[ALGORITHM] != "rounding":
                 batches = _batches(config, checkpoint, of_data, rows)
-                calibrated.run(config, stored_kernels(stored), leaves, batches, stored[ALGORITHM], print)
-            parts = as_stored(stored, stored_kernels(stored), leaves, _rounded(stored, kernels), calibrated.leaves)
+                calibrated.run(config, forms, leaves, batches, stored[ALGORITHM], print)
+            parts = as_stored(stored, forms, leaves, _rounded(stored, kernels), calibrated.leaves)
             write_params(partial, stored, parts, None, checkpoint.neutral)
         copy_tokenizer(checkpoint.tokenizer, partial)
     _report(out, stored, kernels, leaves, parts)
@@ -182,20 +182,11 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[
     paths, keys = words[:2], [word for word in words[2:] if not word.startswith(own)]
     options = dict(word.split("=", 1) for word in words if word.startswith(own))
     number, weights = options.get(_ROWS), options.get("weights", "")
-    mistakes = []
+    mistakes = path_mistakes(paths, {_ROWS, "weights", *schema().keys})
     if number is not None and not (number.isdecimal() and len(number) < 10 and int(number) > 0):
         mistakes.append(f"{_ROWS}={shortened(number)}: must be a whole number of at least 1")
     if weights not in ("", "raw", "ema"):
         mistakes.append(f"weights={shortened(weights)}: allowed: raw, ema, or leave it out")
-    if len(paths) != 2 or any("=" in path and path.partition("=")[0] in schema().keys for path in paths):
-        mistakes.append("the first two arguments are FROM and OUT")
-    else:
-        problems = ((path, path_problem(path)) for path in paths)
-        mistakes += [f"{shortened(path)}: {problem}" for path, problem in problems if problem]
-    if not mistakes and "://" in paths[1]:
-        mistakes.append(f"{shortened(paths[1])}: only a local folder can be written; give one")
-    if not mistakes and (problem := not_a_new_folder(local_path(paths[1]).absolute())):
-        mistakes.append(f"{paths[1]}: {problem}")
     given = dict(word.partition("=")[::2] for word in keys)
     if given.get("quantization") not in STORED_DTYPES:
         mistakes.append(f"quantization={given.get('quantization', '')}: allowed: {', '.join(STORED_DTYPES)}")

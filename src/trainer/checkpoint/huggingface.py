@@ -61,17 +61,21 @@ class HuggingFaceSource:
         """
         self.path = self.tokenizer = path
         config = read_object(path / CONFIG)
-        self.keys: Mapping[str, Any] = model_keys(config, str(path / CONFIG), decoder_block)
+        keys = model_keys(config, str(path / CONFIG), decoder_block)
         self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / CONFIG))
         self.length = config.get("max_position_embeddings")
         self._tensors: Mapping[str, StoredTensor | PackedMatrix] = _tensors(path)
         self._recipe = recipe(config, [])
         if self._recipe:
             self._tensors = with_matrices(self._tensors, self._recipe, path)
-        self.modules = hugging_face_modules(self.keys["base_num_decoder_layers"], self._tensors)
-        self.keys = {**self.keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
-        if any(isinstance(tensor, PackedMatrix) for tensor in self._tensors.values()):
-            self.keys = {**self.keys, **self._stored_keys()}
+        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self._float_keys = {**keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
+
+    @functools.cached_property
+    def keys(self) -> Mapping[str, Any]:
+        """See `Source`. Found on use: whoever needs the tokenizer alone traces no model."""
+        packed = any(isinstance(tensor, PackedMatrix) for tensor in self._tensors.values())
+        return {**self._float_keys, **(self._stored_keys() if packed else {})}
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes how quantized matrices are read."""
@@ -80,7 +84,7 @@ class HuggingFaceSource:
 
     def _stored_keys(self) -> dict[str, Any]:
         """See `stored_keys`."""
-        config = model_config(self.keys, [], str(self.path))
+        config = model_config(self._float_keys, [], str(self.path))
         layouts = hugging_face_layouts(config)
         matrices, params = dict[str, list[Any]](), names_of(make_model(config).abstract[0])
         for name in stored_matrices(config):

@@ -120,10 +120,13 @@ class Source(Protocol):
     path: Path
     tokenizer: Path  # the folder of the tokenizer's files, if there are any
     kind: str  # a description in words
-    keys: Mapping[str, Any]  # the model's keys that the checkpoint itself states, resolved; {} if it states none
     neutral: Mapping[str, Any]  # fields of its config.json that do not affect what the model computes
     length: int | None  # the longest text the model was trained for, if the checkpoint states it
     averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """The model's keys that the checkpoint itself states, resolved; {} if it states none."""
 
     def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""

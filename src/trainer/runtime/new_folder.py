@@ -3,10 +3,12 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from trainer.config import UserError, closed_at_interrupt
+from trainer.config.errors import shortened
+from trainer.config.paths import local_path, path_problem
 
 
 def not_a_new_folder(path: Path) -> str | None:
@@ -17,6 +19,22 @@ def not_a_new_folder(path: Path) -> str | None:
         return "exists and is not an empty folder; choose a new one"
     above = next(parent for parent in path.parents if parent.exists())
     return None if above.is_dir() else f"{above} is a file"
+
+
+def path_mistakes(paths: Sequence[str], named: Collection[str]) -> list[str]:
+    """Returns what is wrong with `paths`, the first two arguments of a command: FROM, and OUT, a new or empty folder.
+
+    Args:
+      named: the names of other arguments, as in NAME=VALUE, which may stand where a path is missing.
+    """
+    if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
+        return ["the first two arguments are FROM and OUT"]
+    if wrong := [f"{shortened(path)}: {problem}" for path in paths if (problem := path_problem(path))]:
+        return wrong
+    if "://" in paths[1]:
+        return [f"{shortened(paths[1])}: only a local folder can be written; give one"]
+    problem = not_a_new_folder(local_path(paths[1]).absolute())
+    return [f"{paths[1]}: {problem}"] if problem else []
 
 
 @contextlib.contextmanager
