@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import export, generate, parity
+from trainer import export, generate, parity, quantize
 from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.maxtext_command import parse
 from trainer.config.topologies import Topology, find_topology
@@ -60,6 +60,8 @@ def accept(program, words, variables):
             load_sides(rest, variables)
     elif program == "trainer.export":
         export._read_words(words)
+    elif program == "trainer.quantize":
+        quantize._read_words(words)
     elif program == "trainer.generate":
         *_, keys = generate._read_words(words)
         check(load(keys, environment=variables).config, variables)
