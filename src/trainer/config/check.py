@@ -23,6 +23,7 @@ from trainer.config.expert_keys import EXPERT_CHECKS
 from trainer.config.family import facts_of, lacks, readers
 from trainer.config.keys import Config
 from trainer.config.latent_keys import LATENT_CHECKS
+from trainer.config.lora_keys import LORA_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
@@ -355,6 +356,7 @@ CHECKS = (
             *DECODING_CHECKS,
             *QUANTIZATION_CHECKS,
             *SPARSITY_CHECKS,
+            *LORA_CHECKS,
         )
     ),
 )

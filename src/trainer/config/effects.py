@@ -14,6 +14,7 @@ from trainer.config.family import LATENT, OF_SOME, facts_of, fixed, lacks, reade
 from trainer.config.files import by_hand
 from trainer.config.keys import Config
 from trainer.config.latent_keys import is_latent
+from trainer.config.lora_keys import LORA_INERT
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
 from trainer.config.quantization_keys import QUANTIZATION_INERT
@@ -197,7 +198,7 @@ INERT = (
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in QUANTIZATION_INERT),
-    *(Inert(keys, when, reason) for keys, when, reason in SPARSITY_INERT),
+    *(Inert(keys, when, reason) for keys, when, reason in (*SPARSITY_INERT, *LORA_INERT)),
 )
 
 

@@ -12,7 +12,7 @@ from trainer.config.errors import shortened
 from trainer.config.maxtext import find, is_base, is_prefix, verdicts
 from trainer.config.paths import path_problem
 from trainer.config.plain_yaml import compose, describe, flatten, read_text, repeated_keys
-from trainer.config.schema import BASE_YML, Schema, schema
+from trainer.config.schema import BASE_YML, GROUPS, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
 # The source of a setting that does not come from a file. The source of others is FILE:LINE.
@@ -153,7 +153,7 @@ def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str],
 
 
 def _is_group(name: str) -> bool:
-    return name not in schema().keys and find(name) is None and is_prefix(name)
+    return name in GROUPS or (name not in schema().keys and find(name) is None and is_prefix(name))
 
 
 def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:

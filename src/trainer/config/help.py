@@ -13,7 +13,7 @@ from trainer.config import maxtext
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.files import YML_ENDINGS, preset_names
-from trainer.config.schema import Key, schema
+from trainer.config.schema import Key, plain_name, schema
 
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
 _WIDTH = 116
@@ -88,7 +88,7 @@ def explanation(name: str) -> str:
     Raises:
       UserError: there is no such key.
     """
-    key = schema().keys.get(name)
+    key = schema().keys.get(plain_name(name))
     if key is not None:
         lines = [*(f"  {line}".rstrip() for line in key.doc.splitlines())]
         return "\n".join(

@@ -99,6 +99,7 @@ class Config(Mapping[str, Any]):
     enable_data_shuffling: bool
     enable_diloco: bool
     enable_dropout: bool
+    enable_lora: bool
     enable_nnx: bool
     enable_prefix_caching: bool
     enable_streaming_diloco: bool
@@ -172,6 +173,12 @@ class Config(Mapping[str, Any]):
     logical_axis_rules: tuple[Any, ...]
     logits_proj_quant_calibration_method: str
     logits_via_embedding: bool
+    lora_alpha: float
+    lora_module_path: str
+    lora_rank: int
+    lora_restore_path: str
+    lora_tile_size: int | None
+    lora_weight_qtype: str
     lr_schedule_type: str
     max_num_checkpoints_to_keep: int | None
     max_prefill_predict_length: int

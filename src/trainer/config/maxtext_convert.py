@@ -20,7 +20,7 @@ from trainer.config.load import Loaded, load, malformed
 from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.reader import Reader
-from trainer.config.schema import schema
+from trainer.config.schema import plain_name, schema
 from trainer.config.values import read_text
 
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
@@ -251,6 +251,7 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     reader.setting(name, text, where, functools.partial(read_text, text=text))
     problem = reader.mistakes[0] if reader.mistakes else ""
     said = problem.partition(f" ({where}): ")[2]
+    name = plain_name(name)
     if name in schema().keys:
         if has_variable(text) and (problem or name in DECIDING):
             return Row(given, SAME, "", given)

@@ -9,7 +9,7 @@ from trainer.config import maxtext, maxtext_base
 from trainer.config.errors import SCREEN_LINES, Unbuilt, nearest, shortened
 from trainer.config.files import Entry, YmlFile
 from trainer.config.rules import merge_rules, read_rules
-from trainer.config.schema import Key, Schema
+from trainer.config.schema import Key, Schema, plain_name
 from trainer.config.values import check, read_node
 
 _RULES = "logical_axis_rules"
@@ -47,7 +47,7 @@ class Reader:
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
         """Returns {name: setting}, or {} after an error."""
-        shown = f"{shortened(name)}={shortened(given)} ({where})"
+        shown, name = f"{shortened(name)}={shortened(given)} ({where})", plain_name(name)
         key = self.schema.keys.get(name)
         if key is None:
             self._foreign(name, given, shown, read)

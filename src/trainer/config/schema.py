@@ -16,6 +16,9 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times f
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
+# MaxText's groups of keys: `lora.lora_rank` is another spelling of `lora_rank`.
+GROUPS = ("lora",)
+
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "any": object}
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
 _HEADING = re.compile(r"# -{2,} (?P<name>.+?) -+")
@@ -98,6 +101,12 @@ class Schema:
 def schema() -> Schema:
     """Returns the schema of the trainer."""
     return parse(BASE_YML.read_text(encoding="utf-8"))
+
+
+def plain_name(name: str) -> str:
+    """Returns the key that `name` spells: without the name of its group, if it has one."""
+    group, dot, rest = name.partition(".")
+    return rest if dot and group in GROUPS and rest in schema().keys else name
 
 
 def parse(text: str) -> Schema:

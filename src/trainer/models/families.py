@@ -21,6 +21,7 @@ from trainer.layers.matrices import choose_products
 from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models import FAMILIES
+from trainer.models.adapters import with_adapters
 from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
@@ -75,8 +76,8 @@ def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any
 
 
 def product_rules(config: Config) -> Rules:
-    """Returns the rules for products: those of `unmasked_rules`, with the masks of weight sparsity."""
-    return with_masks(config, unmasked_rules(config))
+    """Returns the rules for products: those of `unmasked_rules`, with the masks of weight sparsity, and adapters."""
+    return with_adapters(config, with_masks(config, unmasked_rules(config)))
 
 
 def unmasked_rules(config: Config) -> Rules:

@@ -8,9 +8,11 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError
+from trainer.config.lora_keys import ENABLE, PATTERN
 from trainer.config.sparsity_keys import M, is_sparse
 from trainer.layers.matrices import matrices
 from trainer.layers.stack import MakeBlock
+from trainer.models.adapters import is_adapted
 from trainer.models.families import block_class, stacks, unmasked_rules
 from trainer.models.mtp import BLOCK, PROJECTION, depths, last_block, part_path
 from trainer.models.quantization import check_unquantized, is_quantized
@@ -23,8 +25,9 @@ from trainer.sharding import LAYERS
 _CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless the family or a key chooses others"
 
 
-def matrix_names(config: Config) -> list[str]:
-    """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass.
+def matrix_names(config: Config, key: str = "quantization") -> list[str]:
+    """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass,
+    for the sake of `key`.
 
     Raises:
       UserError: a block is a user's Linen module, whose products are its own.
@@ -32,7 +35,7 @@ def matrix_names(config: Config) -> list[str]:
     found: list[str] = []
 
     def add(path: str, block: MakeBlock) -> None:
-        found.extend(kernel.name for kernel in _kernels(config, path, block, "quantization"))
+        found.extend(kernel.name for kernel in _kernels(config, path, block, key))
 
     for stack in stacks(config):
         for block, path in zip(stack.blocks, stack.paths, strict=True):
@@ -122,10 +125,14 @@ def check_matrices(config: Config) -> None:
     """Refuses keys that choose no matrix, for training.
 
     Raises:
-      UserError: nothing is quantized or masked, unquantized_modules has a pattern that matches nothing, or see
+      UserError: nothing is adapted, quantized or masked, unquantized_modules has a pattern that matches nothing, or see
         `matrix_names` and `masked_kernels`.
     """
     masked_kernels(config)
+    if config[ENABLE]:
+        names = matrix_names(config, ENABLE)
+        if not any(is_adapted(config, name) for name in names):
+            raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
     if config.quantization:
         check_unquantized(config, matrix_names(config))
         if not quantized_names(config):

@@ -18,7 +18,7 @@ def quantization_rules(config: Config) -> Rules:
     if not config.quantization:
         return ()
     layers, head = _makers(config)
-    kept = [_named(pattern) for pattern in config[UNQUANTIZED]]
+    kept = [named(pattern) for pattern in config[UNQUANTIZED]]
     kept += [] if config.quantize_router_proj else [ROUTER]
     kept += [] if config.quantize_mtp else [MTP]
     kept += [] if config.quantize_logits_proj else [HEAD]
@@ -63,8 +63,8 @@ def is_quantized(make: MakeProduct | None) -> bool:
     return isinstance(make, functools.partial) and make.func in (quantized, dequantized)
 
 
-def _named(pattern: str) -> str:
-    """Returns a pattern that finds `pattern` among the parts of a name, as in mlp/wo."""
+def named(pattern: str) -> str:
+    """Returns a regular expression that finds `pattern` among the parts of a name, as in mlp/wo."""
     return f"(^|/)(?:{pattern})(/|$)"
 
 
@@ -75,5 +75,5 @@ def check_unquantized(config: Config, names: Sequence[str]) -> None:
       UserError: names the patterns.
     """
     patterns = config[UNQUANTIZED] if config.quantization else ()
-    if unused := [pattern for pattern in patterns if not any(re.search(_named(pattern), name) for name in names)]:
+    if unused := [pattern for pattern in patterns if not any(re.search(named(pattern), name) for name in names)]:
         raise UserError(f"{UNQUANTIZED}: {', '.join(unused)} matches no matrix; the matrices are: {', '.join(names)}")

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from trainer.config import Config, UserError
+from trainer.config.lora_keys import trained_patterns
 from trainer.ops.paths import by_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups
@@ -50,7 +51,7 @@ def _factors(config: Config, param_axes: Any) -> dict[str, float]:
 
 def _of_trained(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` applied only to the trained parameters."""
-    if not config.trainable_parameters_mask:
+    if not trained_patterns(config):
         return tx
     is_trained = trainable(config)
 
@@ -85,7 +86,7 @@ def decayed(config: Config, param_axes: Any) -> Mask:
 
 def trainable(config: Config) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for trained parameters."""
-    return _matching(config.trainable_parameters_mask or [""], if_matched=True)
+    return _matching(trained_patterns(config) or [""], if_matched=True)
 
 
 def _matching(patterns: Sequence[str], *, if_matched: bool) -> Mask:

@@ -1,0 +1,83 @@
+"""Products with low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
+
+i inputs, o outputs, r the rank; g groups, if the kernel has groups. The axes i and o may be several.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainer.layers.param import param
+from trainer.products import Context, EarlyReduction, Kernel, grouped_product, product, stored
+
+
+class Adapted(nnx.Module):
+    """A `Product`: that of `inner` plus `scale` x a b, where a [*i, r] and b [r, *o] are parameters.
+
+    Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
+    """
+
+    def __init__(self, inner: Any, kernel: Kernel, *, rank: int, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        """`dtype`: of the parameters."""
+        groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
+        lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
+        a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
+        self.lora_a = param(a, (*kernel.names[:first], None))
+        self.lora_b = param(jnp.zeros((*lead, rank, *kernel.out_shape), dtype), (*groups, None, *kernel.names[first:]))
+        self.inner = nnx.data(inner) if isinstance(inner, nnx.Module) else inner
+        self.scale = scale
+
+    def store(self, kernel: jax.Array) -> Any:
+        """See `Product`."""
+        return stored(self.inner, kernel)
+
+    def array(self, kernel: Any, dtype: jnp.dtype) -> jax.Array | None:
+        """See `Product`."""
+        if hasattr(self.inner, "array"):
+            kernel = self.inner.array(kernel, dtype)
+        elif self.inner is not product:
+            return None
+        return None if kernel is None else kernel.astype(dtype) + self.delta(kernel.ndim).astype(dtype)
+
+    def delta(self, ndim: int) -> jax.Array:
+        """Returns what the adapter adds to a kernel of `ndim` axes."""
+        return delta(self.lora_a.get_value(), self.lora_b.get_value(), self.scale, ndim)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        inputs: int,
+        kernel: Any,
+        reduce_early: EarlyReduction | None = None,
+        context: Context | None = None,
+    ) -> jax.Array:
+        del reduce_early  # the kernel has no gradient
+        low = self.scale * product(x, inputs, self.lora_a.get_value())
+        return self.inner(x, inputs, kernel, None, context) + product(low, 1, self.lora_b.get_value())
+
+
+class GroupedAdapted(Adapted):
+    """A `GroupedProduct`: the same for each group, with a [g, *i, r] and b [g, r, *o]."""
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None
+    ) -> jax.Array:
+        low = self.scale * grouped_product(x, self.lora_a.get_value(), sizes)
+        return self.inner(x, kernel, sizes, context) + grouped_product(low, self.lora_b.get_value(), sizes)
+
+
+def delta(a: Any, b: Any, scale: float, ndim: int) -> Any:
+    """Returns `scale` x a b, [*stacked, *i, *o], which an adapter adds to a kernel of `ndim` axes.
+
+    Args:
+      a: [*stacked, *i, r], of JAX or NumPy.
+      b: [*stacked, r, *o]. The stacked axes are layers and groups.
+    """
+    stacked = a.ndim + b.ndim - 2 - ndim
+    lead = a.shape[:stacked]
+    rank, inputs, outputs = a.shape[-1], a.shape[stacked:-1], b.shape[stacked + 1 :]
+    out = a.reshape(*lead, -1, rank) @ b.reshape(*lead, rank, -1)
+    return (scale * out).reshape(*lead, *inputs, *outputs)
