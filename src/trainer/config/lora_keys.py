@@ -9,7 +9,7 @@ ENABLE, RANK, ALPHA, PATTERN = "enable_lora", "lora_rank", "lora_alpha", "lora_m
 RESTORE, QTYPE, TILE = "lora_restore_path", "lora_weight_qtype", "lora_tile_size"
 # The canonical names of an adapter's parameters: those of its product.
 A, B = "lora_a", "lora_b"
-ADAPTER = re.compile(rf"(^|/)product/(\w+/)?lora_[ab]$")
+ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")
 
 
 def trained_patterns(config: Config) -> list[str]:
