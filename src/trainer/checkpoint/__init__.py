@@ -1,5 +1,6 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.adapters import base_of, check_base, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
@@ -10,11 +11,12 @@ from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
-from trainer.checkpoint.sidecar import Sidecar, saved_config
+from trainer.checkpoint.sidecar import Base, Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, names_of, nested, parted
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
+    "Base",
     "CheckpointManager",
     "Contents",
     "Leaf",
@@ -23,6 +25,8 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
+    "base_of",
+    "check_base",
     "check_dtypes",
     "check_masks",
     "contents_of",
@@ -44,7 +48,9 @@ __all__ = [
     "saved_config",
     "weight_shapes",
     "weights_of",
+    "with_base",
     "with_zeros",
+    "without_base",
     "write_huggingface",
     "write_maxtext",
     "write_params",

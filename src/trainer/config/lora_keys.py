@@ -1,6 +1,7 @@
 """Keys of low-rank adapters, and their checks."""
 
 import re
+from collections.abc import Callable
 
 from trainer.config.keys import Config
 from trainer.config.quantization_keys import STORED
@@ -46,7 +47,7 @@ def _stored_twice(config: Config) -> str | None:
     return None
 
 
-def _moved(key: str, reason: str) -> tuple[tuple[str, ...], object]:
+def _moved(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
         return f"{reason}, and adapters leave the base as it is; leave out one of them" if _both(config, key) else None
 
