@@ -15,10 +15,12 @@ from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.params import ParamsSource
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source
+from trainer.checkpoint.stored import quantized_on_load
 from trainer.config import Config, UserError
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED
 from trainer.layers.adapted import delta
+from trainer.products.dequantized import dequantize
 
 _PRODUCT = re.compile(rf"(?P<layer>.*)/product/(?:(?P<name>\w+)/)?(?:{A}|{B})$")
 
@@ -95,6 +97,7 @@ class Merged:
         if config[STORED]:
             raise UserError(f"{self.path}: adapters cannot be added to quantized weights; give {STORED}=false")
         keys = self._adapters.keys(config)
+        rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
         own = ml_collections.FrozenConfigDict({**config, **keys, QTYPE: ""})
         found = self._base.leaves(config, shapes)
         trained = self._adapters.leaves(own, self._shapes_of(own))
@@ -107,13 +110,22 @@ class Merged:
                 found[name] = leaf
         for kernel, pair in pairs.items():
             if kernel in found:
-                found[kernel] = _merged(found[kernel], pair[A], pair[B], keys[ALPHA] / keys[RANK])
+                store = rounded[kernel].store if kernel in rounded else None
+                found[kernel] = _merged(found[kernel], pair[A], pair[B], keys[ALPHA] / keys[RANK], store)
         return found
 
 
-def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float) -> Leaf:
-    """Returns the leaf of `kernel` + `scale` x a b, added in float32."""
+def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
+    """Returns the leaf of `kernel` + `scale` x a b, added in float32.
+
+    `store`: under QLoRA, returns what is stored for the kernel. The adapter belongs to what that stands for.
+    """
     held: list[Any] = []  # the factors, which are small
+
+    @jax.jit
+    def rounded(value: jax.Array) -> jax.Array:
+        assert store is not None
+        return dequantize(store(value), jnp.dtype(jnp.float32))
 
     def added(i: int) -> np.ndarray:
         if not held:
@@ -124,13 +136,16 @@ def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float) -> Leaf:
 
     def read(i: int) -> np.ndarray:
         value = kernel.parts[i]()
-        out = value.astype(np.float32) + added(i).reshape(value.shape)
-        return out.astype(value.dtype)
+        exact = value.astype(np.float32)
+        if store is not None:
+            exact = np.asarray(rounded(exact.reshape(-1, *kernel.shape[1:]))).reshape(value.shape)
+        return (exact + added(i).reshape(value.shape)).astype(value.dtype)
 
     def put(i: int, abstract: jax.ShapeDtypeStruct) -> jax.Array:
         exact = jax.ShapeDtypeStruct(abstract.shape, jnp.float32, sharding=abstract.sharding)
         more = jax.device_put(added(i).reshape(abstract.shape), abstract.sharding)
-        return (kernel.puts[i](exact) + more).astype(abstract.dtype)
+        value = kernel.puts[i](exact)
+        return ((value if store is None else rounded(value)) + more).astype(abstract.dtype)
 
     numbers = range(len(kernel.parts))
     return Leaf(

@@ -1,13 +1,11 @@
 """`load_parameters_path`: recognizes the kind of a checkpoint and loads its parameters onto the devices."""
 
-import functools
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from trainer.backends import make_model
 from trainer.checkpoint.adapted import Adapters, Initial, Merged, RunAdapters
@@ -19,9 +17,11 @@ from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
+from trainer.checkpoint.placing import place, place_quantized
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER
-from trainer.checkpoint.source import DTYPES, Leaf, Source, Tick, filled, joined, names_of, progress, resharded
+from trainer.checkpoint.source import DTYPES, Source, filled, joined, names_of, progress
+from trainer.checkpoint.stored import quantized_on_load
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from trainer.config import Config, UserError
 from trainer.config.dump import as_words
@@ -182,11 +182,15 @@ def load_parameters(
     check_same_model(source.keys, config, str(source.path), given, say)
     own = [name for name in wanted if config[ENABLE] and ADAPTER.search(name)]
     shapes = {name: leaf.shape for name, leaf in wanted.items() if name not in own}
+    kernels = quantized_on_load(config)
+    parts = {part for kernel in kernels.values() for part in kernel.parts}
+    shapes = {name: shape for name, shape in shapes.items() if name not in parts}
+    shapes |= {name: kernel.shape for name, kernel in kernels.items()}
     groups = lacking(config, shapes, lambda names: source.held(config, {name: shapes[name] for name in names}))
     new = [name for names in groups.values() for name in names]
     leaves = source.leaves(config, {name: shape for name, shape in shapes.items() if name not in new})
     for name, leaf in leaves.items():
-        stored, needed = leaf.dtype.name, wanted[name].dtype.name
+        stored, needed = leaf.dtype.name, DTYPES[0] if name in kernels else wanted[name].dtype.name
         if stored != needed and not {stored, needed} <= {*DTYPES}:
             raise UserError(f"{source.path}: {name}: stored as {stored}, wanted {needed}: only floats can be cast")
     stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
@@ -204,7 +208,11 @@ def load_parameters(
     loaded = _initial(config, {name: wanted[name] for name in (*new, *own)})
     with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
-            loaded[name] = _place(leaf, wanted[name], tick)
+            if name in kernels:
+                like = {part: wanted[part] for part in kernels[name].parts}
+                loaded |= place_quantized(name, leaf, like, kernels[name].store, tick)
+            else:
+                loaded[name] = place(leaf, wanted[name], tick)
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
@@ -225,7 +233,7 @@ def _restored_adapters(config: Config, wanted: Mapping[str, Any], loaded: Mappin
     leaves = adapters.leaves(config, {name: leaf.shape for name, leaf in wanted.items()})
     base = {tuple(name.split("/")): value for name, value in loaded.items() if name not in leaves}
     check_base(base, adapters.base, adapters.path)
-    return {name: _place(leaf, wanted[name], lambda size: None) for name, leaf in leaves.items()}
+    return {name: place(leaf, wanted[name], lambda size: None) for name, leaf in leaves.items()}
 
 
 def _listed(paths: Collection[str]) -> str:
@@ -244,28 +252,3 @@ def _initial(config: Config, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict
 
     shardings = {name: leaf.sharding for name, leaf in wanted.items()}
     return jax.jit(drawn, out_shardings=shardings)(seed_key(config.init_weights_seed))
-
-
-def _place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
-    """Assembles the leaf on the devices, with the sharding of `abstract`."""
-    if len(leaf.puts) == 1:
-        array = leaf.puts[0](abstract).block_until_ready()
-        tick(leaf.nbytes)
-        return array
-    count, ndim = len(leaf.puts), len(leaf.shape)
-    shape = (leaf.shape[0] // count, *leaf.shape[1:])
-    layer = jax.ShapeDtypeStruct(
-        shape, abstract.dtype, sharding=resharded(abstract.sharding, ndim, lambda axes: [None, *axes[1:]])
-    )
-    array = jnp.zeros(leaf.shape, abstract.dtype, device=resharded(abstract.sharding, ndim, lambda axes: axes))
-    for i, put in enumerate(leaf.puts):
-        part = put(layer).block_until_ready()  # waits before reading the next part, to free this part's host memory
-        array = _with_part(array, part, i * shape[0])
-        tick(leaf.nbytes // count)
-    return jax.device_put(array, abstract.sharding)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _with_part(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
-    """Writes `part` into `array` in place, starting at index `start` of the first axis."""
-    return jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)

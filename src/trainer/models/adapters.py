@@ -7,10 +7,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, RANK
+from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, QTYPE, RANK, TILE
+from trainer.config.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted
 from trainer.models.quantization import HEAD, MTP, ROUTER, named
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
+from trainer.products.dequantized import Storage, dequantized
+
+
+def storage_of_base(config: Config) -> Storage:
+    """Returns how matrices with an adapter are stored under QLoRA."""
+    return Storage(STORED_DTYPES[config[QTYPE]], (config[TILE] or 0, 1))
 
 
 def is_adapted(config: Config, name: str) -> bool:
@@ -28,14 +35,19 @@ def with_adapters(config: Config, rules: Rules) -> Rules:
 
 
 def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    inner = (maker(rules, kernel.name) or make_plain)(kernel, rngs=rngs)
+    make = maker(rules, kernel.name) or make_plain
     if not is_adapted(config, kernel.name):
-        return inner
+        return make(kernel, rngs=rngs)
     if kernel.name == "token_embedder/embedding":
         raise UserError(
             f"{PATTERN}={config[PATTERN]} matches {kernel.name}: tokens are looked up in the table of a tied head, and "
             "an adapter changes only a product; choose other matrices, as with decoder/.*"
         )
+    if config[QTYPE] and not config[STORED]:
+        if make is not make_plain:
+            raise UserError(f"{QTYPE}={config[QTYPE]}: {kernel.name} has a product of its own, which is not quantized")
+        make = functools.partial(dequantized, storage_of_base(config))
+    inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)

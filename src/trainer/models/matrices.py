@@ -69,19 +69,34 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
       UserError: see `check_matrices`.
     """
     check_matrices(config)
-    found = {
-        kernel.name: kernel
-        for stack in stacks(config)
-        for block, path in zip(stack.blocks, stack.paths, strict=True)
-        for kernel in _kernels(config, f"decoder/{path}", block, "quantization")
-    }
-    for k in depths(config):
-        path = part_path(k, BLOCK)
-        found |= {kernel.name: kernel for kernel in _kernels(config, path, last_block(config)[1], "quantization")}
+    found = _matrices(config, "quantization")
     # Others are the output head and projections of modules, which have one axis of inputs.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
+    }
+
+
+def _matrices(config: Config, key: str) -> dict[str, Kernel]:
+    """Returns the matrices of all blocks by canonical name, for the sake of `key`."""
+    blocks = [
+        (f"decoder/{path}", block)
+        for stack in stacks(config)
+        for block, path in zip(stack.blocks, stack.paths, strict=True)
+    ]
+    blocks += [(part_path(k, BLOCK), last_block(config)[1]) for k in depths(config)]
+    return {kernel.name: kernel for path, block in blocks for kernel in _kernels(config, path, block, key)}
+
+
+def lora_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Kernel]:
+    """Returns the matrices with an adapter, by canonical name; {} without LoRA. `shapes`: see `quantized_kernels`."""
+    if not config[ENABLE]:
+        return {}
+    found = _matrices(config, ENABLE)
+    return {
+        name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
+        for name in matrix_names(config, ENABLE)
+        if is_adapted(config, name)
     }
 
 
