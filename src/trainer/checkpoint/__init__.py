@@ -1,11 +1,12 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.adapted import Adapters
 from trainer.checkpoint.adapters import base_of, check_base, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
+from trainer.checkpoint.load import load_parameters, open_adapters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
@@ -16,6 +17,7 @@ from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, name
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
+    "Adapters",
     "Base",
     "CheckpointManager",
     "Contents",
@@ -42,6 +44,7 @@ __all__ = [
     "names_of",
     "nested",
     "newest",
+    "open_adapters",
     "open_source",
     "parted",
     "restore",

@@ -1,7 +1,6 @@
 """Checkpoints of adapters, alone and merged into their base."""
 
 import functools
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +19,8 @@ from trainer.config import Config, UserError
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED
 from trainer.layers.adapted import delta
+from trainer.models.adapters import kernel_of
 from trainer.products.dequantized import dequantize
-
-_PRODUCT = re.compile(rf"(?P<layer>.*)/product/(?:(?P<name>\w+)/)?(?:{A}|{B})$")
 
 
 class Adapters(Protocol):
@@ -103,9 +101,8 @@ class Merged:
         trained = self._adapters.leaves(own, self._shapes_of(own))
         pairs: dict[str, dict[str, Leaf]] = {}
         for name, leaf in trained.items():
-            if match := _PRODUCT.match(name):
-                kernel = f"{match['layer']}/{match['name'] or 'kernel'}"
-                pairs.setdefault(kernel, {})[name.rpartition("/")[2]] = leaf
+            if ADAPTER.search(name):
+                pairs.setdefault(kernel_of(name), {})[name.rpartition("/")[2]] = leaf
             elif name in shapes:
                 found[name] = leaf
         for kernel, pair in pairs.items():

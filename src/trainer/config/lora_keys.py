@@ -8,6 +8,8 @@ from trainer.config.quantization_keys import STORED
 
 ENABLE, RANK, ALPHA, PATTERN = "enable_lora", "lora_rank", "lora_alpha", "lora_module_path"
 RESTORE, QTYPE, TILE = "lora_restore_path", "lora_weight_qtype", "lora_tile_size"
+# What an empty lora_module_path means: the matrices of the layers, without routers.
+LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
 # The canonical names of an adapter's parameters: those of its product.
 A, B = "lora_a", "lora_b"
 ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")

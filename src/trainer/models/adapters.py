@@ -2,15 +2,19 @@
 
 import functools
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, QTYPE, RANK, TILE
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED, STORED_DTYPES
-from trainer.layers.adapted import Adapted, GroupedAdapted
-from trainer.models.quantization import HEAD, MTP, ROUTER, named
+from trainer.layers.adapted import Adapted, GroupedAdapted, delta
+from trainer.models.quantization import named
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 from trainer.products.dequantized import Storage, dequantized
 
@@ -22,11 +26,7 @@ def storage_of_base(config: Config) -> Storage:
 
 def is_adapted(config: Config, name: str) -> bool:
     """Returns whether the matrix `name` has an adapter."""
-    if not config[ENABLE]:
-        return False
-    if config[PATTERN]:
-        return bool(re.search(named(config[PATTERN]), name))
-    return not any(re.search(pattern, name) for pattern in (ROUTER, HEAD, MTP))
+    return bool(config[ENABLE] and re.search(named(config[PATTERN] or LAYERS), name))
 
 
 def with_adapters(config: Config, rules: Rules) -> Rules:
@@ -51,3 +51,68 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
     kind = GroupedAdapted if kernel.groups else Adapted
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)
+
+
+def kernel_of(name: str) -> str:
+    """Returns the matrix to which the adapter's parameter `name` belongs."""
+    layer, _, own = name.rpartition("/product/")
+    return f"{layer}/{own.partition('/')[0] if '/' in own else 'kernel'}"
+
+
+def apply_lora_on_base_params(
+    base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
+) -> dict[str, Any]:
+    """Returns `base_params` with adapters added to their matrices, in float32 and rounded to the matrix's dtype.
+
+    Args:
+      base_params: a nested dict of canonical names. Its arrays stay as they are.
+      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in it replace those of
+        the base.
+      lora_scale_factor: lora_alpha / lora_rank.
+
+    Raises:
+      UserError: the base has no such matrix, or it is stored quantized.
+    """
+    return _changed(base_params, lora_params, lora_scale_factor)
+
+
+def unapply_lora_from_base_params(
+    base_params: Mapping[str, Any],
+    lora_params: Mapping[str, Any],
+    lora_scale_factor: float = 1.0,
+    *,
+    kept: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the inverse of `apply_lora_on_base_params`, up to rounding; parameters in `kept`, such as the base before,
+    are returned exactly. See there."""
+    adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
+    before = _flat(kept or {})
+    if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:
+        raise UserError(f"{min(lost)} was replaced, so `kept` must have it")
+    found = _flat(_changed(base_params, _nested(adapters), -lora_scale_factor))
+    return _nested({name: before.get(name, leaf) for name, leaf in found.items()})
+
+
+def _changed(base: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    found, given = _flat(base), _flat(adapters)
+    for name in given:
+        if not ADAPTER.search(name):
+            found[name] = given[name]
+        elif name.endswith(A):
+            kernel, other = kernel_of(name), f"{name.removesuffix(A)}{B}"
+            if kernel not in found or other not in given:
+                raise UserError(f"{name}: there is no {kernel} in the base, or no {other} in the adapters")
+            if not isinstance(found[kernel], jax.Array | np.ndarray):
+                raise UserError(f"{kernel} is stored quantized, and adapters can be added only to floats")
+            exact = found[kernel].astype(jnp.float32)
+            more = delta(given[name].astype(jnp.float32), given[other].astype(jnp.float32), scale, exact.ndim)
+            found[kernel] = (exact + more).astype(found[kernel].dtype)
+    return _nested(found)
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.flatten_dict(dict(tree), sep="/")
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.unflatten_dict(dict(flat), sep="/")
