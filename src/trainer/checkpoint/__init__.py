@@ -1,7 +1,7 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
 from trainer.checkpoint.adapted import Adapters
-from trainer.checkpoint.adapters import base_of, check_base, with_base, without_base
+from trainer.checkpoint.adapters import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
@@ -47,6 +47,7 @@ __all__ = [
     "open_adapters",
     "open_source",
     "parted",
+    "place_of",
     "restore",
     "saved_config",
     "weight_shapes",

@@ -59,13 +59,15 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns what a checkpoint says of its base: parameters that were loaded from `path`, of a run from its newest
-    checkpoint."""
-    if not path:
-        return Base("", digests(base))
+    """Returns what a checkpoint says of its base: parameters that were loaded from `path`."""
+    return Base(place_of(path) if path else "", digests(base))
+
+
+def place_of(path: str) -> str:
+    """Returns the whole path of a checkpoint; of a run's folder, that of its newest one."""
     folder = storage.folder(path)
     place = str(newest(folder) or folder)
-    return Base(place if "://" in place else str(local_path(place).absolute()), digests(base))
+    return place if "://" in place else str(local_path(place).absolute())
 
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:

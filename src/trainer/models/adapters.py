@@ -83,8 +83,8 @@ def unapply_lora_from_base_params(
     *,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the inverse of `apply_lora_on_base_params`, up to rounding; parameters in `kept`, such as the base before,
-    are returned exactly. See there."""
+    """Returns the inverse of `apply_lora_on_base_params`, up to rounding; see there. Parameters in `kept`, such as the
+    base before, are returned exactly."""
     adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
     before = _flat(kept or {})
     if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:

@@ -95,9 +95,22 @@ def lora_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     found = _matrices(config, ENABLE)
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
-        for name in matrix_names(config, ENABLE)
-        if is_adapted(config, name)
+        for name in adapted_names(config)
     }
+
+
+def adapted_names(config: Config) -> list[str]:
+    """Returns the matrices with an adapter; [] without LoRA.
+
+    Raises:
+      UserError: see `matrix_names`; or there is none.
+    """
+    if not config[ENABLE]:
+        return []
+    names = matrix_names(config, ENABLE)
+    if found := [name for name in names if is_adapted(config, name)]:
+        return found
+    raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
 
 
 def masked_kernels(config: Config) -> list[Kernel]:
@@ -144,10 +157,7 @@ def check_matrices(config: Config) -> None:
         `matrix_names` and `masked_kernels`.
     """
     masked_kernels(config)
-    if config[ENABLE]:
-        names = matrix_names(config, ENABLE)
-        if not any(is_adapted(config, name) for name in names):
-            raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
+    adapted_names(config)
     if config.quantization:
         check_unquantized(config, matrix_names(config))
         if not quantized_names(config):

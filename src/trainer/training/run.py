@@ -142,6 +142,12 @@ class Run(NamedTuple):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._params))
 
     @property
+    def trained_parameters(self) -> int:
+        """Parameters of the model that are trained."""
+        is_trained = by_path(trainable(self.config)(self._params))
+        return sum(math.prod(leaf.shape) for path, leaf in by_path(self._params).items() if is_trained[path])
+
+    @property
     def flops_per_token(self) -> float:
         """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`."""
         return 3 * forward_flops_per_token(self.config, self._params)

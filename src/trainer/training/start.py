@@ -15,12 +15,22 @@ from trainer.checkpoint import (
     load_parameters,
     newest,
     parted,
+    place_of,
     restore,
     saved_config,
     with_base,
     without_base,
 )
-from trainer.config import UserError, another_program, check_islands, check_optimizer, check_resume, islands_of, resets
+from trainer.config import (
+    Config,
+    UserError,
+    another_program,
+    check_islands,
+    check_optimizer,
+    check_resume,
+    islands_of,
+    resets,
+)
 from trainer.config.lora_keys import ENABLE, RESTORE
 from trainer.config.words import counted
 from trainer.data import Dataset
@@ -104,7 +114,7 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     for key in ("load_parameters_path", "load_full_state_path", RESTORE):
         if config[key] and not (config[ENABLE] and key == "load_parameters_path"):
             say(f"{key} is ignored: the run has its own checkpoint")
-    return Start(state, updates, sidecar.position, resumed=True, base=sidecar.base)
+    return Start(state, updates, sidecar.position, resumed=True, base=_placed(sidecar.base, config))
 
 
 def _new(run: Run, say: Say, given: Collection[str]) -> Start:
@@ -125,6 +135,13 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 def _frozen(run: Run, params: Any) -> dict[Path, Any]:
     """Returns those of the parameters that no checkpoint has: the base of adapters."""
     return {path: leaf for path, leaf in by_path(params).items() if path in run.base_names}
+
+
+def _placed(base: Base | None, config: Config) -> Base | None:
+    """Returns `base` with the place from which it was loaded."""
+    if base is None or not config.load_parameters_path:
+        return base
+    return base._replace(path=place_of(config.load_parameters_path))
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
@@ -186,7 +203,7 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     if bool(islands_of(saved)) != run.config.enable_diloco:
         what = "the outer parameters, " if from_islands else "on every island, "
     say(f"starting from {path}: {what}{counted(updates, 'update')}, {optimizer}, {data}")
-    return Start(state, updates, sidecar.position if same_data else None, base=sidecar.base)
+    return Start(state, updates, sidecar.position if same_data else None, base=_placed(sidecar.base, run.config))
 
 
 def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:
