@@ -25,4 +25,4 @@ def test_parity_names_a_wrong_scale(capsys, monkeypatch):
     right, faulty = json.loads(out)["comparisons"]
     assert (code, right["bits"]) == (1, True)
     # b is zero, so that the forward pass and the gradient of a do not depend on the scale.
-    assert faulty["first"] == "gradients: decoder/layers/mlp/wo/product/lora_b"
+    assert faulty["first"].startswith("gradients: decoder/layers/mlp/wo/product/lora_b")

@@ -37,7 +37,7 @@ ROWS = 8
 
 
 def made(devices=1, combination=FIRST, **keys):
-    keys = LORA | {"per_device_batch_size": ROWS / devices, "sharding_tolerance": 0.06} | keys
+    keys = LORA | {"per_device_batch_size": ROWS / devices, "sharding_tolerance": 1.0} | keys
     return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
 
 
