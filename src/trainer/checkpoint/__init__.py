@@ -2,6 +2,7 @@
 
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
+from trainer.checkpoint.described import with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
@@ -44,6 +45,7 @@ __all__ = [
     "saved_config",
     "weight_shapes",
     "weights_of",
+    "with_model",
     "with_zeros",
     "write_huggingface",
     "write_maxtext",

@@ -13,7 +13,7 @@ from trainer.backends import make_model
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
 from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
-from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
+from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
@@ -34,7 +34,7 @@ _SHORT = 2.0  # seconds; loading that takes longer is reported
 _MOST_PATHS = 12  # of a line
 
 
-def open_source(path: str, decoder_block: str = "", *, average: bool = False) -> Source:
+def open_source(path: str, decoder_block: str = "", *, average: bool = False, verify: bool = True) -> Source:
     """Opens the checkpoint at `path`, whose kind is recognized by its files.
 
     Args:
@@ -42,6 +42,8 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
       decoder_block: the family that the user names, if there is one. Its facts are imported: they say which keys of the
         checkpoint its parameters depend on.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
+      verify: whether to compare the checksums of a run's checkpoint, for which all of it is read, and in which all
+        processes wait for each other.
 
     Raises:
       UserError: there is no checkpoint, it is damaged, or it has no average.
@@ -50,7 +52,7 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
     if average:
         return _of_run(path, average=True)
     if "://" in path:
-        return _of_run(path)
+        return _of_run(path, verify=verify)
     folder = local_path(path)
     check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, NEUTRAL, *TOKENIZER_FILES))
     if (folder / HUGGING_FACE_CONFIG).is_file() and (files := weight_files(folder)):
@@ -67,7 +69,7 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False) ->
             check_folder(folder, [str(tree.parent.relative_to(folder))])
         return MaxTextSource(tree, folder)
     if newest(folder) is not None:
-        return _of_run(path)
+        return _of_run(path, verify=verify)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
@@ -86,9 +88,9 @@ def _maxtexts_tree(folder: Path) -> Path | None:
     return None
 
 
-def _of_run(path: str, *, average: bool = False) -> Source:
+def _of_run(path: str, *, average: bool = False, verify: bool = True) -> Source:
     if (checkpoint := newest(storage.folder(path))) is not None:
-        inspect(checkpoint)
+        (inspect if verify else refuse_maxtexts)(checkpoint)
         return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
     if average:
         raise UserError(

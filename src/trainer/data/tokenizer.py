@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.errors import UserError, shortened
+from trainer.config.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import tokenizers
 
 EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
-JSON_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 
 class Tokenizer(abc.ABC):
