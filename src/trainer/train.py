@@ -154,8 +154,10 @@ def _prepare(loaded: Loaded, console):
         # Messages about reading, waiting, skipped and truncated documents differ between processes.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
-    tokenizer_path = loaded.tokenizer or run.config.tokenizer_path
-    dataset = open_dataset(FrozenConfigDict({**run.config, "tokenizer_path": tokenizer_path}), say)
+    config = run.config
+    if loaded.tokenizer:  # the run keeps the path of the folder that is gone
+        config = FrozenConfigDict({**config, "tokenizer_path": loaded.tokenizer})
+    dataset = open_dataset(config, say)
     check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
     return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
 
