@@ -249,6 +249,9 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
         print(
             f"  here{f' ({side})' if side else ''}: {name}={to_flow(loaded.config[name])}, from: {loaded.sources[name]}"
         )
+        unread = loaded.config.load_parameters_path and "model_name" not in loaded.changed
+        if unread and schema().keys[name].section == "Model" and name not in loaded.changed:
+            print(f"  the model at load_parameters_path={loaded.config.load_parameters_path} may say otherwise")
         if reason := no_effect_of(loaded.config, name):
             print(f"  no effect here: {reason}")
 
