@@ -15,11 +15,11 @@ from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
 from trainer.config.paths import local_path
 from trainer.config.quantization_keys import OF_STORED
-from trainer.config.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES, has_tokenizer
+from trainer.config.tokenizer_files import has_tokenizer
 from trainer.config.trust import code_of_checkpoint
 from trainer.observe.runs import runs_to_resume
 from trainer.runtime.agreement import agreed
-from trainer.runtime.folders import check_folder, read_bounded
+from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import entries, is_remote, mirror
 
 _PATH, _KIND, _START = "tokenizer_path", "tokenizer_type", "load_parameters_path"
@@ -76,11 +76,9 @@ def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]
     kind = config[_KIND] if _KIND in begun.given else "auto"
     if config.dataset_type == "synthetic" or _PATH in begun.given or kind == "bytes":
         return {}, []
-    if not is_remote(source.tokenizer):
-        check_folder(source.tokenizer, [*TOKENIZER_FILES.values(), TOKENIZER_CONFIG])
-        if has_tokenizer(source.tokenizer, kind):
-            path = str(source.tokenizer)
-            return {_PATH: path, _KIND: kind}, [f"{_PATH}={path}: the tokenizer of the model, because none is given"]
+    if not is_remote(source.tokenizer) and has_tokenizer(source.tokenizer, kind):
+        path = str(source.tokenizer)
+        return {_PATH: path, _KIND: kind}, [f"{_PATH}={path}: the tokenizer of the model, because none is given"]
     if token_files(config) or not config.tokenize_train_data or config[_PATH]:
         return {}, []
     why = "is in a bucket; copy it to this machine" if is_remote(source.tokenizer) else f"has none of {_KIND}={kind}"

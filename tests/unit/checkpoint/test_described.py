@@ -161,6 +161,14 @@ def test_its_tokenizer_is_the_default(hf, files, given, expected):
         assert expected in notes
 
 
+def test_the_type_of_maxtexts_default_tokenizer_does_not_hide_it(hf):
+    words = ["maxtext.yml", "run_name=a", *TEXT, f"load_parameters_path={hf}"]
+    assert with_model(begin(words)).config.tokenizer_type == "auto"
+    words = ["maxtext.yml", "run_name=a", *TEXT, f"load_parameters_path={hf}", "tokenizer_type=sentencepiece"]
+    with pytest.raises(UserError, match="tokenizer_type=sentencepiece needs a file"):
+        with_model(begin(words))
+
+
 def test_a_tokenizer_that_leads_out_of_the_folder_is_refused(hf, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     (hf / "tokenizer.json").unlink()
