@@ -129,6 +129,10 @@ def test_a_run_begins_with_adapters(folder):
     values = {tensor.name: np.concatenate([*tensor.read()]) for tensor in begin if tensor.part == "params"}
     for name, value in values.items():
         np.testing.assert_array_equal(value, values_of(found / "runs/one")[name])
+    output = run(found, "described", **keys, enable_lora=True)
+    assert (
+        "lora_restore_path=runs/one gives its adapters' keys: lora_rank=2, lora_alpha=4.0, lora_module_path=" in output
+    )
     refused = "give lora_rank=2 lora_alpha=4.0"
     run(found, "rank", refused=refused, **keys, **LORA | {"lora_rank": 4, "lora_alpha": 1.0})
     run(found, "none", refused="this run trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)

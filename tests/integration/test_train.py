@@ -228,6 +228,7 @@ READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "global_parameter_scale": "applied while the configuration is loaded",
     "override_model_config": "needless, and answered with a warning",
+    "lora_restore_path": "read where parameters are loaded",
     "allow_split_physical_axes": "read where the mesh is made of other devices than a CPU's",
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
@@ -286,8 +287,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     alternating |= {"use_post_attn_norm": True, "use_post_ffw_norm": True}
     quantized = {"quantization": "int8", "weight_sparsity_n": 2, "weight_sparsity_m": 4}
     stored = {"checkpoint_is_quantized": True, "quantization": "int8", "trainable_parameters_mask": "[embedding,norm]"}
+    lora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0, "lora_weight_qtype": "nf4", "lora_tile_size": 2}
     others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
-    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, *others):
+    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)

@@ -19,7 +19,7 @@ from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.placing import place, place_quantized
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
-from trainer.checkpoint.sidecar import TOKENIZER, read_sidecar
+from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar
 from trainer.checkpoint.source import DTYPES, Source, filled, joined, names_of, progress
 from trainer.checkpoint.stored import quantized_on_load
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
@@ -93,14 +93,14 @@ def _maxtexts_tree(folder: Path) -> Path | None:
     return None
 
 
-def open_adapters(path: str) -> Adapters:
-    """Opens the adapters at `path`: of a run's folder or one of its checkpoints/N.
+def open_adapters(path: str, *, verify: bool = True) -> Adapters:
+    """Opens the adapters at `path`: of a run's folder or one of its checkpoints/N. `verify`: see `open_source`.
 
     Raises:
       UserError: there are none, or they are damaged.
     """
     checkpoint = newest(storage.folder(path))
-    sidecar = None if checkpoint is None else inspect(checkpoint)
+    sidecar = None if checkpoint is None else _sidecar(checkpoint, verify)
     if sidecar is None or sidecar.base is None:
         what = "there is no run with a checkpoint" if sidecar is None else "this run trained all parameters"
         raise UserError(f"{RESTORE}={path}: {what}; give a run with {ENABLE}=true, or one of its checkpoints/N")
@@ -123,15 +123,18 @@ def _drawn(config: Config) -> dict[str, jax.Array]:
     return names_of(joined(*jax.jit(make_model(config).init)(seed_key(config.init_weights_seed))))
 
 
+def _sidecar(checkpoint: Any, verify: bool) -> Sidecar:
+    if verify:
+        return inspect(checkpoint)
+    refuse_maxtexts(checkpoint)
+    return read_sidecar(checkpoint / RUN)
+
+
 def _of_run(
     path: str, decoder_block: str = "", base: str = "", *, average: bool = False, verify: bool = True
 ) -> Source:
     if (checkpoint := newest(storage.folder(path))) is not None:
-        if verify:
-            sidecar = inspect(checkpoint)
-        else:
-            refuse_maxtexts(checkpoint)
-            sidecar = read_sidecar(checkpoint / RUN)
+        sidecar = _sidecar(checkpoint, verify)
         if sidecar.base is not None:
             return _merged(RunAdapters(checkpoint, sidecar, average=average), base, decoder_block, verify=verify)
         return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)

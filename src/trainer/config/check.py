@@ -301,6 +301,7 @@ _PATHS = (
     "base_output_directory",
     "load_parameters_path",
     "load_full_state_path",
+    "lora_restore_path",
     "compiled_trainstep_file",
     "compile_report_file",
     "metrics_file",

@@ -177,7 +177,7 @@ class Config(Mapping[str, Any]):
     lora_module_path: str
     lora_rank: int
     lora_restore_path: str
-    lora_tile_size: int | None
+    lora_tile_size: int
     lora_weight_qtype: str
     lr_schedule_type: str
     max_num_checkpoints_to_keep: int | None

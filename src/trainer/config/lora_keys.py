@@ -35,10 +35,7 @@ def _pattern(config: Config) -> str | None:
 
 
 def _tile(config: Config) -> str | None:
-    tile = config[TILE]
-    if tile is not None and tile < 0:
-        return "must be a number of inputs, or none"
-    if tile and config[QTYPE] == "nf4" and tile % 2:
+    if config[QTYPE] == "nf4" and config[TILE] % 2:
         return "two inputs share a byte of nf4, so their number must be even"
     return None
 

@@ -73,6 +73,12 @@ def _filled(command: Command, template: str) -> Conversion:
         for word in words[3:]:
             if word.startswith("dtype=") and word not in ("dtype=float32", "dtype=bfloat16") and not has_variable(word):
                 problems.append(f"{shortened(word)}: {EXPORT} writes float32 or bfloat16")
+        problems += [
+            f"{shortened(given[name])}: an adapter is exported with its base: {EXPORT} ADAPTER OUT format=hf "
+            "load_parameters_path=BASE merges them, format=peft writes the adapter alone"
+            for name in ("lora.lora_restore_path", "hf_lora_adapter_path")
+            if given.get(name)
+        ]
         if "://" in words[2]:
             problems.append(f"{shortened(words[2])}: {EXPORT} writes to a local folder; give one")
     if lacking:

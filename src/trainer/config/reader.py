@@ -9,7 +9,7 @@ from trainer.config import maxtext, maxtext_base
 from trainer.config.errors import SCREEN_LINES, Unbuilt, nearest, shortened
 from trainer.config.files import Entry, YmlFile
 from trainer.config.rules import merge_rules, read_rules
-from trainer.config.schema import Key, Schema, plain_name
+from trainer.config.schema import GROUPS, Key, Schema, plain_name
 from trainer.config.values import check, read_node
 
 _RULES = "logical_axis_rules"
@@ -91,7 +91,7 @@ class Reader:
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
         """Handles a key that is not in base.yml: one of MaxText's, or an unknown one."""
         verdict = maxtext.find(name)
-        if verdict is None and maxtext.is_prefix(name):
+        if verdict is None and (name in GROUPS or maxtext.is_prefix(name)):
             self.mistakes.append(f"{shown}: a group of MaxText's keys; give them individually, {name}.KEY=VALUE")
         elif verdict is None:
             self.mistakes.append(f"{shown}: there is no key {shortened(name)}{self.nearest_key(name)}")

@@ -106,7 +106,7 @@ def schema() -> Schema:
 def plain_name(name: str) -> str:
     """Returns the key that `name` spells: without the name of its group, if it has one."""
     group, dot, rest = name.partition(".")
-    return rest if dot and group in GROUPS and rest in schema().keys else name
+    return rest if dot and group in GROUPS and group in rest.split("_") and rest in schema().keys else name
 
 
 def parse(text: str) -> Schema:

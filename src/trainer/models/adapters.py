@@ -21,7 +21,7 @@ from trainer.products.dequantized import Storage, dequantized
 
 def storage_of_base(config: Config) -> Storage:
     """Returns how matrices with an adapter are stored under QLoRA."""
-    return Storage(STORED_DTYPES[config[QTYPE]], (config[TILE] or 0, 1))
+    return Storage(STORED_DTYPES[config[QTYPE]], (config[TILE], 1))
 
 
 def is_adapted(config: Config, name: str) -> bool:

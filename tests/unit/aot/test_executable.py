@@ -208,6 +208,7 @@ READ_BESIDES = {
     "eval_per_device_batch_size",
     "hardware",
     *("load_parameters_path", "load_full_state_path"),  # in checks of the masks that a checkpoint has
+    "lora_restore_path",  # in a check of keys without effect
     "model_name",  # MaxText's key of this name, in what a family says about MaxText
     "mtp_eval_target_module",
     "override_model_config",  # as model_name

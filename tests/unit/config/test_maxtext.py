@@ -125,7 +125,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
         ("first_num_hash_layers=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
-        ("lora.enable_lora=true", "lora.enable_lora=true (command line): not supported yet"),
+        ("rl.num_generations=4", "rl.num_generations=4 (command line): not supported yet"),
         ("enable_goodput_recording=true", "not supported (only false is accepted)"),
         ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
         ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
@@ -158,24 +158,38 @@ def test_what_is_not_built_is_a_not_implemented_error():
 
 
 def test_nested_keys_of_a_yml():
-    write("my.yml", "base_config: base.yml\nlora:\n  enable_lora: false\n  lora_rank: 4\n")
+    write("my.yml", "base_config: base.yml\nrl:\n  num_generations: 2\n  grpo_beta: 0.08\n")
     assert load(["my.yml"]).changed == {}
-    write("my.yml", "base_config: base.yml\nlora: {enable_lora: true}\n")
+    write("my.yml", "base_config: base.yml\nrl: {num_generations: 4}\n")
     (line,) = mistakes("my.yml")
-    assert line.startswith("lora.enable_lora=true (my.yml:2): not supported yet")
+    assert line.startswith("rl.num_generations=4 (my.yml:2): not supported yet")
 
 
 def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
-    write("my.yml", "base_config: base.yml\nlora:\n  <<: {lora_rank: 4}\n  lora_alpha: 1.0\n  enable_lora: true\n")
+    write("my.yml", "base_config: base.yml\nrl:\n  <<: {grpo_beta: 0.08}\n  grpo_epsilon: 0.2\n  num_generations: 4\n")
     (line,) = mistakes("my.yml")
-    assert line.startswith("lora.enable_lora=true (my.yml:5): not supported yet")
+    assert line.startswith("rl.num_generations=4 (my.yml:5): not supported yet")
     write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n  [a, b]: 1\n")
     (line,) = mistakes("my.yml")
     assert line.startswith("lora.[a, b]=1 (my.yml:5): there is no key")
     write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n")
-    (line,) = load(["my.yml"]).warnings
+    line, *_ = load(["my.yml"]).warnings
     assert line == "my.yml:4: lora.lora_rank is given 2 times, first in line 3; the last one wins"
     assert "a group of MaxText's keys" in mistakes("lora={}")[0]
+
+
+def test_a_key_of_a_group_is_the_key_without_the_group():
+    """As MaxText's users write it: on a command line with a dot, in a yml nested."""
+    write("my.yml", "base_config: base.yml\nlora: {enable_lora: true, lora_alpha: 16, lora_tile_size: null}\n")
+    loaded = load(["my.yml", "lora.lora_rank=8", "lora.lora_weight_qtype=null"])
+    assert [loaded.config[name] for name in ("enable_lora", "lora_rank", "lora_alpha")] == [True, 8, 16.0]
+    assert [loaded.config[name] for name in ("lora_tile_size", "lora_weight_qtype")] == [0, ""]
+    assert load(["lora_rank=3", "lora.lora_rank=4"]).config.lora_rank == 4
+    (line,) = mistakes("lora.lora_rank=-1")
+    assert line.startswith("lora.lora_rank=-1 (command line): out of range")
+    (line,) = mistakes("lora.lora_ranks=1")
+    assert "there is no key lora.lora_ranks" in line
+    assert "lora.steps" in mistakes("lora.steps=1")[0]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +198,6 @@ def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
         ("enable_goodput", "enable_goodput_recording"),
         ("hf_acess_token", "hf_access_token"),
         ("use_batch_split_schedul", "use_batch_split_schedule"),
-        ("lora_module_path", "lora.lora_module_path"),
     ],
 )
 def test_names_of_maxtext_are_near_too(word, name):

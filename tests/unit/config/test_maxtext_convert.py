@@ -349,8 +349,8 @@ def test_a_conversion_has_the_model_and_the_dtype_of_its_command(line, printed):
         (f"{HF}model_name=gemma4-31b", "the family gemma4"),
         (f"{MT}model_name=gemma4-31b", "the family gemma4"),
         (f"{HF}model_name=llama9-1b", "no such preset"),
-        (f"{HF}model_name=llama2-7b lora.lora_restore_path=/l", "merge the adapter"),
-        (f"{MT}model_name=llama2-7b hf_lora_adapter_path=/l", "merge the adapter"),
+        (f"{HF}model_name=llama2-7b lora.lora_restore_path=/l", "/l: an adapter is exported with its base"),
+        (f"{MT}model_name=llama2-7b hf_lora_adapter_path=/l", "/l: an adapter is exported with its base"),
         (f"{HF}model_name=llama2-7b weight_dtype=float16", "weight_dtype=float16"),
         (f"{MT}model_name=llama2-7b --save_dtype=float16", "dtype=float16: trainer.export writes"),
         (
