@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, RANK
+from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, RANK, A, B
 from trainer.layers.adapted import Adapted, GroupedAdapted
 from trainer.models.quantization import HEAD, MTP, ROUTER, named
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
@@ -39,3 +39,10 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
     kind = GroupedAdapted if kernel.groups else Adapted
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)
+
+
+def adapter_names(kernel: str) -> tuple[str, str]:
+    """Returns the canonical names of the parameters a and b of an adapter of the matrix `kernel`."""
+    layer, _, name = kernel.rpartition("/")
+    product = f"{layer}/product" if name == "kernel" else f"{layer}/product/{name}"
+    return f"{product}/{A}", f"{product}/{B}"

@@ -1,0 +1,151 @@
+"""Writes folders of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trainer.backends import make_model
+from trainer.checkpoint.huggingface import head_to_reorder, tensors_of
+from trainer.checkpoint.params_out import target_dtypes
+from trainer.checkpoint.peft import TABLE, WEIGHTS
+from trainer.checkpoint.peft_config import CONFIG, config_fields
+from trainer.checkpoint.peft_names import A, Tables
+from trainer.checkpoint.safetensors_file import SafetensorsFile
+from trainer.checkpoint.source import Leaf, Tick, joined, names_of, progress
+from trainer.config import Config, UserError
+from trainer.models.huggingface import EXPERT
+
+_ABOVE, _HEAD = "base_model.model.", "lm_head.weight"
+
+
+def write_peft(
+    folder: Path,
+    config: Config,
+    leaves: Mapping[str, Leaf],
+    *,
+    base: str,
+    rank: int,
+    alpha: float,
+    dtype: str | None = None,
+) -> None:
+    """Writes adapters, and other parameters as modules_to_save, into `folder`, which must exist.
+
+    A layer in which a and b are zero has no adapter in the file.
+
+    Args:
+      config: resolved.
+      leaves: the adapters, both halves of each, and the other trained parameters, by canonical name.
+      base: the name or path of the model that they adapt, for base_model_name_or_path.
+      rank, alpha: the product of an adapter is alpha / rank x a b.
+      dtype: see `write_huggingface`.
+
+    Raises:
+      UserError: lists the parameters that PEFT has no place for; or see `target_dtypes`.
+    """
+    tables = Tables(config)
+    _check(config, tables, leaves)
+    dtypes = target_dtypes(leaves, dtype)
+    kept = _layers_with(tables, leaves)
+    names = {name: _tensors(tables, name, leaf, kept) for name, leaf in leaves.items()}
+    shapes = {tensor: (shape, dtypes[name]) for name, each in names.items() for tensor, shape in each}
+    tied = config.logits_via_embedding and TABLE in leaves
+    if tied:
+        shapes[_HEAD] = shapes[names[TABLE][0][0]]
+    fields = config_fields(base, rank, alpha, *_modules(tables, shapes), tied)
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    above = {_ABOVE + tensor: it for tensor, it in sorted(shapes.items())}
+    with SafetensorsFile(folder / WEIGHTS, above) as file, progress(leaves.values(), "writing") as tick:
+        for name, leaf in leaves.items():
+            layout, turned = tables.layouts[name], head_to_reorder(config, tables.layouts[name], leaf.shape)
+            for (tensor, _), value in zip(names[name], _values(tables, name, leaf, kept, tick), strict=True):
+                array = layout.to_theirs(value, turned).astype(dtypes[name], copy=False)
+                for target in (tensor, _HEAD) if tied and name == TABLE else (tensor,):
+                    file.write(_ABOVE + target, array)
+
+
+def _check(config: Config, tables: Tables, leaves: Mapping[str, Leaf]) -> None:
+    """Raises UserError for what PEFT has no place for."""
+    modules = dict[str, list[str]]()
+    for name in names_of(joined(*make_model(config).abstract)):
+        if name in tables.base:
+            modules.setdefault(_module(tables.base[name].name), []).append(name)
+    problems = []
+    for name in leaves:
+        if name not in tables.layouts:
+            problems.append(f"{name}: the family has no tensor of it")
+        elif name in tables.base and tables.base[name].of_experts:
+            problems.append(f"{name}: a matrix of experts is not a module")
+        elif name in tables.base:
+            others = [it for it in modules[_module(tables.base[name].name)] if it not in leaves]
+            problems += [f"{name}: PEFT saves complete modules, and {it} is not trained" for it in others]
+            if tables.adapters.get(name, ("",))[0] in leaves:
+                problems.append(f"{name}: trained, and it has an adapter; PEFT has either")
+    if problems:
+        raise UserError("\n  ".join(["PEFT has no place for:", *problems]))
+
+
+def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
+    """Returns in which layers the halves of each adapter are written."""
+    kept = dict[str, list[bool]]()
+    for pair in tables.adapters.values():
+        if pair[0] in leaves:
+            halves = [_layers(tables, name, leaves[name], lambda size: None) for name in pair]
+            trained = [bool(a.any() or b.any()) for a, b in zip(*halves, strict=True)]
+            kept |= {name: trained for name in pair}
+    return kept if any(map(any, kept.values())) else {}
+
+
+def _layers(tables: Tables, name: str, leaf: Leaf, tick: Tick) -> Iterator[np.ndarray]:
+    return iter([leaf.read(leaf.dtype, tick)]) if tables.place(name) is None else leaf.layers(tick)
+
+
+def _tensors(
+    tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns name and shape of the tensors to write of a parameter."""
+    tensors = tensors_of(tables.layouts[name], tables.place(name), leaf.shape)
+    count = len(tensors) // len(kept[name]) if name in kept else 1
+    return [it for i, it in enumerate(tensors) if name not in kept or kept[name][i // count]]
+
+
+def _values(
+    tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]], tick: Tick
+) -> Iterator[np.ndarray]:
+    """Yields the values of `_tensors`."""
+    for i, layer in enumerate(_layers(tables, name, leaf, tick)):
+        if name not in kept or kept[name][i]:
+            yield from layer if tables.layouts[name].of_experts else [layer]
+
+
+def _modules(tables: Tables, written: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns target_modules and modules_to_save: short ends of names of modules, which no other module's name has.
+
+    A target is one or more words of a name; a module to save is any end of it.
+    """
+    targets = {_module(name).removesuffix(A.removesuffix(".weight")) for name in written if name.endswith(A)}
+    saved = {_module(name) for name in written if ".lora_" not in name}
+    every = {
+        _module(tensor).replace(EXPERT, str(e))
+        for name, layout in tables.base.items()
+        for tensor in tables.layers(layout, name)
+        for e in range(tables.experts if layout.of_experts else 1)
+    }
+    taken = {end for module in every - targets for end in _ends(module)}
+    others = every - saved
+    return (
+        sorted({next(end for end in _ends(module) if end not in taken) for module in targets}),
+        sorted(
+            {next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}
+        ),
+    )
+
+
+def _ends(module: str) -> list[str]:
+    words = module.split(".")
+    return [".".join(words[first:]) for first in range(len(words) - 1, -1, -1)]
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
