@@ -192,9 +192,7 @@ class HuggingFaceSource:
             raise UserError(f"{self.path}: {otherwise}")
 
 
-def leaf_of(
-    tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int
-) -> Leaf:
+def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
     """Returns the leaf of a canonical parameter with `shape`, which is read layer by layer.
 
     Args:

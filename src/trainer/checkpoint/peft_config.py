@@ -118,9 +118,7 @@ def _listed(names: Any) -> list[str]:
 
 def _problems(data: Mapping[str, Any], ignored: Sequence[str]) -> list[str]:
     refused = [
-        f"{name}={shown(data[name])}: {why}"
-        for name, why in _REFUSED.items()
-        if data.get(name) and name not in ignored
+        f"{name}={shown(data[name])}: {why}" for name, why in _REFUSED.items() if data.get(name) and name not in ignored
     ]
     start = data.get("init_lora_weights", True)
     if not any(start is known or (isinstance(start, str) and start == known) for known in _PLAIN_STARTS):

@@ -115,9 +115,7 @@ class Tables:
 
     @functools.cached_property
     def _owners(self) -> dict[str, str]:
-        return {
-            below(tensor): name for name, layout in self.layouts.items() for tensor in self.layers(layout, name)
-        }
+        return {below(tensor): name for name, layout in self.layouts.items() for tensor in self.layers(layout, name)}
 
     def renamed(self, found: Mapping[str, Named]) -> dict[str, Named]:
         """Returns `found` under the names of tensors where modules have other names."""
@@ -162,9 +160,7 @@ class Tables:
                 result |= {own + A: Named(a.name, of_a), own + B: Named(b.name, of_b)}
 
 
-def _experts(
-    a: StoredTensor, b: StoredTensor, count: int, rank: int, rows: slice
-) -> Iterator[tuple[Made, Made]]:
+def _experts(a: StoredTensor, b: StoredTensor, count: int, rank: int, rows: slice) -> Iterator[tuple[Made, Made]]:
     out = len(range(*rows.indices(b.shape[0])))
     for e in range(count):
         of_a = functools.partial(_expert_a, a, slice(e * rank, (e + 1) * rank))

@@ -1,7 +1,8 @@
 """Writes folders of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors."""
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,8 @@ def write_peft(
 ) -> None:
     """Writes adapters, and other parameters as modules_to_save, into `folder`, which must exist.
 
-    A layer in which a and b are zero has no adapter in the file.
+    A layer in which a and b are zero has no adapter in the file. A trained matrix or bias beside an adapter is that of
+    a base_layer, as peft writes heads and biases.
 
     Args:
       config: resolved.
@@ -45,15 +47,23 @@ def write_peft(
       UserError: lists the parameters that PEFT has no place for; or see `target_dtypes`.
     """
     tables = Tables(config)
-    _check(config, tables, leaves)
+    members = _members(config, tables)
+    saved = _saved(tables, members, leaves)
     dtypes = target_dtypes(leaves, dtype)
     kept = _layers_with(tables, leaves)
     names = {name: _tensors(tables, name, leaf, kept) for name, leaf in leaves.items()}
+    targets = {it.removesuffix(A) for each in names.values() for it, _ in each if it.endswith(A)}
+    for name, each in names.items():
+        names[name] = [(_wrapped(tensor, targets), shape) for tensor, shape in each]
     shapes = {tensor: (shape, dtypes[name]) for name, each in names.items() for tensor, shape in each}
     tied = config.logits_via_embedding and TABLE in leaves
+    modules = {_module(tensor) for name in saved for tensor, _ in names[name]}
     if tied:
         shapes[_HEAD] = shapes[names[TABLE][0][0]]
-    fields = config_fields(base, rank, alpha, *_modules(tables, shapes), tied)
+        modules.add(_module(_HEAD))
+    fields = config_fields(base, rank, alpha, *_ends_of(tables, members, targets, modules), tied)
+    if any(tensor.endswith(".bias") for name in leaves.keys() - saved for tensor, _ in names[name]):
+        fields["bias"] = "all"
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     above = {_ABOVE + tensor: it for tensor, it in sorted(shapes.items())}
     with SafetensorsFile(folder / WEIGHTS, above) as file, progress(leaves.values(), "writing") as tick:
@@ -65,25 +75,45 @@ def write_peft(
                     file.write(_ABOVE + target, array)
 
 
-def _check(config: Config, tables: Tables, leaves: Mapping[str, Leaf]) -> None:
-    """Raises UserError for what PEFT has no place for."""
-    modules = dict[str, list[str]]()
-    for name in names_of(joined(*make_model(config).abstract)):
-        if name in tables.base:
-            modules.setdefault(_module(tables.base[name].name), []).append(name)
-    problems = []
+def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
+    """Returns the parameters of the model by the name of their module, with {} for the layer."""
+    members = dict[str, set[str]]()
+    for path in names_of(joined(*make_model(config).abstract)):
+        for name in itertools.accumulate(path.split("/"), "{}/{}".format):  # a stored kernel has parts
+            if name in tables.base:
+                members.setdefault(_module(tables.base[name].name), set()).add(name)
+    return members
+
+
+def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str, Leaf]) -> set[str]:
+    """Returns the parameters of modules_to_save: of modules that are trained completely and have no adapter.
+
+    Raises:
+      UserError: lists the parameters that PEFT has no place for. It has one for those of a module with an adapter, and
+        for biases.
+    """
+    saved, problems = set[str](), []
     for name in leaves:
         if name not in tables.layouts:
             problems.append(f"{name}: the family has no tensor of it")
-        elif name in tables.base and tables.base[name].of_experts:
-            problems.append(f"{name}: a matrix of experts is not a module")
-        elif name in tables.base:
-            others = [it for it in modules[_module(tables.base[name].name)] if it not in leaves]
-            problems += [f"{name}: PEFT saves complete modules, and {it} is not trained" for it in others]
-            if tables.adapters.get(name, ("",))[0] in leaves:
-                problems.append(f"{name}: trained, and it has an adapter; PEFT has either")
+        elif layout := tables.base.get(name):
+            module = members[_module(layout.name)]
+            adapted = any(it in tables.adapters and tables.adapters[it][0] in leaves for it in module)
+            if layout.of_experts:
+                problems.append(f"{name}: the matrices of experts are not modules")
+            elif not adapted and module <= leaves.keys():
+                saved.add(name)
+            elif not adapted and not layout.name.endswith(".bias"):
+                problems.append(f"{name}: it is trained without {', '.join(sorted(module - leaves.keys()))}")
     if problems:
         raise UserError("\n  ".join(["PEFT has no place for:", *problems]))
+    return saved
+
+
+def _wrapped(tensor: str, targets: Collection[str]) -> str:
+    """Returns the name in the file of a base's tensor; `targets`: the modules with an adapter."""
+    module, _, last = tensor.rpartition(".")
+    return f"{module}.base_layer.{last}" if module in targets else tensor
 
 
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
@@ -93,7 +123,7 @@ def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[b
         if pair[0] in leaves:
             halves = [_layers(tables, name, leaves[name], lambda size: None) for name in pair]
             trained = [bool(a.any() or b.any()) for a, b in zip(*halves, strict=True)]
-            kept |= {name: trained for name in pair}
+            kept |= dict.fromkeys(pair, trained)
     return kept if any(map(any, kept.values())) else {}
 
 
@@ -119,26 +149,24 @@ def _values(
             yield from layer if tables.layouts[name].of_experts else [layer]
 
 
-def _modules(tables: Tables, written: Iterable[str]) -> tuple[list[str], list[str]]:
+def _ends_of(
+    tables: Tables, members: Mapping[str, set[str]], targets: set[str], saved: set[str]
+) -> tuple[list[str], list[str]]:
     """Returns target_modules and modules_to_save: short ends of names of modules, which no other module's name has.
 
     A target is one or more words of a name; a module to save is any end of it.
     """
-    targets = {_module(name).removesuffix(A.removesuffix(".weight")) for name in written if name.endswith(A)}
-    saved = {_module(name) for name in written if ".lora_" not in name}
     every = {
         _module(tensor).replace(EXPERT, str(e))
-        for name, layout in tables.base.items()
-        for tensor in tables.layers(layout, name)
-        for e in range(tables.experts if layout.of_experts else 1)
+        for name in itertools.chain(*members.values())
+        for tensor in tables.layers(tables.base[name], name)
+        for e in range(tables.experts if tables.base[name].of_experts else 1)
     }
     taken = {end for module in every - targets for end in _ends(module)}
     others = every - saved
     return (
         sorted({next(end for end in _ends(module) if end not in taken) for module in targets}),
-        sorted(
-            {next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}
-        ),
+        sorted({next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}),
     )
 
 
