@@ -127,6 +127,15 @@ class Tables:
 
         return {one(key): it for key, it in found.items()}
 
+    def in_memory(self, tensor: str) -> str:
+        """Returns the name that transformers 5 gives in memory to a tensor of the base, "model." included. It renames
+        those of adapters itself."""
+        words = tensor.split(".")
+        names = {theirs: own for own, theirs in self._words.items()}
+        if ".lora_" in tensor or len(words) < 4 or words[3] not in names:
+            return tensor
+        return ".".join([*words[:3], names[words[3]], *words[4:]])
+
     def unstacked(self, found: Mapping[str, Named]) -> dict[str, Named]:
         """Returns `found` with the adapters of each expert in place of those of stacked experts.
 

@@ -1,5 +1,6 @@
 """Writes folders of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors."""
 
+import functools
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ def write_peft(
       UserError: lists the parameters that PEFT has no place for; or see `target_dtypes`.
     """
     tables = Tables(config)
+    leaves = _with_whole_experts(tables, leaves)
     members = _members(config, tables)
     saved = _saved(tables, members, leaves)
     dtypes = target_dtypes(leaves, dtype)
@@ -54,7 +56,7 @@ def write_peft(
     names = {name: _tensors(tables, name, leaf, kept) for name, leaf in leaves.items()}
     targets = {it.removesuffix(A) for each in names.values() for it, _ in each if it.endswith(A)}
     for name, each in names.items():
-        names[name] = [(_wrapped(tensor, targets), shape) for tensor, shape in each]
+        names[name] = [(tables.in_memory(_wrapped(tensor, targets)), shape) for tensor, shape in each]
     shapes = {tensor: (shape, dtypes[name]) for name, each in names.items() for tensor, shape in each}
     tied = config.logits_via_embedding and TABLE in leaves
     modules = {_module(tensor) for name in saved for tensor, _ in names[name]}
@@ -116,15 +118,36 @@ def _wrapped(tensor: str, targets: Collection[str]) -> str:
     return f"{module}.base_layer.{last}" if module in targets else tensor
 
 
+def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+    """Returns `leaves` with adapters of zeros for the other matrices of experts whose gate or up has one: peft 0.21
+    reads these with transformers 5 only if gate, up and down have one."""
+    more = dict[str, Leaf]()
+    for name, layout in tables.base.items():
+        layer, _, last = name.rpartition("/")
+        siblings = [tables.adapters.get(f"{layer}/{part}", ("", "")) for part in ("wi_0", "wi_1")]
+        like = next(([leaves[half] for half in pair] for pair in siblings if pair[0] in leaves), None)
+        if layout.of_experts and last in ("wi_0", "wi_1", "wo") and like and tables.adapters[name][0] not in leaves:
+            (*lead, embed, rank), width = like[0].shape, like[1].shape[-1]
+            into, out = (width, embed) if last == "wo" else (embed, width)
+            for half, shape in zip(tables.adapters[name], ((*lead, into, rank), (*lead, rank, out)), strict=True):
+                more[half] = Leaf(shape, like[0].dtype, [functools.partial(np.zeros, shape, like[0].dtype)])
+    return {**leaves, **more}
+
+
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
-    """Returns in which layers the halves of each adapter are written."""
-    kept = dict[str, list[bool]]()
-    for pair in tables.adapters.values():
+    """Returns in which layers the halves of each adapter are written; those of experts are written together."""
+    kept, groups = dict[str, list[bool]](), dict[str, list[str]]()
+    for name, pair in tables.adapters.items():
         if pair[0] in leaves:
-            halves = [_layers(tables, name, leaves[name], lambda size: None) for name in pair]
-            trained = [bool(a.any() or b.any()) for a, b in zip(*halves, strict=True)]
-            kept |= dict.fromkeys(pair, trained)
-    return kept if any(map(any, kept.values())) else {}
+            halves = [_layers(tables, half, leaves[half], lambda size: None) for half in pair]
+            kept[name] = [bool(a.any() or b.any()) for a, b in zip(*halves, strict=True)]
+            groups.setdefault(name.rpartition("/")[0] if tables.base[name].of_experts else name, []).append(name)
+    for group in groups.values():
+        trained = [any(layer) for layer in zip(*(kept[name] for name in group), strict=True)]
+        kept |= dict.fromkeys(group, trained)
+    if not any(map(any, kept.values())):
+        return {}  # nothing is trained yet
+    return {half: layers for name, layers in kept.items() for half in tables.adapters[name]}
 
 
 def _layers(tables: Tables, name: str, leaf: Leaf, tick: Tick) -> Iterator[np.ndarray]:
@@ -163,7 +186,7 @@ def _ends_of(
         for e in range(tables.experts if tables.base[name].of_experts else 1)
     }
     taken = {end for module in every - targets for end in _ends(module)}
-    others = every - saved
+    others = {_module(tables.in_memory(f"{module}.weight")) for module in every} - saved
     return (
         sorted({next(end for end in _ends(module) if end not in taken) for module in targets}),
         sorted({next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}),

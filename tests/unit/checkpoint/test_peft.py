@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support import ALL_COMBINATIONS, pinned, state_from
 
 from trainer.backends import make_model
-from trainer.checkpoint import model_config, names_of, nested, open_source, parted, weight_shapes
+from trainer.checkpoint import Leaf, model_config, names_of, nested, open_source, parted, weight_shapes
 from trainer.checkpoint.peft import PeftSource, is_peft
 from trainer.checkpoint.peft_out import write_peft
 from trainer.config import UserError
@@ -263,6 +263,23 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
     (folder / "adapter_model.safetensors").symlink_to(tmp_path / "other")
     with pytest.raises(UserError, match="such a link is not followed"):
         PeftSource(folder)
+
+
+def test_experts_are_written_completely_and_routers_as_transformers_5_names_them(tmp_path):
+    """peft 0.21 drops adapters of gate and up without those of down; it renames tensors of adapters alone."""
+    source = PeftSource(FOLDER / "mixtral")
+    config = config_for(base_of("mixtral"), source)
+    leaves = source.leaves(config, weight_shapes(config))
+    leaves = {name: it for name, it in leaves.items() if "/wo/" not in name and "/gate/" not in name}
+    router = "decoder/layers/MoeBlock_0/gate/kernel"
+    leaves[router] = Leaf((2, 32, 4), np.dtype(np.float32), [lambda: np.ones((2, 32, 4), np.float32)])
+    write_peft(tmp_path, config, leaves, base="", rank=2, alpha=8.0)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    added = [it for name, it in found.items() if ".w2.lora_" in name]
+    assert len(added) == 2 * 4 * 2  # layers, experts, halves
+    assert not any(it.any() for it in added)
+    assert "base_model.model.model.layers.1.mlp.gate.weight" in found
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["gate"]
 
 
 def test_trained_parameters_without_a_place_are_refused(tmp_path):
