@@ -26,12 +26,14 @@ from trainer.runtime.platforms import leave_out_absent_tpu
 FORMATS = ("hf", "params", "maxtext")
 DTYPES = ("float32", "bfloat16")
 WEIGHTS = ("raw", "ema")
+_BASE = "load_parameters_path"
 HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [weights=raw|ema]
                                  [key=value ...]
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
-        a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items)
+        a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items).
+        A run with LoRA is its base with the adapters added
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
@@ -44,6 +46,7 @@ weights of a run with ema_decay: raw, the parameters that it trains (default), o
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
+load_parameters_path   of a run with LoRA: where its base is now, if it has moved
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also has the masks.
 Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say what the keys mean."""
 
@@ -62,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint.description import check_words
 
     given = dict(word.partition("=")[::2] for word in keys)
-    checkpoint = open_source(source, given.get("decoder_block", ""), average=options.get("weights") == "ema")
+    average, base = options.get("weights") == "ema", options.get(_BASE, "")
+    checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
     # Quantized weights are written as such where that is possible and no dtype is given.
     floats = options["format"] == "maxtext" or "dtype" in options
     own = [f"{STORED}=false"] if floats and checkpoint.keys.get(STORED) else []
@@ -92,7 +96,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     paths, rest = words[:2], words[2:]
     named = {"format", "dtype", "weights", *schema().keys}
-    own: tuple[str, ...] = ("format=", "dtype=", "weights=")
+    own: tuple[str, ...] = ("format=", "dtype=", "weights=", f"{_BASE}=")
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))

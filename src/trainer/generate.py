@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import Loaded, UserError, command_line, exit_on_user_error, load, schema
 from trainer.config.dump import PROCESSES
@@ -20,19 +20,21 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 FORMATS = ("text", "jsonl")
-_OWN = {"prompts": (), "weights": WEIGHTS, "format": FORMATS}  # with their values, if not any text
+_OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # with their values, if not any text
 _NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
-usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [format=text|jsonl] [weights=raw|ema]
-                                       [key=value ...]
+usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PATH,PATH] [format=text|jsonl]
+                                       [weights=raw|ema] [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
          The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 prompt   the text to continue; default: that of base.yml
 prompts  a file with one prompt in each line; - reads standard input; not together with prompt
-format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), tokens,
-         log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
+adapters runs with LoRA, or folders of PEFT, whose base FROM is: each prompt is continued with each of them, in one
+         batch. A run with LoRA as FROM is its base with the adapters added
+format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), adapter,
+         tokens, log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
          continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
@@ -69,16 +71,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave_out_absent_tpu()
         add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
+    adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
         _compile(loaded or _of_checkpoint(model_path, keys, options.get("weights"))[0])
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
             loaded, average = agreed(lambda: _of_checkpoint(model_path, keys, options.get("weights")))
-        _generate(loaded, prompts, average, as_json, started)
+        _generate(loaded, prompts, adapters, average, as_json, started)
 
 
-def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json: bool, started: float) -> None:
+class _Text(NamedTuple):
+    """A text to generate."""
+
+    prompt: str
+    tokens: list[int]  # of the prompt
+    adapter: str  # the path; "" for none
+
+    def row(self) -> dict[str, Any]:
+        """Returns the beginning of its line of JSON."""
+        adapter = {"adapter": self.adapter} if self.adapter else {}
+        return {"prompt": self.prompt, **adapter, "text": "", "tokens": [], "log_probs": []}
+
+
+def _generate(
+    loaded: Loaded, prompts: list[str] | None, adapters: list[str], average: bool, as_json: bool, started: float
+) -> None:
     """Every process runs every step, and the first one writes."""
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
@@ -92,7 +110,7 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json:
     def prepared():
         if not all(prompts):
             raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-        engine = MaxEngine(loaded.config, sequences=len(prompts))
+        engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=adapters)
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
         tokens = [tokens_of(prompt, tokenizer, begin, longest, say) for prompt in prompts]
@@ -106,8 +124,12 @@ def _generate(loaded: Loaded, prompts: list[str] | None, average: bool, as_json:
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     scheduler = Scheduler(engine, engine.load_params(say=say, given=given, average=average))
     loading = time.perf_counter() - started
-    numbers = [scheduler.submit(prompt, stop=stop) for prompt in tokens]
-    texts = dict(zip(numbers, zip(prompts, tokens, strict=True), strict=True))
+    several = len(adapters) > 1
+    texts = {
+        scheduler.submit(row, stop=stop, adapter=number if several else 0): _Text(prompt, row, path)
+        for number, path in enumerate(adapters or [""], 1)
+        for prompt, row in zip(prompts, tokens, strict=True)
+    }
     say(_print(scheduler, tokenizer, texts, as_json, loading, write))
 
 
@@ -132,7 +154,7 @@ def _compile(loaded: Loaded) -> None:
 def _print(
     scheduler: Any,
     tokenizer: Any,
-    texts: dict[int, tuple[str, list[int]]],
+    texts: dict[int, _Text],
     as_json: bool,
     loading: float,
     write: Callable[[str], None],
@@ -141,11 +163,11 @@ def _print(
     that took."""
     from trainer.inference import TextStream
 
-    streams = {number: TextStream(tokenizer, tokens) for number, (_, tokens) in texts.items()}
-    waiting = {number: "" if as_json else prompt for number, (prompt, _) in texts.items()}
-    rows: dict[int, Any] = {
-        number: {"prompt": prompt, "text": "", "tokens": [], "log_probs": []} for number, (prompt, _) in texts.items()
-    }
+    streams = {number: TextStream(tokenizer, text.tokens) for number, text in texts.items()}
+    several = len({text.adapter for text in texts.values()}) > 1
+    heads = {number: f"== {text.adapter} ==\n" if several else "" for number, text in texts.items()}
+    waiting = {number: "" if as_json else heads[number] + text.prompt for number, text in texts.items()}
+    rows: dict[int, Any] = {number: text.row() for number, text in texts.items()}
     left, ended = list(texts), set()
     count, began, first = 0, time.perf_counter(), 0.0
     write(waiting.pop(left[0]))

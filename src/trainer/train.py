@@ -201,7 +201,7 @@ def _files(run_dir):
 def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
-    from trainer.models.matrices import masked_kernels, quantized_and_float
+    from trainer.models.matrices import adapted_names, masked_kernels, quantized_and_float
     from trainer.observe import product_rows
     from trainer.state import table
     from trainer.training import run_work
@@ -213,10 +213,13 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         platform=device.platform,
         process_count=jax.process_count(),
         parameters=run.parameters,
+        trained=run.trained_parameters,
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,
-        products=product_rows(run.config, *quantized_and_float(run.config, run.model.param_axes), masked),
+        products=product_rows(
+            run.config, *quantized_and_float(run.config, run.model.param_axes), masked, adapted_names(run.config)
+        ),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):

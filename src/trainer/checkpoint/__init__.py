@@ -1,20 +1,24 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.adapted import Adapters
+from trainer.checkpoint.adapters import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters, open_source, weight_shapes, weights_of
+from trainer.checkpoint.load import load_parameters, open_adapters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.checkpoint.params_out import write_params
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
-from trainer.checkpoint.sidecar import Sidecar, saved_config
+from trainer.checkpoint.sidecar import Base, Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, names_of, nested, parted
 from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
+    "Adapters",
+    "Base",
     "CheckpointManager",
     "Contents",
     "Leaf",
@@ -23,6 +27,8 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
+    "base_of",
+    "check_base",
     "check_dtypes",
     "check_masks",
     "contents_of",
@@ -38,13 +44,17 @@ __all__ = [
     "names_of",
     "nested",
     "newest",
+    "open_adapters",
     "open_source",
     "parted",
+    "place_of",
     "restore",
     "saved_config",
     "weight_shapes",
     "weights_of",
+    "with_base",
     "with_zeros",
+    "without_base",
     "write_huggingface",
     "write_maxtext",
     "write_params",

@@ -125,6 +125,9 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
 def _of_run(checkpoint: Any, verify: bool) -> Contents:
     sidecar = inspect(checkpoint) if verify else read_sidecar(checkpoint / RUN)
     tensors = _in_tree(checkpoint)
+    notes: tuple[str, ...] = ()
+    if sidecar.base is not None:
+        notes = (f"adapters, without their base: {sidecar.base.path or 'the initial parameters of the run'}",)
     islands = any(tensor.part.startswith(ISLANDS) for tensor in tensors)
     return Contents(
         str(checkpoint),
@@ -136,6 +139,7 @@ def _of_run(checkpoint: Any, verify: bool) -> Contents:
         sidecar.position,
         sidecar.fingerprint,
         tuple(sorted(sidecar.tokenizer)),
+        notes,
     )
 
 

@@ -1,14 +1,16 @@
 """Decides when to save."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
 from trainer.backends import Codec
+from trainer.checkpoint.adapters import without_base
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
 from trainer.config import Config
+from trainer.ops.paths import Path
 
 
 def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
@@ -32,6 +34,7 @@ def maybe_save_checkpoint(
     initial: bool = False,
     force: bool = False,
     before: Callable[[], Mapping[str, float]] = dict,
+    unsaved: Collection[Path] = (),
 ) -> bool:
     """Saves the native train state if it is due. Only this function decides when to save.
 
@@ -45,6 +48,7 @@ def maybe_save_checkpoint(
       force: saves even if no checkpoint is due, because the run ends here.
       before: called when a save is due, before it writes. Syncs the files that the checkpoint covers to disk, and
         returns the metrics for retention.
+      unsaved: the parameters to leave out, with state that belongs to them.
 
     Returns:
       Whether a save was started.
@@ -62,7 +66,7 @@ def maybe_save_checkpoint(
     if _step_of(tree) != updates:
         raise ValueError(f"a checkpoint of {updates} updates is due, but the state holds {_step_of(tree)}")
     metrics = before()
-    manager.save(updates, tree, sidecar(), metrics)
+    manager.save(updates, without_base(tree, unsaved), sidecar(), metrics)
     return True
 
 

@@ -16,6 +16,13 @@ from trainer.runtime.versions import installed
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
 
 
+class Base(NamedTuple):
+    """The parameters that a run reads, never changes, and does not save."""
+
+    path: str  # where they are; "" for the initial values of init_weights_seed
+    digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`adapters.digests`)
+
+
 class Sidecar(NamedTuple):
     """The content of checkpoints/N/run, read or to be written."""
 
@@ -24,6 +31,7 @@ class Sidecar(NamedTuple):
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
     tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty in checkpoints that do not tell
+    base: Base | None = None  # of a run with adapters, whose checkpoints lack the parameters of its base
 
 
 class SidecarFiles:
@@ -49,6 +57,8 @@ class SidecarFiles:
         folder = await directory.await_creation()
         sidecar, index = self.read(), _process_index()
         data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint, "versions": dict(sidecar.versions)}
+        if sidecar.base is not None:
+            data["base"] = sidecar.base._asdict()
         (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
         if index != 0:
             return
@@ -76,7 +86,18 @@ def read_sidecar(folder: Any) -> Sidecar:
         config = read_text(folder / CONFIG)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
-    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer, versions)
+    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer, versions, _base(folder, data))
+
+
+def _base(folder: Any, data: Mapping[str, Any]) -> Base | None:
+    if (found := data.get("base")) is None:
+        return None
+    path, digests = (found.get("path"), found.get("digests")) if isinstance(found, dict) else (None, None)
+    if not isinstance(path, str) or not isinstance(digests, dict) or "bfloat16" not in digests:
+        raise damaged(folder, DATA, "does not say what its base is")
+    if not all(isinstance(of_names, dict) for of_names in digests.values()):
+        raise damaged(folder, DATA, "has no hashes of its base by name")
+    return Base(path, digests)
 
 
 def _data_file(process: int) -> str:

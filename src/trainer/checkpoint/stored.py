@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,19 @@ import numpy as np
 from trainer.backends import make_model
 from trainer.checkpoint.source import Leaf, filled, joined, names_of, nested
 from trainer.config import Config
+from trainer.config.lora_keys import ENABLE, QTYPE
 from trainer.config.quantization_keys import OF_STORED, STORED
+from trainer.models.adapters import storage_of_base
 from trainer.models.families import place, stacks
 from trainer.models.huggingface import reordered
+from trainer.models.matrices import lora_kernels
 from trainer.products.dequantized import dequantize, is_stored
 
 
 def stored_kernels(config: Config) -> dict[str, Any]:
     """Returns the kernels that a model of `config`, resolved, stores quantized, by canonical name: each a pytree of
     ShapeDtypeStructs."""
-    if not config[STORED]:
+    if not (config[STORED] or config[QTYPE]):
         return {}
     found: dict[str, Any] = {}
 
@@ -34,6 +37,34 @@ def stored_kernels(config: Config) -> dict[str, Any]:
 
     visit("", joined(*make_model(config).abstract))
     return found
+
+
+class OnLoad(NamedTuple):
+    """A kernel that is quantized when a float checkpoint is loaded."""
+
+    shape: tuple[int, ...]  # of the float kernel
+    parts: tuple[str, ...]  # the names of what is stored for it
+    store: Callable[[jax.Array], Any]  # returns what is stored for it, or for some of its layers
+
+
+def quantized_on_load(config: Config) -> dict[str, OnLoad]:
+    """Returns the kernels that QLoRA quantizes (lora_weight_qtype), by canonical name."""
+    if not (config[ENABLE] and config[QTYPE]) or config[STORED]:
+        return {}
+    stored, storage = stored_kernels(config), storage_of_base(config)
+    shapes = {name: _float_shape(kernel) for name, kernel in stored.items()}
+    return {
+        name: OnLoad(
+            shapes[name],
+            tuple(names_of(nested({name: stored[name]}))),
+            functools.partial(storage.store, kernel, stacked=int(place(stacks(config), name) is not None)),
+        )
+        for name, kernel in lora_kernels(config, shapes).items()
+    }
+
+
+def _float_shape(kernel: Any) -> tuple[int, ...]:
+    return jax.eval_shape(functools.partial(dequantize, dtype=jnp.dtype(jnp.float32)), kernel).shape
 
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
@@ -59,7 +90,7 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
 
 def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool, head: int, pairs: bool) -> Leaf:
-    shape = jax.eval_shape(functools.partial(dequantize, dtype=jnp.dtype(jnp.float32)), kernel).shape
+    shape = _float_shape(kernel)
     held: list[Any] = []  # the parts of all layers, while layers are read
 
     def stored() -> Any:

@@ -1,12 +1,15 @@
 """Keys of low-rank adapters, and their checks."""
 
 import re
+from collections.abc import Callable
 
 from trainer.config.keys import Config
 from trainer.config.quantization_keys import STORED
 
 ENABLE, RANK, ALPHA, PATTERN = "enable_lora", "lora_rank", "lora_alpha", "lora_module_path"
 RESTORE, QTYPE, TILE = "lora_restore_path", "lora_weight_qtype", "lora_tile_size"
+# What an empty lora_module_path means: the matrices of the layers, without routers.
+LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
 # The canonical names of an adapter's parameters: those of its product.
 A, B = "lora_a", "lora_b"
 ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")
@@ -46,7 +49,7 @@ def _stored_twice(config: Config) -> str | None:
     return None
 
 
-def _moved(key: str, reason: str) -> tuple[tuple[str, ...], object]:
+def _moved(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
         return f"{reason}, and adapters leave the base as it is; leave out one of them" if _both(config, key) else None
 

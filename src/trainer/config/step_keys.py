@@ -22,6 +22,7 @@ _EXCLUDED = {
     "mtp_eval_target_module",
     "debug_sharding",
     "sharding_tolerance",
+    "lora_restore_path",
 }
 
 

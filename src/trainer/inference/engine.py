@@ -102,6 +102,7 @@ class Engine:
         sampling: Sampling | None = None,
         seed: int | None = None,
         room: int | None = None,
+        adapter: int = 0,
     ) -> tuple[Prefix, Result]:
         """Runs a prompt through the model and draws the token after it.
 
@@ -113,10 +114,12 @@ class Engine:
           sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
           room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
             use_chunked_prefill or enable_prefix_caching, otherwise t.
+          adapter: the adapter of the sequences, counted from 1; 0 for none. For an engine with several.
 
         Raises:
-          ValueError: the prompt has no tokens, or more than its cache has room for.
+          ValueError: the prompt has no tokens, or more than its cache has room for; or there is no such adapter.
         """
+        adapters = self.numbered([adapter] * num_samples)
         keys, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
         if not 1 <= true_length <= padded_tokens.size:
             raise ValueError(f"true_length={true_length}: the prompt has 1 to {padded_tokens.size} tokens")
@@ -124,14 +127,14 @@ class Engine:
             room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
             if not true_length <= room <= self.config.max_target_length:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
-            return self._prefill(params, room, padded_tokens, true_length, keys, sampling)
+            return self._prefill(params, room, padded_tokens, true_length, keys, sampling, adapters)
         cache, before = existing_prefix.cache, existing_prefix.sequences.positions[0]
         length, needed = max(self.places(cache)), int(before) + true_length
         if length < min(needed, self._cache_length):  # a ring as long as the window has room for any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
-        return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling)
+        return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling, adapters)
 
     def places(self, cache: Any) -> list[int]:
         """Returns for how many positions each array of `cache` has a place; 0 for state that has none, such as a sum
@@ -157,6 +160,7 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         seeds: Sequence[int] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> tuple[Prefix, Result]:
         """Prefills several prompts in one pass: prompt i is sequence i of the results. `bulk_insert` inserts them.
 
@@ -165,6 +169,7 @@ class Engine:
             `*packed(prompts)` are these.
           sampling: for all prompts, or arrays with that of each.
           seeds: of each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
+          adapters: of each prompt, see `prefill`; default: none.
 
         Raises:
           ValueError: the model has state without positions, of which a row holds that of one prompt.
@@ -173,9 +178,8 @@ class Engine:
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
         keys, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
-        return self._pack(
-            params, padded_tokens, decoder_positions, decoder_segment_ids, starts, lengths, keys, sampling
-        )
+        drawing = keys, sampling, self.numbered(adapters or [0] * num_prompts)
+        return self._pack(params, padded_tokens, decoder_positions, decoder_segment_ids, starts, lengths, *drawing)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Returns `decode_state`, which is donated, with the sequence of `prefix` in `slot`."""
@@ -243,10 +247,18 @@ class Engine:
         keys = jnp.stack([jax.random.key_data(sampling_key(*request)) for request in zip(seeds, repeated, strict=True)])
         return keys, settings(given, count)
 
+    def numbered(self, numbers: Sequence[int]) -> jax.Array | None:
+        """Returns the adapters of sequences; None for an engine without several. Raises ValueError."""
+        last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
+        if wrong := [number for number in numbers if not 0 <= number <= last]:
+            raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")
+        return None if self.served.ranks is None else jnp.asarray(numbers, jnp.int32)
+
     def _empty(self) -> DecodeState:
         slots = self.max_concurrent_decodes
         zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
-        sequences = Sequences(zeros, zeros, zeros, jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32), sampling)
+        unused, keys = jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32)
+        sequences = Sequences(zeros, zeros, zeros, unused, keys, sampling, self.numbered([0] * slots))
         return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
 
     def _no_cache(self, rows: int, length: int) -> Cache:
@@ -258,10 +270,13 @@ class Engine:
         pairs = zip(self._cache_axes, leaves, strict=True)
         return jax.tree.unflatten(structure, [self.served.sharding(names, leaf.shape) for names, leaf in pairs])
 
-    def _hidden(self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache) -> tuple[Any, Any]:
-        """Returns the hidden states [b, t, e] and the new entries of the cache."""
+    def _hidden(
+        self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
+    ) -> tuple[Any, Any]:
+        """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
         rows = jnp.arange(len(tokens))
-        hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache)
+        ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
+        hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
         return hidden, cache.entries
 
     def _result(self, params: Any, hidden_be: Any, sequences: Sequences) -> tuple[Sequences, Result]:
@@ -275,42 +290,48 @@ class Engine:
         log_probs = drawn.log_prob if self.config.return_log_prob else None
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 
-    def _begun(self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, params: Any) -> tuple[Sequences, Result]:
+    def _begun(
+        self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, adapters: Any, params: Any
+    ) -> tuple[Sequences, Result]:
         """Returns the sequences after prompts whose last positions are `last`."""
         count = len(keys)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
-        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling)
+        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters)
         return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), sequences)
 
-    def _prefilled(self, params, room, tokens, true_length, keys, sampling):
-        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, keys, sampling)
+    def _prefilled(self, params, room, tokens, true_length, *drawing):
+        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, *drawing)
 
-    def _continued(self, params, entries, tokens, true_length, before, keys, sampling):
-        cache = Cache(entries, filled=True)
-        return self._run_prompt(params, cache, tokens, true_length, before, keys, sampling)
+    def _continued(self, params, entries, tokens, true_length, before, *drawing):
+        return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
 
-    def _run_prompt(self, params, cache, tokens, true_length, before, keys, sampling):
+    def _run_prompt(self, params, cache, tokens, true_length, before, keys, sampling, adapters):
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
         positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
-        hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache)
-        sequences, result = self._begun(hidden[:, true_length - 1], before + true_length - 1, keys, sampling, params)
+        of_row = None if adapters is None else adapters[:1, None]
+        hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
+        last = before + true_length - 1
+        sequences, result = self._begun(hidden[:, true_length - 1], last, keys, sampling, adapters, params)
         return Prefix(entries, sequences), result
 
-    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, keys, sampling):
+    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, keys, sampling, adapters):
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
         rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
         cache = dataclasses.replace(self._no_cache(len(keys), tokens.size), rows=rows)
-        hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache)
-        sequences, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, params)
+        of_tokens = None if adapters is None else adapters[rows]
+        hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
+        sequences, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, adapters, params)
         return Prefix(entries, sequences), result
 
     def _generated(self, params, state):
         sequences = state.sequences
         sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
         cache, live = Cache(state.cache, filled=True), sequences.used[:, None].astype(jnp.int32)
-        hidden, entries = self._hidden(params, sequences.tokens[:, None], sequences.positions[:, None], live, cache)
+        tokens, positions = sequences.tokens[:, None], sequences.positions[:, None]
+        of_rows = None if sequences.adapters is None else sequences.adapters[:, None]
+        hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
         sequences, result = self._result(params, hidden[:, 0], sequences)
         return DecodeState(entries, sequences), result

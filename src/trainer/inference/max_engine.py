@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import joined, load_parameters, open_source, parted
+from trainer.checkpoint import joined, load_parameters, names_of, nested, open_adapters, open_source, parted
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
 from trainer.config import Config, UserError
@@ -13,6 +13,7 @@ from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import JsonTokenizer, Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
+from trainer.inference.adapters import loaded
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
 from trainer.ops.random import seed_key
@@ -24,17 +25,27 @@ _MODULES = "mtp_num_layers"
 class MaxEngine(Engine):
     """See `Engine`. It has per_device_batch_size slots per device."""
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None, *, sequences: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        sequences: int | None = None,
+        adapters: Sequence[str] = (),
+    ):
         """
         Args:
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
+          adapters: where adapters for the parameters of load_parameters_path are (`checkpoint.open_adapters`). With
+            several, each sequence has its own, or none (`Engine.prefill`).
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
         """
-        super().__init__(serve(config, jax.devices() if devices is None else devices, sequences))
+        self._adapters = [open_adapters(path) for path in adapters]
+        super().__init__(serve(config, jax.devices() if devices is None else devices, sequences, self._adapters))
 
     def load_params(
         self,
@@ -68,6 +79,8 @@ class MaxEngine(Engine):
         if params is None:
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
+            if self.served.ranks is not None:
+                params = nested(loaded(config, self._adapters, names_of(params)))
         else:
             params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding).astype(like.dtype), params, abstract)
         return parted(params, variables[1])

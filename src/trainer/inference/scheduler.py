@@ -43,6 +43,7 @@ class _Request:
     stop: Collection[int]
     sampling: Sampling | None
     seed: int | None
+    adapter: int = 0
     done: int = 0  # the number of tokens of the prompt that are prefilled
     prefix: Prefix | None = None
     generated: int = 0
@@ -96,6 +97,7 @@ class Scheduler:
         stop: Collection[int] = (),
         sampling: Sampling | None = None,
         seed: int | None = None,
+        adapter: int = 0,
     ) -> int:
         """Adds a request to the queue and returns its number.
 
@@ -104,20 +106,21 @@ class Scheduler:
           limit: the maximum number of tokens to generate. Prompt and generated tokens together never exceed
             max_target_length.
           stop: tokens that end the sequence and do not belong to it.
-          sampling, seed: see `Engine.prefill`.
+          sampling, seed, adapter: see `Engine.prefill`.
 
         Raises:
-          ValueError: the prompt is empty or too long, or the limit is not positive.
+          ValueError: the prompt is empty or too long, the limit is not positive, or there is no such adapter.
           UserError: a token is not in the vocabulary, or a value of `sampling` or `seed` is not allowed.
         """
         self.engine.padded(tokens)
+        self.engine.numbered([adapter])
         check_drawing(sampling or Sampling(), () if seed is None else (seed,))
         if limit is not None and limit < 1:
             raise ValueError(f"limit={limit}: at least one token is generated")
         room = self.engine.config.max_target_length - len(tokens)
         limit = room if limit is None else min(limit, room)
         row = np.asarray(tokens, np.int32)
-        request = _Request(next(self._numbers), row, limit, frozenset(stop), sampling, seed)
+        request = _Request(next(self._numbers), row, limit, frozenset(stop), sampling, seed, adapter)
         self._queue.append(request)
         return request.number
 
@@ -164,6 +167,7 @@ class Scheduler:
             existing_prefix=request.prefix,
             sampling=request.sampling,
             seed=request.seed,
+            adapter=request.adapter,
         )
         request.done += part.size
         if request.done < request.tokens.size:
@@ -171,7 +175,7 @@ class Scheduler:
             return
         self._prefilling = None
         if self._prefixes is not None:
-            self._prefixes.put(request.tokens, request.prefix)
+            self._prefixes.put(request.tokens, request.prefix, request.adapter)
         slot = self._free.popleft()
         self._state = engine.insert(request.prefix, self._state, slot)
         request.prefix = None
@@ -181,7 +185,7 @@ class Scheduler:
     def _begin(self, request: _Request) -> _Request:
         """Returns `request` with the longest cached prefix of its prompt."""
         if self._prefixes is not None:
-            request.prefix, request.done = self._prefixes.get(request.tokens)
+            request.prefix, request.done = self._prefixes.get(request.tokens, request.adapter)
         return request
 
     def _read(self, step: _Step) -> Iterator[Event]:

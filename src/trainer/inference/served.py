@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model, make_model
+from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
+from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
 from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
@@ -27,6 +30,8 @@ class Served(NamedTuple):
       config: resolved.
       rules: of a batch of rows that the mesh shards.
       slots: the number of sequences that are generated at once.
+      ranks: bool [adapters + 1, ranks]; which ranks of the model's adapters belong to each of several adapters, the
+        first row to none (`inference.adapters`). None if the model has at most one.
     """
 
     config: Config
@@ -34,6 +39,7 @@ class Served(NamedTuple):
     rules: Rules
     model: Model
     slots: int
+    ranks: np.ndarray | None = None
 
     @property
     def replicated(self) -> NamedSharding:
@@ -61,12 +67,18 @@ class Served(NamedTuple):
         return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
 
 
-def serve(config: Config, devices: Sequence[jax.Device], sequences: int | None = None) -> Served:
+def serve(
+    config: Config, devices: Sequence[jax.Device], sequences: int | None = None, adapters: Sequence[Adapters] = ()
+) -> Served:
     """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
     or fewer if `sequences` are enough.
 
+    Args:
+      adapters: for the model of `config`; with several, each sequence has its own.
+
     Raises:
-      UserError: the configuration does not fit the devices, or the model cannot generate text.
+      UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
+        served together.
     """
     slices = slice_count(devices)
     # Modules of multi-token prediction are for training.
@@ -80,7 +92,10 @@ def serve(config: Config, devices: Sequence[jax.Device], sequences: int | None =
     if sequences is not None:
         parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])
         slots = min(slots, math.ceil(sequences / parts) * parts)
-    return Served(config, mesh, rules, make_model(config), slots)
+    ranks = None
+    if adapters:
+        config, ranks = with_adapters(config, adapters)
+    return Served(config, mesh, rules, make_model(config), slots, ranks)
 
 
 def without_drops(config: Config) -> Any:

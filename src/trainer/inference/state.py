@@ -34,6 +34,7 @@ class Sequences(NamedTuple):
       used: bool; false for a slot without a sequence.
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
+      adapters: int32; the adapter of each sequence, counted from 1; 0 for none. None if the model has at most one.
     """
 
     tokens: jax.Array
@@ -42,6 +43,7 @@ class Sequences(NamedTuple):
     used: jax.Array
     keys: jax.Array
     sampling: Sampling
+    adapters: jax.Array | None = None
 
 
 class Prefix(NamedTuple):

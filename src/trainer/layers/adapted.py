@@ -18,6 +18,8 @@ class Adapted(nnx.Module):
     """A `Product`: that of `inner` plus `scale` x a b, where a [*i, r] and b [r, *o] are parameters.
 
     Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
+
+    Several adapters are one whose ranks are those of all of them: `context.ranks` says which ranks a row uses.
     """
 
     def __init__(self, inner: Any, kernel: Kernel, *, rank: int, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -56,6 +58,8 @@ class Adapted(nnx.Module):
     ) -> jax.Array:
         del reduce_early  # the kernel has no gradient
         low = self.scale * product(x, inputs, self.lora_a.get_value())
+        if context is not None and context.ranks is not None:
+            low = jnp.where(context.ranks, low, 0)
         return self.inner(x, inputs, kernel, None, context) + product(low, 1, self.lora_b.get_value())
 
 

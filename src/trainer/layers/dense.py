@@ -63,8 +63,8 @@ class Dense(WithMatrices):
 
     def use(self, name: str, product: Any) -> None:
         """See `WithMatrices`."""
-        self.product = product
-        self.kernel.set_value(stored(product, self.kernel.get_value()))
+        self.product = product  # which may be wrapped for NNX until now
+        self.kernel.set_value(stored(self.product, self.kernel.get_value()))
 
     def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
         """Returns the kernel in `dtype`, [*in, *out]; None if the product computes something else than the product with

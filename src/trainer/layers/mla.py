@@ -171,7 +171,9 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores._replace(op="dot_product")
-        if (kernel := self.wkv_b.matrix(query.dtype)) is None:
+        # With adapters of its own, each row has another matrix.
+        kernel = self.wkv_b.matrix(query.dtype) if context.ranks is None else None
+        if kernel is None:
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)

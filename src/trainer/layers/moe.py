@@ -109,7 +109,7 @@ class MoE(WithMatrices):
         """See `WithMatrices`. The parameters of a product are under product/NAME."""
         setattr(self.product, name, product)
         kernel = getattr(self, name)
-        kernel.set_value(stored(product, kernel.get_value()))
+        kernel.set_value(stored(getattr(self.product, name), kernel.get_value()))
 
     def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """[b, t, width] -> [b, t, width]."""

@@ -91,22 +91,23 @@ class Linen:
         return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(
-        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None, sampled=None
+        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None, sampled=None, ranks=None
     ) -> tuple[Any, Sown, Any]:
         """See `Model.apply`."""
         variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
                 return self._head(variables, *inputs), {}, cache
-            (out, cache), sown = self._call(variables, method, *inputs, cache, key, types=capture, sampled=sampled)
+            given = *inputs, cache, key, capture, sampled, ranks
+            (out, cache), sown = self._call(variables, method, given, capture)
             return out, sown, cache
 
     def _head(self, variables, x):
         return self.module.apply(variables, x, method="head")
 
-    def _call(self, variables, method, *args, types, sampled) -> tuple[Any, Sown]:
+    def _call(self, variables, method, args, types) -> tuple[Any, Sown]:
         names = [variable_type.__name__ for variable_type in types]
-        result, sown = self.module.apply(variables, *args, types, sampled, method=method, mutable=names)
+        result, sown = self.module.apply(variables, *args, method=method, mutable=names)
         flat = {name: traverse_util.flatten_dict(sown.get(name, {}), sep="/") for name in names}
         return result, flat
 
@@ -122,8 +123,8 @@ class Bridged(Linen):
     def _head(self, variables, x):
         return self.module.apply(variables, x, nnx_method="head")
 
-    def _call(self, variables, method, *args, types, sampled) -> tuple[Any, Sown]:
-        return self.module.apply(variables, *args, types, sampled, nnx_method=capturing(types, method))
+    def _call(self, variables, method, args, types) -> tuple[Any, Sown]:
+        return self.module.apply(variables, *args, nnx_method=capturing(types, method))
 
 
 class BridgedLinenDecoder(Bridged):

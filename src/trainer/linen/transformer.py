@@ -46,12 +46,12 @@ class Transformer(linen.Module):
         if self.config.mtp_num_layers:
             self.mtp_block = MtpBlock(self.config)
 
-    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = (), sampled=None):
+    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = (), sampled=None, ranks=None):
         """See `models.transformer.Transformer.hidden`."""
         x = self.token_embedder(inputs)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        context = Context(position, segment, row, key, sampled)
+        context = Context(position, segment, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
         if self.config.mtp_num_layers and (MtpHidden in types or self.is_initializing()):
             _sow_all(self, types, self.mtp_block(x, hidden, context, types))

@@ -2,24 +2,31 @@
 
 import functools
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, RANK, A, B
-from trainer.layers.adapted import Adapted, GroupedAdapted
-from trainer.models.quantization import HEAD, MTP, ROUTER, named
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
+from trainer.config.quantization_keys import STORED, STORED_DTYPES
+from trainer.layers.adapted import Adapted, GroupedAdapted, delta
+from trainer.models.quantization import named
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
+from trainer.products.dequantized import Storage, dequantized
+
+
+def storage_of_base(config: Config) -> Storage:
+    """Returns how matrices with an adapter are stored under QLoRA."""
+    return Storage(STORED_DTYPES[config[QTYPE]], (config[TILE] or 0, 1))
 
 
 def is_adapted(config: Config, name: str) -> bool:
     """Returns whether the matrix `name` has an adapter."""
-    if not config[ENABLE]:
-        return False
-    if config[PATTERN]:
-        return bool(re.search(named(config[PATTERN]), name))
-    return not any(re.search(pattern, name) for pattern in (ROUTER, HEAD, MTP))
+    return bool(config[ENABLE] and re.search(named(config[PATTERN] or LAYERS), name))
 
 
 def with_adapters(config: Config, rules: Rules) -> Rules:
@@ -28,21 +35,91 @@ def with_adapters(config: Config, rules: Rules) -> Rules:
 
 
 def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    inner = (maker(rules, kernel.name) or make_plain)(kernel, rngs=rngs)
+    make = maker(rules, kernel.name) or make_plain
     if not is_adapted(config, kernel.name):
-        return inner
+        return make(kernel, rngs=rngs)
     if kernel.name == "token_embedder/embedding":
         raise UserError(
             f"{PATTERN}={config[PATTERN]} matches {kernel.name}: tokens are looked up in the table of a tied head, and "
             "an adapter changes only a product; choose other matrices, as with decoder/.*"
         )
+    if config[QTYPE] and not config[STORED]:
+        if make is not make_plain:
+            raise UserError(f"{QTYPE}={config[QTYPE]}: {kernel.name} has a product of its own, which is not quantized")
+        make = functools.partial(dequantized, storage_of_base(config))
+    inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)
 
 
+def kernel_of(name: str) -> str:
+    """Returns the matrix to which the adapter's parameter `name` belongs."""
+    layer, _, own = name.rpartition("/product/")
+    return f"{layer}/{own.partition('/')[0] if '/' in own else 'kernel'}"
+
+
 def adapter_names(kernel: str) -> tuple[str, str]:
-    """Returns the canonical names of the parameters a and b of an adapter of the matrix `kernel`."""
+    """Returns the names of the parameters a and b of an adapter of the matrix `kernel`."""
     layer, _, name = kernel.rpartition("/")
     product = f"{layer}/product" if name == "kernel" else f"{layer}/product/{name}"
     return f"{product}/{A}", f"{product}/{B}"
+
+
+def apply_lora_on_base_params(
+    base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
+) -> dict[str, Any]:
+    """Returns `base_params` with adapters added to their matrices, in float32 and rounded to the matrix's dtype.
+
+    Args:
+      base_params: a nested dict of canonical names. Its arrays stay as they are.
+      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in it replace those of
+        the base.
+      lora_scale_factor: lora_alpha / lora_rank.
+
+    Raises:
+      UserError: the base has no such matrix, or it is stored quantized.
+    """
+    return _changed(base_params, lora_params, lora_scale_factor)
+
+
+def unapply_lora_from_base_params(
+    base_params: Mapping[str, Any],
+    lora_params: Mapping[str, Any],
+    lora_scale_factor: float = 1.0,
+    *,
+    kept: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the inverse of `apply_lora_on_base_params`, up to rounding; see there. Parameters in `kept`, such as the
+    base before, are returned exactly."""
+    adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
+    before = _flat(kept or {})
+    if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:
+        raise UserError(f"{min(lost)} was replaced, so `kept` must have it")
+    found = _flat(_changed(base_params, _nested(adapters), -lora_scale_factor))
+    return _nested({name: before.get(name, leaf) for name, leaf in found.items()})
+
+
+def _changed(base: Mapping[str, Any], adapters: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    found, given = _flat(base), _flat(adapters)
+    for name in given:
+        if not ADAPTER.search(name):
+            found[name] = given[name]
+        elif name.endswith(A):
+            kernel, other = kernel_of(name), f"{name.removesuffix(A)}{B}"
+            if kernel not in found or other not in given:
+                raise UserError(f"{name}: there is no {kernel} in the base, or no {other} in the adapters")
+            if not isinstance(found[kernel], jax.Array | np.ndarray):
+                raise UserError(f"{kernel} is stored quantized, and adapters can be added only to floats")
+            exact = found[kernel].astype(jnp.float32)
+            more = delta(given[name].astype(jnp.float32), given[other].astype(jnp.float32), scale, exact.ndim)
+            found[kernel] = (exact + more).astype(found[kernel].dtype)
+    return _nested(found)
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.flatten_dict(dict(tree), sep="/")
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return traverse_util.unflatten_dict(dict(flat), sep="/")

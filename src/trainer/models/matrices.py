@@ -69,20 +69,48 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
       UserError: see `check_matrices`.
     """
     check_matrices(config)
-    found = {
-        kernel.name: kernel
-        for stack in stacks(config)
-        for block, path in zip(stack.blocks, stack.paths, strict=True)
-        for kernel in _kernels(config, f"decoder/{path}", block, "quantization")
-    }
-    for k in depths(config):
-        path = part_path(k, BLOCK)
-        found |= {kernel.name: kernel for kernel in _kernels(config, path, last_block(config)[1], "quantization")}
+    found = _matrices(config, "quantization")
     # Others are the output head and projections of modules, which have one axis of inputs.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
     }
+
+
+def _matrices(config: Config, key: str) -> dict[str, Kernel]:
+    """Returns the matrices of all blocks by canonical name, for the sake of `key`."""
+    blocks = [
+        (f"decoder/{path}", block)
+        for stack in stacks(config)
+        for block, path in zip(stack.blocks, stack.paths, strict=True)
+    ]
+    blocks += [(part_path(k, BLOCK), last_block(config)[1]) for k in depths(config)]
+    return {kernel.name: kernel for path, block in blocks for kernel in _kernels(config, path, block, key)}
+
+
+def lora_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Kernel]:
+    """Returns the matrices with an adapter, by canonical name; {} without LoRA. `shapes`: see `quantized_kernels`."""
+    if not config[ENABLE]:
+        return {}
+    found = _matrices(config, ENABLE)
+    return {
+        name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
+        for name in adapted_names(config)
+    }
+
+
+def adapted_names(config: Config) -> list[str]:
+    """Returns the matrices with an adapter; [] without LoRA.
+
+    Raises:
+      UserError: see `matrix_names`; or there is none.
+    """
+    if not config[ENABLE]:
+        return []
+    names = matrix_names(config, ENABLE)
+    if found := [name for name in names if is_adapted(config, name)]:
+        return found
+    raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
 
 
 def masked_kernels(config: Config) -> list[Kernel]:
@@ -129,10 +157,7 @@ def check_matrices(config: Config) -> None:
         `matrix_names` and `masked_kernels`.
     """
     masked_kernels(config)
-    if config[ENABLE]:
-        names = matrix_names(config, ENABLE)
-        if not any(is_adapted(config, name) for name in names):
-            raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
+    adapted_names(config)
     if config.quantization:
         check_unquantized(config, matrix_names(config))
         if not quantized_names(config):

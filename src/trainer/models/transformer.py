@@ -209,6 +209,7 @@ class Transformer(nnx.Module):
         key: jax.Array | None = None,
         types: Types = (),
         sampled: jax.Array | None = None,
+        ranks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns the input of the head, [b, t, e], and the cache.
 
@@ -218,11 +219,11 @@ class Transformer(nnx.Module):
           cache: holds earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
-          sampled: see `products.Context`.
+          sampled, ranks: see `products.Context`.
         """
         x = self.token_embedder(inputs)
         sow(self, Activation, "embedding", x)
-        context = Context(inputs_position, inputs_segmentation, row, key, sampled)
+        context = Context(inputs_position, inputs_segmentation, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
         if MtpHidden in types and self.config.mtp_num_layers:
             run_block = self.decoder.run_block

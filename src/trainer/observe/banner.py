@@ -13,6 +13,7 @@ from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
 from trainer.config.kernels import why_no_kernel
 from trainer.config.latent_keys import is_latent
+from trainer.config.lora_keys import ALPHA, ENABLE, QTYPE, RANK
 from trainer.config.sparsity_keys import START, M, N, is_sparse
 from trainer.config.windows import has_window, period
 from trainer.config.words import counted
@@ -60,6 +61,7 @@ def banner_rows(
     parameters: int,
     dataset: str,
     run_dir: Path,
+    trained: int | None = None,
     products: Sequence[tuple[str, str]] = (),
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
@@ -77,7 +79,8 @@ def banner_rows(
             f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
             f"width {config.base_emb_dim}, {_heads(config)}, "
             f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
-            f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters",
+            f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters"
+            + (f", {trained:,} of them trained" if trained not in (None, parameters) else ""),
         ),
         ("attention", config.attention + _windows(config) + (f" ({reason})" if reason else "")),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
@@ -92,11 +95,15 @@ def banner_rows(
 
 
 def product_rows(
-    config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str]
+    config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str], adapted: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows on what is quantized and what is sparse: the canonical names of the matrices that are
-    quantized, of those `left` float, and of those `masked`."""
+    """Returns (label, text) rows on what is quantized, sparse and adapted: the canonical names of the matrices that are
+    quantized, of those `left` float, of those `masked`, and of those with adapters."""
     rows = []
+    if config[ENABLE]:
+        base = f", over {config[QTYPE]}" if config[QTYPE] else ""
+        how = f"rank {config[RANK]}, scale {config[ALPHA] / config[RANK]:g}{base}"
+        rows += [("adapters", f"{how}: {_by_stack(adapted)}")]
     if config.quantization:
         rows += [("quantized", f"{config.quantization}: {_by_stack(quantized)}")]
         rows += [("float", _by_stack(left) or "no matrix")]

@@ -55,6 +55,7 @@ class Console:
         work: Work,
         dataset: str,
         run_dir: Path,
+        trained: int | None = None,
         products: Sequence[tuple[str, str]] = (),
         warnings: Sequence[str] = (),
     ) -> None:
@@ -66,7 +67,8 @@ class Console:
           parameters: the number of parameters of the model.
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
-          products: rows on what is quantized and sparse (`product_rows`).
+          trained: how many of them are trained; None: all.
+          products: rows on what is quantized, sparse and adapted (`product_rows`).
         """
         self._work, self._run_dir = work, run_dir
         self._table(
@@ -78,6 +80,7 @@ class Console:
                 parameters=parameters,
                 dataset=dataset,
                 run_dir=run_dir,
+                trained=trained,
                 products=products,
             )
         )

@@ -14,6 +14,9 @@ class Context(NamedTuple):
     key: jax.Array | None  # this layer's dropout key; None: nothing is dropped
     sampled: jax.Array | None = None  # bool []: whether rules read sown values in this step (optim.any_due); None: yes
 
+    # bool [b, t or 1, ranks]: which ranks of its adapters each row or token uses; None: all. See `layers.adapted`.
+    ranks: jax.Array | None = None
+
     def at(self, index: int | jax.Array) -> "Context":
         """Returns the context for a layer, or for a dropout site within a layer: its key is folded with `index`."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, index))

@@ -176,7 +176,10 @@ class _Loop:
             self.done,
             config=config,
             codec=self._run.codec,
-            sidecar=lambda: Sidecar(to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files),
+            sidecar=lambda: Sidecar(
+                to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files, base=self._start.base
+            ),
+            unsaved=self._run.base_names,
             initial=initial,
             force=force,
             before=self._before_saving,

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model, TrainTree
 from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
+from trainer.config.lora_keys import ENABLE
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
-from trainer.ops.paths import by_name
+from trainer.ops.paths import Path, by_name, by_path
 from trainer.optim import trainable
 from trainer.sharding import Rules, on_mesh, spec
 from trainer.state import ParamShardings, set_named_sharding_nnx, table
@@ -141,6 +142,12 @@ class Run(NamedTuple):
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._params))
 
     @property
+    def trained_parameters(self) -> int:
+        """Parameters of the model that are trained."""
+        is_trained = by_path(trainable(self.config)(self._params))
+        return sum(math.prod(leaf.shape) for path, leaf in by_path(self._params).items() if is_trained[path])
+
+    @property
     def flops_per_token(self) -> float:
         """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`."""
         return 3 * forward_flops_per_token(self.config, self._params)
@@ -148,6 +155,14 @@ class Run(NamedTuple):
     @property
     def _params(self) -> Any:
         return self.codec.unpack(self.abstract_state).params
+
+    @property
+    def base_names(self) -> frozenset[Path]:
+        """The parameters that no step changes and no checkpoint has: the base of adapters."""
+        if not self.config[ENABLE]:
+            return frozenset()
+        is_trained = by_path(trainable(self.config)(self._params))
+        return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
         """Returns the shardings of the train state and of `frozen` as plain data: mesh axes larger than 1, rows,

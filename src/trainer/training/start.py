@@ -1,24 +1,41 @@
 """The state a run begins with: its own newest checkpoint, another run's state, given parameters, or initial ones."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from trainer.checkpoint import (
+    Base,
     CheckpointManager,
     SavedCheckpoints,
     Sidecar,
+    base_of,
+    check_base,
     inspect,
     joined,
     load_parameters,
     newest,
     parted,
+    place_of,
     restore,
     saved_config,
+    with_base,
+    without_base,
 )
-from trainer.config import UserError, another_program, check_islands, check_optimizer, check_resume, islands_of, resets
+from trainer.config import (
+    Config,
+    UserError,
+    another_program,
+    check_islands,
+    check_optimizer,
+    check_resume,
+    islands_of,
+    resets,
+)
+from trainer.config.lora_keys import ENABLE, RESTORE
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.names import names_of_blocks, renamed
+from trainer.ops.paths import Path, by_path
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
@@ -38,6 +55,7 @@ class Start(NamedTuple):
     position: Any = None  # position in the data; None is the beginning
     resumed: bool = False  # whether an earlier process began this run
     frozen: Any = ()  # what the objective reads beside the state; see `FrozenArrays`
+    base: Base | None = None  # of a run with adapters
 
 
 def start(
@@ -62,16 +80,16 @@ def start(
     """
     config = run.config
     if manager is not None and manager.latest is not None:
-        begin = _continued(run, dataset, manager.path(manager.latest), say, schedule_given)
+        begin = _continued(run, dataset, manager.path(manager.latest), say, schedule_given, given)
     elif config.load_full_state_path:
         begin = _other_run(run, dataset, say)
         _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
     else:
-        begin = Start(_new(run, say, given))
+        begin = _new(run, say, given)
     return begin._replace(frozen=run.frozen.make())
 
 
-def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: bool) -> Start:
+def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: bool, given: Collection[str]) -> Start:
     config = run.config
     sidecar = inspect(path)
     saved = saved_config(sidecar, path)
@@ -81,7 +99,8 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
         say(line)
     agreed(lambda: _check_data(run, dataset, sidecar, path))
     fresh = resets(saved, config)
-    state = _with_fresh_optimizer(run, path, sidecar) if fresh else _restored(run, path, sidecar)
+    base = _base(run, sidecar, path, say, given)
+    state = (_with_fresh_optimizer if fresh else _restored)(run, path, sidecar, base)
     updates = int(run.codec.unpack(state).step)
     if updates > config.steps:
         raise UserError(
@@ -92,13 +111,13 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     say(f"{path}: {done}{', a fresh optimizer' if fresh else ''}")
     if config.reset_optimizer and not fresh:
         say("reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed")
-    for key in ("load_parameters_path", "load_full_state_path"):
-        if config[key]:
+    for key in ("load_parameters_path", "load_full_state_path", RESTORE):
+        if config[key] and not (config[ENABLE] and key == "load_parameters_path"):
             say(f"{key} is ignored: the run has its own checkpoint")
-    return Start(state, updates, sidecar.position, resumed=True)
+    return Start(state, updates, sidecar.position, resumed=True, base=_placed(sidecar.base, config))
 
 
-def _new(run: Run, say: Say, given: Collection[str]) -> Any:
+def _new(run: Run, say: Say, given: Collection[str]) -> Start:
     config = run.config
     if config.reset_optimizer:
         say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
@@ -107,8 +126,41 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Any:
         weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
         state = run.init(*parted(weights, rest))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
-        return state
-    return run.init()
+    else:
+        state = run.init()
+    frozen = _frozen(run, run.states.first(run.codec.unpack(state)).params)
+    return Start(state, base=base_of(config.load_parameters_path, frozen) if frozen else None)
+
+
+def _frozen(run: Run, params: Any) -> dict[Path, Any]:
+    """Returns those of the parameters that no checkpoint has: the base of adapters."""
+    return {path: leaf for path, leaf in by_path(params).items() if path in run.base_names}
+
+
+def _placed(base: Base | None, config: Config) -> Base | None:
+    """Returns `base` with the place from which it was loaded."""
+    if base is None or not config.load_parameters_path:
+        return base
+    return base._replace(path=place_of(config.load_parameters_path))
+
+
+def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
+    """Returns the base of adapters from where it is now, for the checkpoint `path`; {} if the run has none."""
+    config = run.config
+    if not run.base_names:
+        return {}
+    if sidecar.base is None:
+        raise UserError(
+            f"{path}: was saved without {ENABLE}, so it has no adapters; load_parameters_path takes it as base"
+        )
+    params, rest = _abstract(run).params, run.states.one.rest
+    if place := config.load_parameters_path or sidecar.base.path:
+        weights = load_parameters(place, config, joined(params, rest), say, given)
+        found = _frozen(run, parted(weights, rest)[0])
+    else:
+        found = _frozen(run, run.states.first(run.codec.unpack(run.init())).params)
+    check_base(found, sidecar.base, path)
+    return found
 
 
 def _check_finite(run: Run, state: Any, loaded: str) -> None:
@@ -129,12 +181,13 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     saved = saved_config(sidecar, path)
     from_islands = bool(islands_of(saved)) and not run.config.enable_diloco
     fresh = run.config.reset_optimizer or from_islands
+    base = _base(run, sidecar, path, say, ())
     if fresh:
-        state = _with_fresh_optimizer(run, path, sidecar)
+        state = _with_fresh_optimizer(run, path, sidecar, base)
     else:
         check_optimizer(saved, run.config, str(path))
         check_islands(saved, run.config, str(path))
-        state = _restored(run, path, sidecar)
+        state = _restored(run, path, sidecar, base)
     if changed := other_versions(sidecar.versions):
         say(changed)
     updates = int(run.codec.unpack(state).step)
@@ -150,28 +203,29 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     if bool(islands_of(saved)) != run.config.enable_diloco:
         what = "the outer parameters, " if from_islands else "on every island, "
     say(f"starting from {path}: {what}{counted(updates, 'update')}, {optimizer}, {data}")
-    return Start(state, updates, sidecar.position if same_data else None)
+    return Start(state, updates, sidecar.position if same_data else None, base=_placed(sidecar.base, run.config))
 
 
-def _restored(run: Run, path: Any, sidecar: Sidecar) -> Any:
+def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:
     if islands_of(saved_config(sidecar, path)):
-        return run.codec.pack(_tree_of(run, path, sidecar, _abstract(run)))
-    return run.states.from_one(_tree_of(run, path, sidecar, run.states.one))
+        return run.codec.pack(_tree_of(run, path, sidecar, base, _abstract(run)))
+    return run.states.from_one(_tree_of(run, path, sidecar, base, run.states.one))
 
 
-def _tree_of(run: Run, path: Any, sidecar: Sidecar, wanted: Any) -> Any:
+def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any) -> Any:
     """Returns the content of another run's checkpoint.
 
     If that run trained another block, a user's own block that replaces it may list the parameter names of the old block
     in `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
-        return restore(path, wanted)
+        return with_base(restore(path, without_base(wanted, base)), wanted, base)
     names = names_of_blocks(run.config)
-    return renamed(restore(path, renamed(wanted, names)), names.inverse())
+    saved = without_base(renamed(wanted, names), base)
+    return renamed(with_base(restore(path, saved), renamed(wanted, names), base), names.inverse())
 
 
-def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
+def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:
     """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
 
     The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
@@ -179,9 +233,9 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar) -> Any:
     """
     wanted = run.states.one._replace(params=_abstract(run).params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):
-        tree = _tree_of(run, path, sidecar, like_islands(count, wanted))
+        tree = _tree_of(run, path, sidecar, base, like_islands(count, wanted))
         return run.init(*without_islands(tree), tree.step)
-    tree = _tree_of(run, path, sidecar, wanted)
+    tree = _tree_of(run, path, sidecar, base, wanted)
     return run.init(tree.params, tree.rest, tree.step)
 
 

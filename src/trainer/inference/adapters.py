@@ -1,0 +1,81 @@
+"""Several adapters over one base: a model with one adapter whose ranks are those of all of them.
+
+The product of an adapter is a sum over its ranks, so a row that uses only the ranks of one adapter gets the product of
+that adapter (`products.Context.ranks`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from trainer.checkpoint import Adapters, check_base, weight_shapes
+from trainer.config import Config, UserError
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, RESTORE, TILE, B
+from trainer.models.adapters import kernel_of
+from trainer.models.matrices import lora_kernels, matrix_names
+from trainer.models.transformer import head_matrix
+
+
+def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np.ndarray | None]:
+    """Returns the configuration of a model with the ranks of all `adapters`, and `Served.ranks`.
+
+    Args:
+      config: of the base, resolved.
+
+    Raises:
+      UserError: rows cannot use different adapters in the same products.
+    """
+    keys = [found.keys(config) for found in adapters]
+    if len(adapters) == 1:
+        return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
+    patterns = dict.fromkeys(each[PATTERN] for each in keys)
+    pattern = next(iter(patterns)) if len(patterns) == 1 else "|".join(f"(?:{one or LAYERS})" for one in patterns)
+    if len({(each.get(QTYPE, ""), each.get(TILE)) for each in keys}) > 1:
+        raise UserError(f"adapters: {QTYPE} or {TILE} of their bases differ; serve them one by one")
+    ranks = [each[RANK] for each in keys]
+    # The factor lora_alpha / lora_rank of each is in its b.
+    whole = {**keys[0]} | {ENABLE: True, RANK: sum(ranks), ALPHA: float(sum(ranks)), PATTERN: pattern}
+    config = ml_collections.FrozenConfigDict({**config, **whole})
+    names = matrix_names(config, ENABLE)
+    kernels = lora_kernels(config, dict.fromkeys(names, (0, 0)))
+    if groups := [name for name, kernel in kernels.items() if kernel.groups]:
+        raise UserError(f"adapters: {groups[0]} belongs to experts, which sort rows; serve them one by one")
+    if (head := "/".join(head_matrix(config))) in kernels:
+        raise UserError(f"adapters: the output head {head} has the same matrix for all rows; serve them one by one")
+    owner = np.repeat(np.arange(1, len(ranks) + 1), ranks)
+    return config, np.arange(len(ranks) + 1)[:, None] == owner
+
+
+def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns `weights` with the values of all `adapters`.
+
+    Args:
+      config: from `with_adapters`.
+      weights: of a model of `config` on its devices, by canonical name.
+
+    Raises:
+      UserError: other parameters were trained, too, or the adapters belong to another base.
+    """
+    values = {name: np.zeros(leaf.shape, np.float32) for name, leaf in weights.items() if ADAPTER.search(name)}
+    kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, ENABLE), (0, 0)))
+    parameters = {tuple(name.split("/")): leaf for name, leaf in weights.items() if name not in values}
+    first = 0
+    for found in adapters:
+        keys = found.keys(config)
+        own = ml_collections.FrozenConfigDict({**config, **keys})
+        leaves = found.leaves(own, weight_shapes(own))
+        if others := leaves.keys() - values.keys():
+            raise UserError(f"{found.path}: {min(others)} was trained, too, so it cannot share a base; serve it alone")
+        check_base(parameters, found.base, found.path)
+        for name, leaf in leaves.items():
+            value, target = leaf.read(np.dtype(np.float32), lambda size: None), values[name]
+            axis = -1
+            if name.endswith(B):
+                value, axis = value * (keys[ALPHA] / keys[RANK]), -1 - len(kernels[kernel_of(name)].out_shape)
+            np.moveaxis(target, axis, 0)[first : first + keys[RANK]] = np.moveaxis(value, axis, 0)
+        first += keys[RANK]
+    arrays = {name: value.astype(weights[name].dtype) for name, value in values.items()}
+    return weights | {name: jax.device_put(array, weights[name].sharding) for name, array in arrays.items()}
