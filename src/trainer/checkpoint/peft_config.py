@@ -146,13 +146,20 @@ def _version(data: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def config_fields(
-    base: str, rank: int, alpha: float, targets: Sequence[str], saved: Sequence[str], tied: bool
+    base: str,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    parameters: Sequence[str],
+    saved: Sequence[str],
+    tied: bool,
 ) -> dict[str, Any]:
-    """Returns an adapter_config.json with fields that every version of peft since 0.7 reads, except for `tied`.
+    """Returns an adapter_config.json with fields that peft knows since 0.7, except those for `parameters` and `tied`.
 
     Args:
       base: base_model_name_or_path.
       targets: target_modules.
+      parameters: target_parameters.
       saved: modules_to_save.
       tied: whether the table and the head are among them, and one.
     """
@@ -170,5 +177,6 @@ def config_fields(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
+        **({"target_parameters": list(parameters)} if parameters else {}),
         **({"ensure_weight_tying": True} if tied else {}),
     }

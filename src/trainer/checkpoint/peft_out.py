@@ -174,23 +174,30 @@ def _values(
 
 def _ends_of(
     tables: Tables, members: Mapping[str, set[str]], targets: set[str], saved: set[str]
-) -> tuple[list[str], list[str]]:
-    """Returns target_modules and modules_to_save: short ends of names of modules, which no other module's name has.
+) -> tuple[list[str], list[str], list[str]]:
+    """Returns target_modules, target_parameters and modules_to_save: short ends of names, which no other module has.
 
-    A target is one or more words of a name; a module to save is any end of it.
+    A target is one or more words of a name; a module to save is any end of it. Where experts have gate_proj, peft 0.21
+    takes every target of this name for theirs. Other modules of this name are therefore targets by their parameter.
     """
-    every = {
-        _module(tensor).replace(EXPERT, str(e))
-        for name in itertools.chain(*members.values())
-        for tensor in tables.layers(tables.base[name], name)
-        for e in range(tables.experts if tables.base[name].of_experts else 1)
-    }
-    taken = {end for module in every - targets for end in _ends(module)}
+    every, experts = set[str](), set[str]()
+    for name in itertools.chain(*members.values()):
+        for tensor in tables.layers(tables.base[name], name):
+            if tables.base[name].of_experts:
+                experts |= {_module(tensor).replace(EXPERT, str(e)) for e in range(tables.experts)}
+            else:
+                every.add(_module(tensor))
+    words = {module.rpartition(".")[2] for module in experts}
+    by_parameter = {module for module in targets - experts if module.rpartition(".")[2] in words}
+    every |= experts
+
+    def ends(chosen: set[str]) -> list[str]:
+        taken = {end for module in every - chosen for end in _ends(module)}
+        return sorted({next(end for end in _ends(module) if end not in taken) for module in chosen})
+
     others = {_module(tables.in_memory(f"{module}.weight")) for module in every} - saved
-    return (
-        sorted({next(end for end in _ends(module) if end not in taken) for module in targets}),
-        sorted({next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}),
-    )
+    kept = {next(end for end in _ends(module) if not any(it.endswith(end) for it in others)) for module in saved}
+    return ends(targets - by_parameter), [f"{end}.weight" for end in ends(by_parameter)], sorted(kept)
 
 
 def _ends(module: str) -> list[str]:

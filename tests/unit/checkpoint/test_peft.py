@@ -207,6 +207,9 @@ TENSORS = {
     "lora_magnitude_vector": lambda found: found | {f"{Q}lora_magnitude_vector": np.ones(32, np.float32)},
     "lora_embedding_A": lambda found: found | {"model.embed_tokens.lora_embedding_A": np.ones((4, 64), np.float32)},
     r"q_proj.lora_B.bias": lambda found: found | {f"{Q}lora_B.bias": np.ones(32, np.float32)},
+    r"q_proj.lora_A.weight: missing": lambda found: {
+        name: it for name, it in found.items() if name != f"{Q}lora_A.weight"
+    },
     r"q_proj.lora_B.weight: missing": lambda found: {
         name: it for name, it in found.items() if name != f"{Q}lora_B.weight"
     },
@@ -280,6 +283,22 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
     assert not any(it.any() for it in added)
     assert "base_model.model.model.layers.1.mlp.gate.weight" in found
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["gate"]
+
+
+def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
+    """peft 0.21 takes target_modules of these names for experts'."""
+    base = base_of("deepseek-v3")
+    keys = {"enable_lora": True, "lora_module_path": "decoder/.*(shared_experts|mlp)/wo", "lora_rank": 1}
+    config = model_config(open_source(str(base)).keys, as_words(keys | pinned(ALL_COMBINATIONS[0])), str(base))
+    shapes = {name: shape for name, shape in weight_shapes(config).items() if "/product/" in name}
+    assert len(shapes) == 4
+    leaves = {
+        name: Leaf(it, np.dtype(np.float32), [lambda it=it: np.ones(it, np.float32)]) for name, it in shapes.items()
+    }
+    write_peft(tmp_path, config, leaves, base="", rank=1, alpha=8.0)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert said["target_modules"] == []
+    assert said["target_parameters"] == ["mlp.down_proj.weight", "shared_experts.down_proj.weight"]
 
 
 def test_trained_parameters_without_a_place_are_refused(tmp_path):
