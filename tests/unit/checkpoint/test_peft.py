@@ -288,7 +288,12 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
 def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
     """peft 0.21 takes target_modules of these names for experts'."""
     base = base_of("deepseek-v3")
-    keys = {"enable_lora": True, "lora_module_path": "decoder/.*(shared_experts|mlp)/wo", "lora_rank": 1}
+    keys = {
+        "enable_lora": True,
+        "lora_module_path": "decoder/.*(shared_experts|mlp)/wo",
+        "lora_rank": 1,
+        "lora_alpha": 8,
+    }
     config = model_config(open_source(str(base)).keys, as_words(keys | pinned(ALL_COMBINATIONS[0])), str(base))
     shapes = {name: shape for name, shape in weight_shapes(config).items() if "/product/" in name}
     assert len(shapes) == 4
