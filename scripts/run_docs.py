@@ -206,6 +206,8 @@ def cut(command: Command, models: Path) -> list[str]:
         if command.program in ("trainer.train", "trainer.export", "trainer.parity") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
             words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []  # it has 64 tokens
+    if command.program in TRAINING and any(word.startswith("load_parameters_path=/models/") for word in words):
+        words += ["dataset_type=synthetic"]
     return words
 
 

@@ -6,10 +6,10 @@ Nothing is allocated. `left.key=value` and `right.key=value` compare two configu
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import Config, UserError, command_line, exit_on_user_error
+from trainer.config import Begun, Config, Loaded, UserError, command_line, exit_on_user_error
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -20,11 +20,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     as_json = "--json" in words
-    sides = load_sides([word for word in words if word != "--json"], os.environ)
+    sides = load_sides([word for word in words if word != "--json"], os.environ, _models)
     for side in sides:
         for line in (*side.loaded.notes, *side.loaded.warnings):
             print(f"{side.name}: {line}" if side.name else line, file=sys.stderr)
-    _prepare([side.loaded.config for side in sides])
     by_side = {side.name: describe(side.loaded.config, side.name) for side in sides}
     if as_json:
         print(json.dumps(by_side if len(sides) > 1 else by_side[sides[0].name], indent=1))
@@ -35,6 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table.text(only["tensors"], only["totals"], only["warnings"]))
     else:
         print(_side_by_side(sides, by_side))
+
+
+def _models(sides: Sequence[Begun]) -> Callable[[Begun], Loaded]:
+    _prepare([side.config for side in sides])
+    if not any(side.path for side in sides):
+        return Begun.end
+    from trainer.checkpoint import with_model
+
+    return with_model
 
 
 def _prepare(configs: Sequence[Any]) -> None:

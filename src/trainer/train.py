@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import Loaded, command_line, eval_batch_rows, exit_on_user_error, load, to_yaml
+from trainer.config import Loaded, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.vocab_tiles import chosen
@@ -25,12 +25,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     words = command_line(argv)
     with told_to_others(words):
-        loaded = load([word for word in words if word != DRY_RUN], environment=os.environ)
+        begun = begin([word for word in words if word != DRY_RUN], os.environ)
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
 
-    with distributed(loaded.config):
+    with distributed(begun.config):
+        from trainer.checkpoint import with_model
+
+        loaded = with_model(begun)
         _dry_run(loaded) if DRY_RUN in words else _run(loaded, started)
 
 
@@ -132,6 +135,7 @@ def _opened(loaded: Loaded):
 def _prepare(loaded: Loaded, console):
     """Returns the run, the data that it reads, and the tokens of its prompt."""
     import jax
+    from ml_collections import FrozenConfigDict
 
     from trainer.checkpoint import check_dtypes
     from trainer.data import open_dataset
@@ -150,7 +154,10 @@ def _prepare(loaded: Loaded, console):
         # Messages about reading, waiting, skipped and truncated documents differ between processes.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
-    dataset = open_dataset(run.config, say)
+    config = run.config
+    if loaded.tokenizer:  # the run keeps the path of the folder that is gone
+        config = FrozenConfigDict({**config, "tokenizer_path": loaded.tokenizer})
+    dataset = open_dataset(config, say)
     check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
     return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
 

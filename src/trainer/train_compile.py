@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import Config, UserError, command_line, exit_on_user_error, load
+from trainer.config import Config, UserError, begin, command_line, exit_on_user_error
 from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
@@ -32,13 +32,15 @@ class Compilation(NamedTuple):
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    loaded = load(command_line(argv), environment=os.environ)
-    prepare_to_compile(loaded.config.compile_topology)
+    begun = begin(command_line(argv), os.environ)
+    prepare_to_compile(begun.config.compile_topology)
     # The command line has been checked by itself. What follows loads JAX.
     from trainer.aot import executable
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
+    from trainer.checkpoint import with_model
 
+    loaded = with_model(begun)
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         print(line, flush=True)
     run, compiled, report = compile_for_topology(loaded.config)

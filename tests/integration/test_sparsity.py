@@ -58,8 +58,10 @@ def test_a_run_is_resumed_loaded_and_exported(tmp_path):
     run("sparse", steps=2, load_parameters_path="runs/whole", **SPARSE)
     run("dense", steps=1, load_parameters_path="hf")
     assert first_loss(runs / "sparse") == first_loss(runs / "dense")
+    run("as-it-is", steps=1, load_parameters_path="runs/whole")  # sparse, as its folder says
+    assert first_loss(runs / "as-it-is") == first_loss(runs / "sparse")
     hint = "to load it, give: weight_sparsity_n=2 weight_sparsity_m=4"
-    run("refused", hint, steps=1, load_parameters_path="runs/whole")
+    run("refused", hint, steps=1, load_parameters_path="runs/whole", model_name="default")
     output = run("from-dense", steps=2, load_parameters_path="runs/dense", **SPARSE)
     assert "absent, with initial values: decoder/layers/mlp/wi_0/product" in output
 

@@ -4,6 +4,7 @@ from trainer.checkpoint.adapted import Adapters
 from trainer.checkpoint.adapters import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
+from trainer.checkpoint.described import with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import load_parameters, open_adapters, open_source, weight_shapes, weights_of
@@ -53,6 +54,7 @@ __all__ = [
     "weight_shapes",
     "weights_of",
     "with_base",
+    "with_model",
     "with_zeros",
     "without_base",
     "write_huggingface",

@@ -199,7 +199,7 @@ def load_model_keys(
     """
     if asks_for_floats(words):
         keys = {name: value for name, value in keys.items() if name not in OF_STORED}
-    _resolved(as_words(keys), where)
+    resolved_alone(as_words(keys), where)
     # The checkpoint's keys come first: some arguments are valid only together with them.
     flags = as_words(flags_of(next(iter(COMBINATIONS))))
     given = [word.partition("=")[0] for word in words]
@@ -208,11 +208,11 @@ def load_model_keys(
     loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
     # The mesh and other arguments may need devices that this comparison does not have.
     of_model = [word for word in words if word.partition("=")[0] in {*MODEL, _PRESET, LENGTH, *FLAGS}]
-    config = _resolved([*flags, *as_words(keys), *of_model])
+    config = resolved_alone([*flags, *as_words(keys), *of_model])
     if _PRESET in given:
         # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
         of_preset = {name: value for name, value in keys.items() if name != MODULES}
-        check_same_model(of_preset, _resolved(of_model), where, say=lambda line: None)
+        check_same_model(of_preset, resolved_alone(of_model), where, say=lambda line: None)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
     check_same_model(fixed, config, where, say=say)
     return loaded
@@ -263,10 +263,11 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found = read_saved(text, str(path))
-    config = _resolved(as_words({name: found[name] for name in sorted(MODEL) if name in found}), str(path))
+    config = resolved_alone(as_words({name: found[name] for name in sorted(MODEL) if name in found}), str(path))
     return described(config) | {ORDER: config[ORDER]}, found.get(LENGTH)
 
 
-def _resolved(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
+def resolved_alone(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
+    """Returns the configuration of `words`, resolved for one device, without data. Imports no code that they name."""
     loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False)
     return resolve(loaded.config, device_count=1, platform="cpu")

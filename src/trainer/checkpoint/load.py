@@ -13,13 +13,13 @@ from trainer.checkpoint.adapters import check_base
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
 from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
-from trainer.checkpoint.manager import RUN, committed, inspect, newest, written_by_maxtext
+from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
 from trainer.checkpoint.placing import place, place_quantized
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
-from trainer.checkpoint.sidecar import TOKENIZER
+from trainer.checkpoint.sidecar import TOKENIZER, read_sidecar
 from trainer.checkpoint.source import DTYPES, Source, filled, joined, names_of, progress
 from trainer.checkpoint.stored import quantized_on_load
 from trainer.checkpoint.tokenizer import FILES as TOKENIZER_FILES
@@ -38,7 +38,9 @@ _SHORT = 2.0  # seconds; loading that takes longer is reported
 _MOST_PATHS = 12  # of a line
 
 
-def open_source(path: str, decoder_block: str = "", *, average: bool = False, base: str = "") -> Source:
+def open_source(
+    path: str, decoder_block: str = "", *, average: bool = False, base: str = "", verify: bool = True
+) -> Source:
     """Opens the checkpoint at `path`, whose kind is recognized by its files.
 
     Args:
@@ -47,13 +49,15 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False, ba
         checkpoint its parameters depend on.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
       base: for a checkpoint of adapters, where the parameters that they belong to are now; by default, where they were.
+      verify: whether to compare the checksums of a run's checkpoint, for which all of it is read, and in which all
+        processes wait for each other.
 
     Raises:
       UserError: there is no checkpoint, it is damaged, or it has no average; or there is no base.
     """
     import_facts(decoder_block)
     if average or "://" in path:
-        return _of_run(path, decoder_block, base, average=average)
+        return _of_run(path, decoder_block, base, average=average, verify=verify)
     folder = local_path(path)
     check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, NEUTRAL, *TOKENIZER_FILES))
     if (folder / HUGGING_FACE_CONFIG).is_file() and (files := weight_files(folder)):
@@ -70,7 +74,7 @@ def open_source(path: str, decoder_block: str = "", *, average: bool = False, ba
             check_folder(folder, [str(tree.parent.relative_to(folder))])
         return MaxTextSource(tree, folder)
     if newest(folder) is not None:
-        return _of_run(path, decoder_block, base)
+        return _of_run(path, decoder_block, base, verify=verify)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
         f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
@@ -103,7 +107,7 @@ def open_adapters(path: str) -> Adapters:
     return RunAdapters(checkpoint, sidecar)
 
 
-def _merged(adapters: RunAdapters, base: str, decoder_block: str) -> Source:
+def _merged(adapters: RunAdapters, base: str, decoder_block: str, *, verify: bool) -> Source:
     place = base or adapters.base.path
     if not place:
         return Merged(Initial(adapters, _drawn), adapters, weight_shapes)
@@ -112,18 +116,24 @@ def _merged(adapters: RunAdapters, base: str, decoder_block: str) -> Source:
             f"{adapters.path}: its adapters belong to the parameters in {place}, and there is no such folder; give its "
             "place now with load_parameters_path"
         )
-    return Merged(open_source(place, decoder_block), adapters, weight_shapes)
+    return Merged(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
 
 
 def _drawn(config: Config) -> dict[str, jax.Array]:
     return names_of(joined(*jax.jit(make_model(config).init)(seed_key(config.init_weights_seed))))
 
 
-def _of_run(path: str, decoder_block: str = "", base: str = "", *, average: bool = False) -> Source:
+def _of_run(
+    path: str, decoder_block: str = "", base: str = "", *, average: bool = False, verify: bool = True
+) -> Source:
     if (checkpoint := newest(storage.folder(path))) is not None:
-        sidecar = inspect(checkpoint)
+        if verify:
+            sidecar = inspect(checkpoint)
+        else:
+            refuse_maxtexts(checkpoint)
+            sidecar = read_sidecar(checkpoint / RUN)
         if sidecar.base is not None:
-            return _merged(RunAdapters(checkpoint, sidecar, average=average), base, decoder_block)
+            return _merged(RunAdapters(checkpoint, sidecar, average=average), base, decoder_block, verify=verify)
         return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
     if average:
         raise UserError(

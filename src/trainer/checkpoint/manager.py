@@ -182,7 +182,7 @@ class CheckpointManager:
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
-                _refuse_maxtexts(path)
+                refuse_maxtexts(path)
         with disk_errors(self.directory):
             self._tidy(say)
         return [(path.name, self._loss(path)) for path in found]
@@ -225,7 +225,7 @@ def inspect(path: Any) -> Sidecar:
       UserError: a file of the checkpoint is damaged (names the first one), or MaxText wrote the checkpoint.
     """
 
-    from_first(lambda: _refuse_maxtexts(path))
+    from_first(lambda: refuse_maxtexts(path))
     agreed(lambda: verify(path, jax.process_index(), jax.process_count()))
     return agreed(lambda: read_sidecar(path / RUN))
 
@@ -301,7 +301,8 @@ def written_by_maxtext(path: Any) -> bool:
     return (path / ITEMS / "_METADATA").exists() and not (path / STATE).is_dir()
 
 
-def _refuse_maxtexts(path: Any) -> None:
+def refuse_maxtexts(path: Any) -> None:
+    """Raises UserError if MaxText wrote the checkpoint `path`, a folder checkpoints/N."""
     if written_by_maxtext(path):
         place = "a copy of it on this machine" if is_remote(path) else path
         raise UserError(

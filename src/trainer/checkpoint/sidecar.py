@@ -82,11 +82,17 @@ def read_sidecar(folder: Any) -> Sidecar:
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise damaged(folder, DATA, "has versions that are not strings by name")
     tokenizer = {path.name: read_bounded(path) for path in entries(folder / TOKENIZER) if path.name[0] != "."}
+    return Sidecar(
+        read_config(folder), data.get("position"), data["fingerprint"], tokenizer, versions, _base(folder, data)
+    )
+
+
+def read_config(folder: Any) -> str:
+    """Reads config.yml in checkpoints/N/run. Raises UserError if it cannot be read."""
     try:
-        config = read_text(folder / CONFIG)
+        return read_text(folder / CONFIG)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
-    return Sidecar(config, data.get("position"), data["fingerprint"], tokenizer, versions, _base(folder, data))
 
 
 def _base(folder: Any, data: Mapping[str, Any]) -> Base | None:

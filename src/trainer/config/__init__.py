@@ -15,7 +15,7 @@ from trainer.config.errors import (
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
 from trainer.config.help import explanation, help_text, question
 from trainer.config.keys import Config
-from trainer.config.load import Loaded, load
+from trainer.config.load import Begun, Description, Loaded, begin, load
 from trainer.config.resolve import resolve
 from trainer.config.resume import another_program, check_islands, check_optimizer, check_resume, islands_of, resets
 from trainer.config.rules import make_rules
@@ -26,7 +26,9 @@ from trainer.config.token_keys import split_ratios, token_files
 
 __all__ = [
     "COMBINATIONS",
+    "Begun",
     "Config",
+    "Description",
     "Key",
     "Loaded",
     "NotBuilt",
@@ -35,6 +37,7 @@ __all__ = [
     "Side",
     "UserError",
     "another_program",
+    "begin",
     "check_islands",
     "check_optimizer",
     "check_resume",

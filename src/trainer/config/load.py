@@ -1,28 +1,25 @@
 """Stage 1: turns a command line into a configuration, before the devices are known and without JAX."""
 
 import copy
-import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_collections
 
 from trainer.config import maxtext, maxtext_base
 from trainer.config.check import contradictions
+from trainer.config.command import read_by_hand, read_words, split
 from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
-from trainer.config.dump import to_flow
+from trainer.config.dump import as_words, to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
-from trainer.config.environment import variables
 from trainer.config.errors import Unbuilt, UserError, nearest, on_one_screen, report, shortened
 from trainer.config.family import import_facts
 from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
-    ENVIRONMENT,
     MAXTEXT_YML,
     PRESETS,
-    YML_ENDINGS,
     YmlFile,
     preset_names,
     read_chain,
@@ -32,12 +29,14 @@ from trainer.config.files import (
 from trainer.config.flags import removal
 from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
-from trainer.config.paths import is_file
+from trainer.config.paths import path_problem
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
-from trainer.config.values import read_text
+
+# The sections whose keys count before the model is read: how processes connect, and where they read and write.
+_BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Loaded:
       warnings: one line for each key that a file repeats, and for each given key that has no effect.
       notes: one line for each value that is interpreted differently from how it is written, and for each change of the
         preset.
+      tokenizer: see `Description`.
     """
 
     config: Config
@@ -59,6 +59,24 @@ class Loaded:
     sources: dict[str, str]
     warnings: list[str]
     notes: list[str]
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says about its model.
+
+    Attributes:
+      keys: the model's keys, and tokenizer_path if the checkpoint has a tokenizer.
+      where: their source.
+      tokenizer: a folder with the files of tokenizer_path, if they are no longer there; "": they are.
+      notes: lines for the user.
+    """
+
+    keys: Mapping[str, Any]
+    where: str
+    tokenizer: str = ""
+    notes: Sequence[str] = ()
 
 
 def load(
@@ -79,11 +97,28 @@ def load(
       UserError: lists all errors of the stage, one line each.
       SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
+    return _begin(argv, source, environment)._end(imports=imports)
+
+
+def begin(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> "Begun":
+    """Does the same for a command that takes the model from load_parameters_path if model_name is not given.
+
+    Raises: like `load`. If the model is to be read, only the errors that do not depend on it.
+    """
+    begun = _begin(argv, COMMAND_LINE, environment)
+    if not begun.path:
+        return replace(begun, loaded=begun._end())
+    if mistakes := [*begun._reader.mistakes, *begun._foreign(), *begun._certain_contradictions()]:
+        raise report(mistakes)
+    return begun
+
+
+def _begin(argv: Sequence[str], source: str, environment: Mapping[str, str] | None) -> "Begun":
     if asked := question(argv):
         answer(asked, lambda words: {"": load(words, source, environment)})
         raise SystemExit(0)
     reader = Reader(schema())
-    yml, words = _split(argv)
+    yml, words = split(argv)
     files, mistakes, notes = read_chain(yml, reader.schema)
     reader.mistakes += mistakes
     given: dict[str, Setting] = {}
@@ -94,35 +129,96 @@ def load(
             values |= {name: Setting(own.value, MAXTEXT_YML.name) for name, own in settings.items()}
         else:
             given = merge(given, settings)
-    by_hand, not_keys = _by_hand(reader, words, source, environment or {})
+    by_hand, not_keys = read_by_hand(reader, words, source, environment or {})
     given = merge(given, by_hand)
     preset = _preset(reader, (values | given)["model_name"])
-    values = merge(merge(values, preset), given)
+    return Begun(_config(merge(values, given)), given, reader, yml, files, values, preset, notes, not_keys)
 
-    sized = scaled(values)
-    config = ml_collections.ConfigDict({name: setting.value for name, setting in sized.items()})
-    changed = {name: setting.where for name, setting in given.items()}
-    where = {name: setting.where for name, setting in sized.items()}
-    reader.mistakes += _outgrown(reader.schema, values, sized)
-    chain = [file.path for file in reversed(files)]
-    if code := foreign_code(reader.schema.keys, config, changed, chain):  # before any of it is imported
-        raise report([*reader.mistakes, *code])
-    if imports:
-        _import_facts(reader, config)
-    reader.mistakes += contradictions(config, where, reader.broken)
-    if "dataset_type" not in reader.broken:
-        base = next((str(file.path) for file in files if file.is_maxtext), None)
-        reader.mistakes += data_not_asked_for(config, where, changed, base)
-    if reader.mistakes:
-        raise report(reader.mistakes)
-    notes += _other_defaults(yml, files, config, where, notes)
-    notes += [*_changes(preset, values), *growth(values, sized), *maxtext.notes_of(reader.accepted)]
-    if notice := removal(config):
-        notes.append(notice)
-    warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *not_keys]
-    warnings += without_effect(config, changed)
-    sources = {name: source_name(source) for name, source in where.items()}
-    return Loaded(config, changed, sources, on_one_screen(warnings), on_one_screen(notes))
+
+@dataclass(frozen=True)
+class Begun:
+    """A command line, read but not checked as a whole.
+
+    Attributes:
+      config: the keys that are given, over the defaults; without the preset.
+      given: the settings of the user's yml, of the command line and of its environment.
+      loaded: the configuration, if no model has to be read.
+    """
+
+    config: Config
+    given: Mapping[str, Setting]
+    _reader: Reader
+    _yml: str
+    _files: Sequence[YmlFile]
+    _values: dict[str, Setting]
+    _preset: dict[str, Setting]
+    _notes: list[str]
+    _not_keys: list[str]
+    loaded: Loaded | None = None
+
+    @property
+    def path(self) -> str:
+        """The checkpoint from which the model's keys are to be read; "" if they are not."""
+        path = self.config.load_parameters_path
+        known = "model_name" in self.given or self.config.load_full_state_path or path_problem(path)
+        return "" if known or ("://" in path and not path.startswith("gs://")) else path
+
+    def end(self, described: Description | None = None) -> Loaded:
+        """Returns the configuration with the model `described` in the place of a preset; None: `path` describes none.
+
+        Raises:
+          UserError: lists all errors, one line each.
+        """
+        return self.loaded or self._end(described)
+
+    def _end(self, described: Description | None = None, *, imports: bool = True) -> Loaded:
+        reader, files, given = self._reader, self._files, dict(self.given)
+        preset = self._preset
+        if described:
+            preset = read_words(reader, as_words(described.keys), described.where)
+        values = merge(merge(self._values, preset), given)
+        sized = scaled(values)
+        config = _config(sized)
+        where = {name: setting.where for name, setting in sized.items()}
+        reader.mistakes += _outgrown(reader.schema, values, sized)
+        if code := self._foreign():  # before any of it is imported
+            raise report([*reader.mistakes, *code])
+        if imports:
+            _import_facts(reader, config)
+        reader.mistakes += contradictions(config, where, reader.broken)
+        if "dataset_type" not in reader.broken:
+            base = next((str(file.path) for file in files if file.is_maxtext), None)
+            reader.mistakes += data_not_asked_for(config, where, self._changed, base)
+        if reader.mistakes:
+            raise report(reader.mistakes)
+        notes = [*self._notes, *_other_defaults(self._yml, files, config, where, self._notes)]
+        notes += described.notes if described else _changes(preset, values)
+        notes += [*growth(values, sized), *maxtext.notes_of(reader.accepted)]
+        if notice := removal(config):
+            notes.append(notice)
+        warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *self._not_keys]
+        warnings += without_effect(config, self._changed)
+        sources = {name: source_name(source) for name, source in where.items()}
+        tokenizer = described.tokenizer if described else ""
+        return Loaded(config, self._changed, sources, on_one_screen(warnings), on_one_screen(notes), tokenizer)
+
+    @property
+    def _changed(self) -> dict[str, str]:
+        return {name: setting.where for name, setting in self.given.items()}
+
+    def _foreign(self) -> list[str]:
+        chain = [file.path for file in reversed(self._files)]
+        return foreign_code(self._reader.schema.keys, self.config, self._changed, chain)
+
+    def _certain_contradictions(self) -> list[str]:
+        """Returns those that no model can change, and that concern what comes before the model is read."""
+        others = {key.name for key in self._reader.schema.keys.values() if key.section not in _BEFORE_THE_MODEL}
+        where = {name: setting.where for name, setting in merge(self._values, dict(self.given)).items()}
+        return contradictions(self.config, where, others | self._reader.broken)
+
+
+def _config(settings: Mapping[str, Setting]) -> Config:
+    return ml_collections.ConfigDict({name: setting.value for name, setting in settings.items()})
 
 
 def _import_facts(reader: Reader, config: Config) -> None:
@@ -153,6 +249,9 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
         print(
             f"  here{f' ({side})' if side else ''}: {name}={to_flow(loaded.config[name])}, from: {loaded.sources[name]}"
         )
+        unread = loaded.config.load_parameters_path and "model_name" not in loaded.changed
+        if unread and schema().keys[name].section == "Model" and name not in loaded.changed:
+            print(f"  the model at load_parameters_path={loaded.config.load_parameters_path} may say otherwise")
         if reason := no_effect_of(loaded.config, name):
             print(f"  no effect here: {reason}")
 
@@ -201,65 +300,6 @@ def _not_known(names: Sequence[str]) -> list[str]:
         return []
     shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
     return [f"ignored unknown keys of this MaxText base.yml: {shown}"]
-
-
-def _split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the yml that the first word names, or base.yml, and the other words."""
-    first = argv[0] if argv else ""
-    looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
-    if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
-        return first, argv[1:]
-    return "base.yml", argv
-
-
-def _command_line(reader: Reader, words: Sequence[str], source: str) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        problem = malformed(reader, name, bool(equals), text)
-        if problem:
-            reader.mistakes.append(f"{shortened(word)} ({source}): {problem}")
-        else:
-            settings |= reader.setting(name, text, source, functools.partial(read_text, text=text))
-    return settings
-
-
-def _by_hand(
-    reader: Reader, words: Sequence[str], source: str, environment: Mapping[str, str]
-) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of the command line and of the environment, and warnings about variables without a key."""
-    settings = _command_line(reader, words, source)
-    texts = dict(word.partition("=")[::2] for word in words)
-    given, unknown = variables(environment)
-    for name, (variable, text) in given.items():
-        read = functools.partial(read_text, text=text)
-        ours = reader.setting(name, text, ENVIRONMENT + variable, read)
-        both_read = name in settings and name in ours
-        differ = settings[name].value != ours[name].value if both_read else text != texts.get(name, text)
-        if differ:
-            reader.mistakes.append(
-                f"{name}={shortened(texts[name])} ({source}) and {variable}={shortened(text)} (environment): two "
-                "values for one key; give one of them"
-            )
-        settings = ours | settings
-    return settings, unknown
-
-
-def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
-    """Returns why a word of a command line, NAME or NAME=TEXT, is not key=value; None if it is."""
-    keys = reader.schema.keys
-    bare = name.lstrip("-").replace("-", "_")
-    if re.match("base_config(:|$)", bare):
-        return "base_config belongs in a yml; on the command line the first argument names the yml"
-    if name.startswith("-"):
-        if bare not in keys:
-            return f"unknown option; keys are written key=value, --help lists them{reader.nearest_key(bare)}"
-        return f"keys have no dashes; write {bare}={shortened(text) if has_value else 'VALUE'}"
-    if has_value:
-        return None
-    if name.endswith(YML_ENDINGS):
-        return "only the first argument may be a yml; a yml names its parent with `base_config:`"
-    return f"no value; write {name}=VALUE" if name in keys else f"not key=value{reader.nearest_key(name)}"
 
 
 def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.config import maxtext, maxtext_base
+from trainer.config.command import malformed
 from trainer.config.data_keys import OWN_KEYS
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
-from trainer.config.load import Loaded, load, malformed
+from trainer.config.load import Loaded, load
 from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.reader import Reader

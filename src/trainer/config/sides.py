@@ -5,17 +5,21 @@ flags of that combination. `right=NAME,NAME` and `right=all` make several right 
 left side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError, nearest
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.help import question
-from trainer.config.load import Loaded, answer, load
+from trainer.config.load import Begun, Loaded, answer, begin, load
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
+
+# Prepares for all sides, and returns the function that reads the model of one.
+ModelReader = Callable[[Sequence[Begun]], Callable[[Begun], Loaded]]
+T = TypeVar("T")
 
 LEFT, RIGHT, ALL = "left", "right", "all"
 
@@ -29,12 +33,14 @@ class Side:
     loaded: Loaded
 
 
-def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[Side]:
+def load_sides(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None, models: ModelReader = lambda sides: Begun.end
+) -> list[Side]:
     """Returns the left side, then the right sides in the order of the command line. If no word names a side, returns
     one side with the name "".
 
     Within a side, later words override earlier ones, and its own words override those for all sides. `environment`: see
-    `load`.
+    `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.
 
     Raises:
       UserError: the errors of the first side that has any.
@@ -45,15 +51,18 @@ def load_sides(argv: Sequence[str], environment: Mapping[str, str] | None = None
         raise SystemExit(0)
     shared, left, right, names = _split(argv)
     if not left and not right and not names:
-        return [Side("", (), load(argv, environment=environment))]
+        only = begin(argv, environment)
+        return [Side("", (), models([only])(only))]
     lefts, rights = names.get(LEFT, [""]), names.get(RIGHT, [""])
     if len(lefts) > 1:
         raise UserError(f"left={','.join(lefts)}: give one combination; right= takes several")
     if rights == [ALL]:
-        own = lefts[0] or combination(_load(LEFT, [*shared, *left], environment).config)
+        own = lefts[0] or combination(_of_side(LEFT, begin, [*shared, *left], environment).config)
         rights = [name for name in COMBINATIONS if name != own]
     asked = [(LEFT, lefts[0], left), *((RIGHT, name, right) for name in rights)]
-    loaded = [_load(side, [*shared, *_flag_words(name), *words], environment) for side, name, words in asked]
+    begun = [_of_side(side, begin, [*shared, *_flag_words(name), *words], environment) for side, name, words in asked]
+    read = models(begun)
+    loaded = [_of_side(side, read, each) for (side, _, _), each in zip(asked, begun, strict=True)]
     labels = [combination(result.config) for result in loaded]
     if len(set(labels)) < len(labels):
         # The combinations are not unique, so name the sides left and right.
@@ -86,9 +95,8 @@ def load_against(
         raise UserError("\n  ".join(code))
     rights = names.get(RIGHT, [""])
     rights = list(COMBINATIONS) if rights == [ALL] else rights
-    loaded = [
-        _load(RIGHT, [yml, *as_words(given), *shared, *_flag_words(name), *right], environment) for name in rights
-    ]
+    argvs = [[yml, *as_words(given), *shared, *_flag_words(name), *right] for name in rights]
+    loaded = [_of_side(RIGHT, load, words, environment=environment) for words in argvs]
     labels = [combination(result.config) for result in loaded]
     sides = [Side(label, tuple(right), result) for label, result in zip(labels, loaded, strict=True)]
     return [left, *sides]
@@ -134,8 +142,9 @@ def _flag_words(name: str) -> list[str]:
     return [f"{flag}={str(value).lower()}" for flag, value in flags_of(name).items()] if name else []
 
 
-def _load(side: str, argv: Sequence[str], environment: Mapping[str, str] | None) -> Loaded:
+def _of_side(side: str, fn: Callable[..., T], *args: Any, **keys: Any) -> T:
+    """Returns `fn(*args, **keys)`. Messages of errors begin with `side`."""
     try:
-        return load(argv, environment=environment)
+        return fn(*args, **keys)
     except UserError as error:
         raise type(error)(f"{side}: {error}") from None

@@ -42,10 +42,11 @@ def open_tokenizer(
     size = config.vocab_size
     if config.tokenizer_path or config.tokenizer_type == "bytes":
         tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_type, **settings)
-        if tokenizer.vocab_size > size:
+        if tokenizer.largest >= size:
             raise UserError(
                 f"vocab_size={size}, but the tokenizer {config.tokenizer_path or config.tokenizer_type} has "
-                f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.vocab_size} or more"
+                f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or give the model's "
+                "own tokenizer_path"
             )
         if tokenizer.chat_template and len(config.train_data_columns) > 1:
             say(f"{tokenizer.chat_template} has a chat template, which is not applied: columns are joined as they are")

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.errors import UserError, shortened
+from trainer.config.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import tokenizers
 
 EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
-JSON_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 
 class Tokenizer(abc.ABC):
@@ -24,6 +25,8 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: ids are smaller than this.
+      largest: the largest id of a document. Published tokenizers have special tokens after those of the model, which no
+        document gets, such as Gemma 3's for images.
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         this is not exact, because the tokenizer changes the text.
@@ -35,6 +38,10 @@ class Tokenizer(abc.ABC):
     eos: int | None
     bytes_per_token: np.ndarray | None = None
     chat_template: str = ""
+
+    @property
+    def largest(self) -> int:
+        return self.vocab_size - 1
 
     @property
     @abc.abstractmethod
@@ -76,6 +83,12 @@ class JsonTokenizer(Tokenizer):
                 self.bytes_per_token[i] = len(token)
             for i, added in inner.get_added_tokens_decoder().items():
                 self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
+
+    @property
+    def largest(self) -> int:
+        added = self._inner.get_added_tokens_decoder().items()
+        unused = {i for i, token in added if token.special} - {self.bos, self.eos}
+        return max((i for i in self._inner.get_vocab().values() if i not in unused), default=-1)
 
     @property
     def fingerprint(self) -> str:

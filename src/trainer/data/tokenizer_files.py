@@ -14,11 +14,10 @@ import numpy as np
 from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
-from trainer.data.tokenizer import CONFIG_FILE, JSON_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from trainer.config.tokenizer_files import TOKENIZER_FILES, says_bytes
+from trainer.data.tokenizer import CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 from trainer.runtime.folders import check_folder, read_bounded
 
-_SENTENCEPIECE_FILE, _TIKTOKEN_FILE = "tokenizer.model", "tokenizer.tiktoken"
-_FILES = {"huggingface": JSON_FILE, "sentencepiece": _SENTENCEPIECE_FILE, "tiktoken": _TIKTOKEN_FILE}
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
 _ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
@@ -93,7 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner.decode([i for i in ids if i < self.vocab_size and not self._inner.is_control(i)])
 
     def save(self, directory: Path) -> None:
-        (directory / _SENTENCEPIECE_FILE).write_bytes(self._data)
+        (directory / TOKENIZER_FILES["sentencepiece"]).write_bytes(self._data)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -129,7 +128,7 @@ class TiktokenTokenizer(Tokenizer):
         return self._inner.decode([i for i in ids if i < self._text_tokens], errors="replace")
 
     def save(self, directory: Path) -> None:
-        shutil.copyfile(self._file, directory / _TIKTOKEN_FILE)
+        shutil.copyfile(self._file, directory / TOKENIZER_FILES["tiktoken"])
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -193,7 +192,7 @@ def _special_names(file: Path) -> dict[str, str]:
 
 def _file(path: Path, kind: str) -> Path:
     """Returns the tokenizer's file; `path` is the file or its folder."""
-    names = [_FILES[kind]] if kind in _FILES else list(_FILES.values())
+    names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else list(TOKENIZER_FILES.values())
     if path.is_dir():
         check_folder(path, [*names, CONFIG_FILE])
         for name in names:
@@ -205,15 +204,15 @@ def _file(path: Path, kind: str) -> Path:
     check_folder(path.parent, [CONFIG_FILE])  # read, too
     if not path.is_file():
         raise UserError(
-            f"tokenizer_path={path}: there is no such file; give a {', '.join(_FILES.values())}, or a folder with one "
-            "(names on a hub are not downloaded)"
+            f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "
+            "with one (names on a hub are not downloaded)"
         )
     return path
 
 
 def _kind(file: Path) -> str:
     """Returns the type of a tokenizer's file, by its name and first bytes."""
-    if file.name == CONFIG_FILE and read_object(file).get("tokenizer_type") == "bytes":
+    if file.name == CONFIG_FILE and says_bytes(file):
         return "bytes"
     if file.suffix == ".json":
         return "huggingface"

@@ -98,7 +98,7 @@ class MaxEngine(Engine):
         if not path and config.tokenizer_type != "bytes":
             raise UserError("tokenizer_path is empty, and there is no checkpoint with a tokenizer")
         tokenizer = load_tokenizer(path, config.tokenizer_type, **settings)
-        if tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.largest >= config.vocab_size:
             raise UserError(
                 f"vocab_size={config.vocab_size}, but the tokenizer {path or 'of bytes'} has "
                 f"{tokenizer.vocab_size} tokens"

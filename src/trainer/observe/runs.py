@@ -114,6 +114,18 @@ def _in_use(path: Any) -> bool:
         raise UserError(f"{path / LOCK_FILE}: cannot be read: {error.strerror}; remove it") from error
 
 
+def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
+    """Returns the folders of runs that a command with these keys may resume, the newest first. They may not exist.
+
+    Raises:
+      UserError: the name is outside `base_output_directory`.
+    """
+    base = folder(base_output_directory)
+    if run_name:
+        return [_place_of(base, run_name, True)]
+    return [path for _, path in sorted(_numbers(base), reverse=True) if not (path / FINISHED_FILE).exists()]
+
+
 def _open(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:

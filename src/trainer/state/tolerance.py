@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from trainer.config import UserError
+from trainer.config.lora_keys import ADAPTER
 from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
@@ -16,7 +17,8 @@ _COPIES = (DATA, "diloco")  # the axes that replicate parameters by design
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
 
-    Axes of size 1, data and diloco are ignored. So is a parameter that has no dimension divisible by the axis size.
+    Axes of size 1, data and diloco are ignored. So is a parameter that has no dimension divisible by the axis size, and
+    so are low-rank adapters, which are small and have only one axis of their matrix each.
 
     Args:
       tensors, abstract, shardings: trees with equal structure, see `state.shardings`.
@@ -25,7 +27,11 @@ def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: floa
       UserError: names the axis, the share, and the largest parameters.
     """
     rows = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
-    params = [(t, leaf.shape, sharding) for t, leaf, sharding in rows if t.path[0] == "params"]
+    params = [
+        (t, leaf.shape, sharding)
+        for t, leaf, sharding in rows
+        if t.path[0] == "params" and not ADAPTER.search("/".join(t.path))
+    ]
     total = sum(math.prod(shape) for _, shape, _ in params)
     problems = []
     for axis, size in params[0][2].mesh.shape.items():

@@ -222,7 +222,8 @@ def evaluate(
     started = time.perf_counter()
     lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer, bytes are not counted
     if tokenizer is not None and tokenizer.bytes_per_token is not None:
-        lengths[: tokenizer.vocab_size] = tokenizer.bytes_per_token
+        known = tokenizer.bytes_per_token[: len(lengths)]
+        lengths[: len(known)] = known
     table = replicate(lengths, run.replicated)
 
     def sums() -> Iterable[dict[str, Any]]:

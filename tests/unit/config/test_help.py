@@ -190,3 +190,11 @@ def test_the_commands_read_the_environment(monkeypatch, capsys):
             module.main(["steps=8", "left.data_shuffle_seed=1"] if module in (shardings, parity) else ["steps=8"])
         assert caught.value.code == 2
         assert "M_STEPS=7 (environment)" in capsys.readouterr().err
+
+
+def test_what_a_folder_may_say_is_told(capsys):
+    asked, path = ["base.yml", "--explain", "vocab_size"], "load_parameters_path=absent"
+    told = "the model at load_parameters_path=absent may say otherwise"
+    assert told in answered(capsys, [*asked, path])
+    for words in ([], [path, "vocab_size=300"], [path, "model_name=default"]):
+        assert told not in answered(capsys, [*asked, *words])

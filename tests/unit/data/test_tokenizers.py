@@ -241,6 +241,19 @@ def test_a_vocabulary_that_is_too_small_is_found_at_once(corpora, piece: Path, t
     assert not list(tmp_path.iterdir())
 
 
+def test_special_tokens_that_no_document_gets_need_no_rows(tmp_path: Path):
+    """As in Gemma 3's, whose token for images has the number of the rows of the text models."""
+    train_bpe(["def f(x)"], 257).save(tmp_path)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for special, largest in ((True, 256), (False, 257)):
+        spec["added_tokens"] = [*spec["added_tokens"][:1], {"id": 257, "content": "<img>", "special": special, **flags}]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        tokenizer = load_tokenizer(str(tmp_path), "auto", add_bos=True, add_eos=True)
+        assert (tokenizer.vocab_size, tokenizer.largest) == (258, largest)
+        assert max(tokenizer.encode("x<img>x")) <= largest
+
+
 def test_token_tables_are_of_all_ids(bpe: JsonTokenizer):
     assert bpe.bytes_per_token is not None
     assert bpe.bytes_per_token.dtype == np.int32

@@ -1,0 +1,160 @@
+"""Runs with adapters: resumed, with a base that moved or changed, merged, served, continued from."""
+
+import json
+
+import numpy as np
+import pytest
+from run_cases import assert_equal, command, train
+from support import ALL_COMBINATIONS, TINY, pinned
+
+from trainer.checkpoint import contents_of
+from trainer.export import main as export
+from trainer.generate import main as generate
+
+FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
+LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
+RUN = {
+    "learning_rate_schedule_steps": 6,
+    "checkpoint_period": 3,
+    "eval_interval": -1,
+    "base_num_decoder_layers": 2,
+    "logits_via_embedding": False,
+    "learning_rate": 0.1,
+    "dataset_type": "stdlib",
+    "vocab_size": 300,
+    "prompt": "''",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Returns a folder with the run `base`, and the runs `one` and `two` of its adapters."""
+    found = tmp_path_factory.mktemp("lora")
+    corpus = found / "text.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"def f{i}(x): return {i * 7} + x"}) + "\n" for i in range(300)))
+    data = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": corpus, "held_out_share": 0.1}
+    run(found, "base", steps=3, learning_rate=0.01, **data)
+    run(found, "one", steps=6, load_parameters_path="runs/base", **LORA, **data)
+    own = LORA | {"lora_rank": 3, "lora_alpha": 1.5, "lora_module_path": "self_attention/(query|value)"}
+    run(found, "two", steps=3, load_parameters_path="runs/base", data_shuffle_seed=1, **own, **data)
+    return found, data
+
+
+def run(folder, name, *words, refused="", combination=LAST, **keys):
+    code, output = train(folder, *words, run_name=name, **{"combination": combination} | RUN | keys)
+    assert (code, refused in output) == (2 if refused else 0, True), output
+    return output
+
+
+def test_a_run_is_resumed(folder, tmp_path):
+    """In another combination, from a base that moved; a base with other values is refused."""
+    found, data = folder
+    keys = {"load_parameters_path": "runs/base", **LORA, **data}
+    run(found, "resumed", steps=3, **keys)
+    (found / "runs" / "base").rename(found / "moved")
+    try:
+        output = run(found, "resumed", steps=6, combination=FIRST, **keys, refused="there is no such folder")
+        assert "runs/base" in output
+        output = run(found, "resumed", steps=6, combination=FIRST, **keys | {"load_parameters_path": "moved"})
+        assert "load_parameters_path is ignored" not in output
+    finally:
+        (found / "moved").rename(found / "runs" / "base")
+    assert_equal(found / "runs" / "resumed", found / "runs" / "one", updates=6)
+    run(found, "other", steps=1, learning_rate=0.5, load_parameters_path="runs/base", **data)
+    said = "trained on a base with other values: "
+    run(found, "resumed", steps=6, refused=said, **keys | {"load_parameters_path": "runs/other"})
+
+
+def test_a_checkpoint_has_adapters_and_their_moments(folder):
+    found, _ = folder
+    contents = contents_of(str(found / "runs" / "one"))
+    names = {tensor.name for tensor in contents.tensors if tensor.part == "params"}
+    assert len(names) == 2 * 7
+    assert all(name.endswith(("/product/lora_a", "/product/lora_b")) for name in names)
+    assert not any("embed" in tensor.name or tensor.name.endswith("kernel") for tensor in contents.tensors)
+    assert contents.notes[0].endswith("runs/base/checkpoints/3")
+
+
+def text_of(capsys, *words):
+    generate([*map(str, words), "prompt=def f", "max_target_length=30"])
+    return capsys.readouterr().out
+
+
+def test_merged_and_separate_adapters_generate_the_same_text(folder, capsys, tmp_path, monkeypatch):
+    """A run with LoRA is its base with the adapters added; several adapters share a base and a batch."""
+    monkeypatch.chdir(folder[0])
+    base, one, two = (f"runs/{name}" for name in ("base", "one", "two"))
+    merged = [text_of(capsys, path) for path in (one, two)]
+    assert len({*merged, text_of(capsys, base)}) == 3
+    assert text_of(capsys, base, f"adapters={two}") == merged[1]
+    for how in ((), ("enable_prefix_caching=true",), ("use_chunked_prefill=true", "prefill_chunk_size=4")):
+        both = text_of(capsys, base, f"adapters={one},{two}", *how)
+        assert both == f"== {one} ==\n{merged[0]}== {two} ==\n{merged[1]}"
+    keys = [f"{key}={value}" for key, value in LORA.items()]
+    assert text_of(capsys, base, f"lora.lora_restore_path={one}", *keys) == merged[0]
+    export([one, str(tmp_path / "hf"), "format=hf"])
+    capsys.readouterr()
+    assert text_of(capsys, tmp_path / "hf", "add_bos=false") == text_of(capsys, one, "add_bos=false")
+
+
+def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch):
+    found, _ = folder
+    monkeypatch.chdir(found)
+    export(["runs/one", str(tmp_path / "sum"), "format=params"])
+    export(["runs/one", str(tmp_path / "again"), "format=params", "load_parameters_path=runs/base"])
+    whole, base, adapters = (values_of(path) for path in (tmp_path / "sum", found / "runs/base", found / "runs/one"))
+    assert_same(values_of(tmp_path / "again"), whole)
+    name = "decoder/layers/self_attention/out"
+    a, b = (adapters[f"{name}/product/lora_{which}"] for which in "ab")
+    expected = base[f"{name}/kernel"] + 2 * np.einsum("lhdr,lre->lhde", a, b)
+    np.testing.assert_allclose(whole[f"{name}/kernel"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(whole["token_embedder/embedding"], base["token_embedder/embedding"])
+
+
+def values_of(path):
+    return {tensor.name: np.concatenate([*tensor.read()]) for tensor in contents_of(str(path)).tensors if tensor.shape}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        np.testing.assert_array_equal(value, right[name])
+
+
+def test_a_run_begins_with_adapters(folder):
+    found, data = folder
+    keys = {"load_parameters_path": "runs/base", "lora_restore_path": "runs/one", "steps": 1, **data}
+    run(found, "again", **keys, **LORA, save_checkpoint_on_start=True)
+    begin = contents_of(str(found / "runs/again/checkpoints/0")).tensors
+    values = {tensor.name: np.concatenate([*tensor.read()]) for tensor in begin if tensor.part == "params"}
+    for name, value in values.items():
+        np.testing.assert_array_equal(value, values_of(found / "runs/one")[name])
+    refused = "give lora_rank=2 lora_alpha=4.0"
+    run(found, "rank", refused=refused, **keys, **LORA | {"lora_rank": 4, "lora_alpha": 1.0})
+    run(found, "none", refused="this run trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)
+    run(found, "of", refused="other values", **keys | {"load_parameters_path": "runs/one"}, **LORA)
+
+
+def test_qlora_is_resumed_and_merged(folder, capsys, monkeypatch):
+    """The base is quantized when it is loaded; adapters belong to the values that its codes stand for."""
+    found, data = folder
+    stored = {"lora_weight_qtype": "nf4", "lora_tile_size": 4}
+    keys = {"load_parameters_path": "runs/base", **LORA, **stored, **data}
+    run(found, "q", steps=6, **keys)
+    run(found, "q-resumed", steps=3, **keys)
+    run(found, "q-resumed", steps=6, combination=FIRST, **keys)
+    assert_equal(found / "runs" / "q-resumed", found / "runs" / "q", updates=6)
+    monkeypatch.chdir(found)
+    words = [f"{key}={value}" for key, value in (LORA | stored).items()]
+    separate = text_of(capsys, "runs/base", "lora_restore_path=runs/q", *words)
+    assert text_of(capsys, "runs/q") == separate
+    assert text_of(capsys, "runs/base", "adapters=runs/q") == separate
+
+
+def test_the_command_of_maxtext(tmp_path):
+    words = {**TINY, **pinned(FIRST), "steps": 1, "lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        code, output = command(words)
+    assert code == 0
+    assert "adapters     rank 2, scale 2: decoder/layers (mlp/wi_0, " in output

@@ -1,0 +1,203 @@
+"""Training with adapters: only they change, on meshes, over microbatches, with islands; the rest of the model stays."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+
+from trainer.config import UserError, load
+from trainer.config.lora_keys import ADAPTER
+from trainer.ops.paths import by_name
+from trainer.runtime.place import place
+from trainer.training import build
+
+FIRST = ALL_COMBINATIONS[0]
+LORA = {"enable_lora": True, "lora_rank": 3, "lora_alpha": 6.0, "learning_rate": 0.05, "warmup_steps_fraction": 0}
+# Latent attention, a router, experts, a shared expert, and a layer with an MLP.
+ALL_KINDS = {
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "base_num_kv_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 16,
+    "shared_experts": 1,
+    "first_num_dense_layers": 1,
+    "logits_via_embedding": False,
+}
+ROWS = 8
+
+
+def made(devices=1, combination=FIRST, **keys):
+    keys = LORA | {"per_device_batch_size": ROWS / devices, "sharding_tolerance": 1.0} | keys
+    return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
+
+
+def batch_of(run):
+    batch = packed_batch(run.config, ROWS)
+    batch["targets_segmentation"][1::2, 4:] = 0  # microbatches have unequal numbers of tokens
+    return place(batch, run.batch_shardings)
+
+
+def steps_of(run, tree=None, count=3):
+    """Returns the canonical trees before and after `count` steps, and their losses."""
+    state = run.init() if tree is None else state_from(run, tree)
+    begin, losses = copied(run.codec.unpack(state)), []
+    step, batch = run.compile(), batch_of(run)
+    for _ in range(count):
+        state, metrics = step(state, batch, ())
+        losses.append(np.mean(metrics["loss"] if "loss" in metrics else metrics["islands"]["loss"]))
+    return begin, copied(run.codec.unpack(state)), np.array(losses)
+
+
+@functools.cache
+def on_one_device():
+    return steps_of(made(**ALL_KINDS))
+
+
+def test_only_adapters_change_and_have_moments():
+    begin, end, losses = on_one_device()
+    assert losses[-1] < losses[0]
+    before, after = by_name(begin.params), by_name(end.params)
+    for name, value in before.items():
+        assert np.array_equal(after[name], value) != bool(ADAPTER.search(name)), name
+    adapters = {name for name in before if ADAPTER.search(name)}
+    kinds = ("mlp/wi_0", "shared_experts/wo", "self_attention/wkv_b", "self_attention/out", "MoeBlock_0/product/wi_1")
+    assert all(any(kind in name for name in adapters) for kind in kinds)
+    assert not any("gate" in name or "logits" in name for name in adapters)
+    moments = {name.rpartition("/mu/")[2] for name in by_name(end.opt_state) if "/mu/" in name}
+    assert moments == adapters
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_the_base_begins_as_without_adapters(combination):
+    """In the unpacked state of every combination, by shapes; the values, by one program."""
+    keys = {"base_num_decoder_layers": 1}
+    tree = made(combination=combination, **keys)
+    leaves = by_name(tree.codec.unpack(tree.abstract_state).opt_state)
+    assert {name.rpartition("/mu/")[2] for name in leaves if "/mu/" in name} == {
+        name for name in by_name(tree.codec.unpack(tree.abstract_state).params) if ADAPTER.search(name)
+    }
+    if combination == FIRST:
+        adapted = by_name(copied(tree.codec.unpack(tree.init()).params))
+        plain = made(enable_lora=False, **keys)
+        assert_equal_bits(
+            {name: value for name, value in adapted.items() if not ADAPTER.search(name)},
+            by_name(copied(plain.codec.unpack(plain.init()).params)),
+        )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"devices": 1, "gradient_accumulation_steps": 2, "per_device_batch_size": 4},
+        {
+            "devices": 8,
+            "ici_data_parallelism": 2,
+            "ici_fsdp_parallelism": 2,
+            "ici_tensor_parallelism": 2,
+            "shard_optimizer_over_data": True,
+        },
+        {"devices": 8, "ici_expert_parallelism": 4, "ici_fsdp_parallelism": 2},
+    ],
+    ids=["microbatches", "data, fsdp, tensor, Zero-1", "experts"],
+)
+def test_the_same_losses(how):
+    begin, _, expected = on_one_device()
+    _, found, losses = steps_of(made(**ALL_KINDS | how), begin)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)  # sums in another order
+    for name, value in by_name(found.params).items():
+        if not ADAPTER.search(name):
+            np.testing.assert_array_equal(value, by_name(begin.params)[name])
+
+
+def test_islands_share_a_base():
+    keys = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "base_num_decoder_layers": 1}
+    begin, end, losses = steps_of(made(2, **keys, **{"per_device_batch_size": 4}), count=4)
+    assert losses[-1] < losses[0]
+    before = by_name(begin.params)
+    for name, value in by_name(end.params).items():
+        assert np.array_equal(value, before[name]) != bool(ADAPTER.search(name)), name
+        if not ADAPTER.search(name):
+            for island in by_name(end.inner_state.params)[name]:
+                np.testing.assert_array_equal(island, value)
+
+
+def test_other_parameters_can_be_trained_too():
+    run = made(base_num_decoder_layers=1, trainable_parameters_mask="[norm]")
+    begin, end, _ = steps_of(run, count=1)
+    before = by_name(begin.params)
+    changed = {name for name, value in by_name(end.params).items() if not np.array_equal(value, before[name])}
+    assert changed == {name for name in before if "norm" in name or ADAPTER.search(name)}
+
+
+def test_at_full_rank_it_follows_full_training():
+    """With a = 1 and plain gradient descent, the update of b is that of the matrix; that of a is of second order."""
+    keys = {
+        "opt_type": "sgd",
+        "learning_rate": 0.02,
+        "lr_schedule_type": "constant",
+        "base_num_decoder_layers": 1,
+        "gradient_clipping_threshold": 0,
+        "lora_rank": 16,
+        "lora_alpha": 16.0,
+        "lora_module_path": "mlp/wi_0",
+    }
+    run = made(**keys)
+    tree = copied(run.codec.unpack(run.init()))
+    tree.params["decoder"]["layers"]["mlp"]["wi_0"]["product"]["lora_a"][:] = np.eye(16)
+    _, _, found = steps_of(run, tree, count=8)
+    full = made(**keys, enable_lora=False, trainable_parameters_mask="[wi_0]")
+    begin = copied(full.codec.unpack(full.init()))
+    _, _, expected = steps_of(full, begin, count=8)
+    still = steps_of(made(**keys | {"learning_rate": 1e-9}), tree, count=8)[2]
+    assert found[0] == expected[0]
+    drop = still - expected  # what training gains on the same batches
+    assert drop[-1] > 1e-4
+    np.testing.assert_allclose((still - found)[1:], drop[1:], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"lora_module_path": "q_proj"}, "matches no matrix; the matrices are: decoder/layers/mlp/wi_0/kernel, "),
+        ({"lora_module_path": ".*"}, "tokens are looked up in the table of a tied head"),
+        ({"lora_weight_qtype": "int8", "lora_module_path": "embedding"}, "tied head"),
+    ],
+)
+def test_what_cannot_be_adapted(keys, said):
+    with pytest.raises(UserError, match=said):
+        made(**keys)
+
+
+def test_a_pattern_finds_parts_of_names():
+    """Patterns of MaxText name modules, without the last part of a parameter."""
+    from trainer.models.matrices import adapted_names
+
+    pattern = "decoder/layers/.*(self_attention/(query|out)|mlp/(wi_0|wo))"
+    config = tiny_config(FIRST, **LORA | {"lora_module_path": pattern})
+    short = [name.removeprefix("decoder/layers/").removesuffix("/kernel") for name in adapted_names(config)]
+    assert sorted(short) == ["mlp/wi_0", "mlp/wo", "self_attention/out", "self_attention/query"]
+
+
+def test_a_stored_base_takes_fewer_bytes():
+    def bytes_of(**keys):
+        run = made(base_emb_dim=64, base_mlp_dim=128, base_num_decoder_layers=1, **keys)
+        argument = run.compile().memory_analysis().argument_size_in_bytes
+        kernels = [
+            leaf for name, leaf in by_name(run.codec.unpack(run.abstract_state).params).items() if "kernel" in name
+        ]
+        return argument, sum(leaf.size * leaf.dtype.itemsize for leaf in kernels)
+
+    (whole, kernels), (small, codes) = bytes_of(), bytes_of(lora_weight_qtype="nf4", lora_tile_size=32)
+    assert codes == pytest.approx(kernels * (1 / 8 + 1 / 32), rel=0.01)  # codes and scales
+    assert whole - small == pytest.approx(kernels - codes, rel=0.01)
+    assert jnp.dtype("uint8").itemsize == 1
