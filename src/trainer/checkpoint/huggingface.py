@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from trainer.checkpoint.source import (
     within,
 )
 from trainer.checkpoint.stored import stored_kernels
+from trainer.checkpoint.words import Readable
 from trainer.config import Config, UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object, shown
@@ -45,6 +46,14 @@ from trainer.models.mtp_names import (
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _ROWS = 4096  # the number of rows of a table to compare at once
+
+
+class Values(Readable, Protocol):
+    """Values of a tensor, which are read in parts."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As stored."""
 
 
 class HuggingFaceSource:
@@ -168,25 +177,7 @@ class HuggingFaceSource:
 
     def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
         tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
-        stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
-        part_shape = shape if where is None else shape[1:]
-        count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
-        layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
-
-        def read_box(layer: Sequence[StoredTensor | PackedMatrix], box: Box) -> np.ndarray:
-            if not layout.of_experts:
-                return _read(layer[0], layout, part_shape, box, head)
-            return np.stack([_read(it, layout, part_shape[1:], box[1:], head) for it in layer[box[0]]])
-
-        def put(layer: Sequence[StoredTensor | PackedMatrix], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-            def part(box: Box) -> np.ndarray:
-                return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
-
-            return put_slices(part, abstract)
-
-        parts = [functools.partial(read_box, layer, whole(part_shape)) for layer in layers]
-        puts = [functools.partial(put, layer) for layer in layers]
-        return Leaf(shape, stored, parts, puts, mixed)
+        return leaf_of(tensors, layout, where, shape, head)
 
     def _is_zero_bias(self, name: str) -> bool:
         """Returns whether a tensor is a bias of zeros beside a matrix of GPTQ. AutoGPTQ gave one to every matrix."""
@@ -197,17 +188,47 @@ class HuggingFaceSource:
         return bias.kind in DTYPES and bias.shape == matrix.shape[:1] and not bias.read(whole(bias.shape)).any()
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        one, other = self._tensors[name], self._tensors[of]
-        rows = one.shape[0]
-        for row in range(0, rows, _ROWS):
-            box = (slice(row, min(row + _ROWS, rows)), slice(0, one.shape[1]))
-            if one.read(box).tobytes() != other.read(box).tobytes():
-                raise UserError(f"{self.path}: {otherwise}")
+        if not is_copy(self._tensors[name], self._tensors[of]):
+            raise UserError(f"{self.path}: {otherwise}")
 
 
-def _read(
-    tensor: StoredTensor | PackedMatrix, layout: Layout, shape: tuple[int, ...], box: Box, head: int
-) -> np.ndarray:
+def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
+    """Returns the leaf of a canonical parameter with `shape`, which is read layer by layer.
+
+    Args:
+      tensors: those that `tensors_of` names, in their order.
+      where: its position in the stacks.
+      head: see `head_to_reorder`.
+    """
+    stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
+    part_shape = shape if where is None else shape[1:]
+    count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
+    layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
+
+    def read_box(layer: Sequence[Values], box: Box) -> np.ndarray:
+        if not layout.of_experts:
+            return _read(layer[0], layout, part_shape, box, head)
+        return np.stack([_read(it, layout, part_shape[1:], box[1:], head) for it in layer[box[0]]])
+
+    def put(layer: Sequence[Values], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(box: Box) -> np.ndarray:
+            return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
+
+        return put_slices(part, abstract)
+
+    parts = [functools.partial(read_box, layer, whole(part_shape)) for layer in layers]
+    puts = [functools.partial(put, layer) for layer in layers]
+    return Leaf(shape, stored, parts, puts, mixed)
+
+
+def is_copy(one: Values, other: Values) -> bool:
+    """Returns whether two tables of the same shape have the same bytes. Reads both, a few rows at once."""
+    rows, columns = one.shape
+    boxes = [(slice(row, min(row + _ROWS, rows)), slice(0, columns)) for row in range(0, rows, _ROWS)]
+    return all(one.read(box).tobytes() == other.read(box).tobytes() for box in boxes)
+
+
+def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head: int) -> np.ndarray:
     """Reads `box` of our parameter with `shape` from `tensor`."""
     wide = layout.widened(shape, box, head)
     sizes = tuple(cut.stop - cut.start for cut in wide)

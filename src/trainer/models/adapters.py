@@ -59,6 +59,13 @@ def kernel_of(name: str) -> str:
     return f"{layer}/{own.partition('/')[0] if '/' in own else 'kernel'}"
 
 
+def adapter_names(kernel: str) -> tuple[str, str]:
+    """Returns the names of the parameters a and b of an adapter of the matrix `kernel`."""
+    layer, _, name = kernel.rpartition("/")
+    product = f"{layer}/product" if name == "kernel" else f"{layer}/product/{name}"
+    return f"{product}/{A}", f"{product}/{B}"
+
+
 def apply_lora_on_base_params(
     base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
 ) -> dict[str, Any]:

@@ -42,6 +42,13 @@ class Layout(NamedTuple):
         """Whether each expert has its own tensor."""
         return EXPERT in self.name
 
+    def of_adapter(self) -> tuple["Layout", "Layout"]:
+        """Returns the layouts of the matrices a [*in, r] and b [r, *out] of a low-rank adapter of this matrix, as PEFT
+        names and stores them: [r, in] and [out, r]."""
+        module = self.name.removesuffix(".weight")
+        a, b = (f"{module}.lora_{which}.weight" for which in "AB")
+        return self._replace(name=a, rotated=""), self._replace(name=b, inputs=1)
+
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the tensor of one layer, given our shape of one layer."""
         if self.flat:
@@ -121,6 +128,7 @@ class HuggingFace(NamedTuple):
         be represented. `fields`: the fields that it reads. `write`: returns these for a resolved configuration.
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
+      modules: the word of a module's name in transformers 5, with that of its tensors' names where it differs.
       methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
     """
 
@@ -146,6 +154,7 @@ class HuggingFace(NamedTuple):
     latent: bool = False
     implies: Mapping[str, Any] = {}
     aliases: Sequence[str] = ()
+    modules: Mapping[str, str] = {}
     methods: tuple[str, str] = ("", "")
 
     def contradicted(self, config: Config) -> list[str]:

@@ -59,6 +59,7 @@ FAMILY = Family(
                 "base_moe_mlp_dim": "intermediate_size",
             },
             only={"router_jitter_noise": 0},
+            modules={"mlp": "block_sparse_moe"},
         )
     ],
     maxtext=MAXTEXT,
