@@ -1,4 +1,4 @@
-"""`python -m trainer.export FROM OUT format=hf|params|maxtext [key=value ...]`: converts parameters."""
+"""`python -m trainer.export FROM OUT format=hf|params|maxtext|peft [key=value ...]`: converts parameters."""
 
 import dataclasses
 import shlex
@@ -16,6 +16,7 @@ from trainer.config import (
     question,
     schema,
 )
+from trainer.config.lora_keys import ALPHA, QTYPE, RANK, TILE
 from trainer.config.paths import local_path
 from trainer.config.quantization_keys import STORED
 from trainer.config.values import read_text
@@ -23,22 +24,23 @@ from trainer.config.words import visible
 from trainer.runtime.new_folder import new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu
 
-FORMATS = ("hf", "params", "maxtext")
+FORMATS = ("hf", "params", "maxtext", "peft")
 DTYPES = ("float32", "bfloat16")
 WEIGHTS = ("raw", "ema")
 _BASE = "load_parameters_path"
 HELP = """\
-usage: python -m trainer.export FROM OUT format=hf|params|maxtext [dtype=float32|bfloat16] [weights=raw|ema]
+usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=float32|bfloat16] [weights=raw|ema]
                                  [key=value ...]
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
         a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items).
-        A run with LoRA is its base with the adapters added
+        A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
+        peft: the adapters of a run with LoRA, and what else it trained, as a folder of Hugging Face's PEFT
 dtype   of the output; default: as stored in FROM. Weights that trainer.quantize quantized stay so in params, and in
         hf, in the layout of compressed-tensors; with dtype, and in maxtext, they are floats
 weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
@@ -46,7 +48,7 @@ weights of a run with ema_decay: raw, the parameters that it trains (default), o
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
-load_parameters_path   of a run with LoRA: where its base is now, if it has moved
+load_parameters_path   of adapters: where their base is now, if it has moved, or if PEFT names it otherwise
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also has the masks.
 Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say what the keys mean."""
 
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint import check_masks, copy_tokenizer, model_config, open_source, weights_of
     from trainer.checkpoint.description import check_words
 
+    if options["format"] == "peft":
+        _export_adapters(source, out, options, keys)
+        return
     given = dict(word.partition("=")[::2] for word in keys)
     average, base = options.get("weights") == "ema", options.get(_BASE, "")
     checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
@@ -90,6 +95,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
+
+
+def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
+    """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
+    from trainer.checkpoint import copy_tokenizer, model_config, open_adapters, open_source, weight_shapes, write_peft
+    from trainer.checkpoint.description import as_words, check_words
+
+    adapters = open_adapters(source, average=options.get("weights") == "ema")
+    base = options.get(_BASE, "")
+    described = getattr(adapters, "described", None) or open_source(source, base=base).keys
+    config = model_config(described, words, str(adapters.path))
+    check_words(described, words, config, str(adapters.path))
+    lora = {name: value for name, value in adapters.lora_keys(config).items() if name not in (QTYPE, TILE)}
+    config = model_config(described, [*as_words(lora), *words], str(adapters.path))
+    leaves = adapters.leaves(config, weight_shapes(config))
+    place = base or adapters.origin.path
+    with new_folder(out) as partial:
+        write_peft(partial, config, leaves, base=place, rank=lora[RANK], alpha=lora[ALPHA], dtype=options.get("dtype"))
+        copy_tokenizer(adapters.tokenizer, partial)
+    _report(out, options, sum(leaf.size for leaf in leaves.values()))
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:

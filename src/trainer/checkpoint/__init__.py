@@ -7,11 +7,13 @@ from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.described import with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters, open_adapters, open_source, weight_shapes, weights_of
+from trainer.checkpoint.load import load_parameters
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
+from trainer.checkpoint.open import open_adapters, open_source, weight_shapes, weights_of
 from trainer.checkpoint.params_out import write_params
+from trainer.checkpoint.peft_out import write_peft
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.sidecar import Base, Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, names_of, nested, parted
@@ -60,4 +62,5 @@ __all__ = [
     "write_huggingface",
     "write_maxtext",
     "write_params",
+    "write_peft",
 ]

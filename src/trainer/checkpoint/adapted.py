@@ -16,7 +16,8 @@ from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_c
 from trainer.checkpoint.source import Leaf, Shapes, Source
 from trainer.checkpoint.stored import quantized_on_load
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, PATTERN, QTYPE, RANK, TILE, A, B
+from trainer.config.dump import as_words
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED
 from trainer.layers.adapted import delta
 from trainer.models.adapters import kernel_of
@@ -28,24 +29,28 @@ class Adapters(Protocol):
 
     Attributes:
       path, kind, tokenizer, averaged: see `Source`.
-      base: the parameters that they belong to.
+      origin: the parameters that they belong to; without digests, if the checkpoint has none.
     """
 
     path: Path
     kind: str
     tokenizer: Path
     averaged: bool
-    base: Base
+    origin: Base
 
-    def keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the keys of LoRA with which a model of `config` has these adapters, and no others."""
+    def lora_keys(self, config: Config) -> Mapping[str, Any]:
+        """Returns the keys of LoRA with which a model of `config`, resolved, has these adapters, and trains what was
+        trained with them."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves among `shapes`, the parameters of a model of `config`, that were trained: of adapters and
-        others. `config` is resolved, with `keys`.
+        """Returns the leaves that were trained: adapters, and others.
+
+        Args:
+          config: resolved, with `lora_keys`.
+          shapes: of all weights of a model of `config`.
 
         Raises:
-          UserError: a shape differs, or an adapter is missing.
+          UserError: the adapters of `config` are others, or a shape differs.
         """
 
 
@@ -56,17 +61,24 @@ class RunAdapters:
         assert sidecar.base is not None
         self._source = ParamsSource(checkpoint, "", f"{RUN}/{CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
         self._saved = saved_config(sidecar, checkpoint)
-        self.path, self.kind, self.base = checkpoint, "adapters of a run", sidecar.base
+        self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
         self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
         self.described, self.length = self._source.keys, self._source.length
         self.seed: int = self._saved["init_weights_seed"]
 
-    def keys(self, config: Config) -> Mapping[str, Any]:
+    def lora_keys(self, config: Config) -> Mapping[str, Any]:
         """See `Adapters`."""
-        return {name: self._saved[name] for name in (ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE) if name in self._saved}
+        names = ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE, MASK
+        return {name: self._saved[name] for name in names if name in self._saved}
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Adapters`."""
+        keys = self.lora_keys(config)
+        if wrong := [name for name in (RANK, ALPHA, PATTERN) if keys[name] != config[name]]:
+            raise UserError(
+                f"{self.path}: its adapters are not those of the configuration ({' '.join(as_words(config, wrong))}); "
+                f"give {' '.join(as_words(keys, wrong))}"
+            )
         names = {name for name in shapes if ADAPTER.search(name)} | {*self._source.held(config, shapes)}
         return self._source.leaves(config, {name: shape for name, shape in shapes.items() if name in names})
 
@@ -94,7 +106,7 @@ class Merged:
         """See `Source`."""
         if config[STORED]:
             raise UserError(f"{self.path}: adapters cannot be added to quantized weights; give {STORED}=false")
-        keys = self._adapters.keys(config)
+        keys = self._adapters.lora_keys(config)
         rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
         own = ml_collections.FrozenConfigDict({**config, **keys, QTYPE: ""})
         found = self._base.leaves(config, shapes)

@@ -102,12 +102,14 @@ def _words(leaf: jax.Array, floats: jnp.dtype) -> jax.Array:
 
 
 def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
-    """Compares loaded parameters with the base of the checkpoint `where`. Parameters that only one of them has are not
-    compared.
+    """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
+    of them has are not compared.
 
     Raises:
       UserError: names the first that differs.
     """
+    if not base.digests:
+        return
     here, there = digests(found), base.digests
     kind = next(kind for kind in _FLOATS if kind in here and kind in there)
     changed = [name for name, digest in here[kind].items() if there[kind].get(name, digest) != digest]

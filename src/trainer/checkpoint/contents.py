@@ -12,9 +12,9 @@ import numpy as np
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface import CONFIG, tensors_in
-from trainer.checkpoint.load import open_source, weights_of
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
+from trainer.checkpoint.open import open_source, weights_of
 from trainer.checkpoint.params import TREE, ParamsSource
 from trainer.checkpoint.safetensors_file import StoredTensor
 from trainer.checkpoint.sidecar import read_sidecar, saved_config

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.description import LENGTH, MODEL, check_same_model, resolved_alone
-from trainer.checkpoint.load import open_adapters, open_source
 from trainer.checkpoint.manager import RUN, newest, written_by_maxtext
+from trainer.checkpoint.open import open_adapters, open_source
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, read_config
 from trainer.checkpoint.source import Source
 from trainer.config import Begun, Config, Description, Loaded, UserError, read_saved, schema, token_files
 from trainer.config.dump import as_words
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
-from trainer.config.lora_keys import ALPHA, ENABLE, PATTERN, RANK, RESTORE
+from trainer.config.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
 from trainer.config.paths import local_path
 from trainer.config.quantization_keys import OF_STORED
 from trainer.config.tokenizer_files import has_tokenizer
@@ -65,9 +65,8 @@ def _with_model(begun: Begun) -> Loaded:
     tokenizer, notes = _tokenizer(source, begun)
     lines = [f"{where} gives the model's keys: {said}", *notes]
     if adapters := _adapters(begun, ours):
-        lines.append(
-            f"{RESTORE}={begun.config[RESTORE]} gives the keys of its adapters: {', '.join(as_words(adapters))}"
-        )
+        said = ", ".join(as_words(adapters))
+        lines.append(f"{RESTORE}={begun.config[RESTORE]} gives its adapters' keys: {said}")
     loaded = begun.end(Description(ours | tokenizer | adapters, where, notes=lines))
     # Loading the parameters checks this again, after the data have been prepared.
     model = resolved_alone(as_words(loaded.config, [*FLAGS, LENGTH, *(key for key in schema().keys if key in MODEL)]))
@@ -79,10 +78,11 @@ def _with_model(begun: Begun) -> Loaded:
 def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives some of them."""
     config = begun.config
-    if not (config[ENABLE] and config[RESTORE]) or not {RANK, ALPHA, PATTERN}.isdisjoint(begun.given):
+    names = RANK, ALPHA, PATTERN, MASK
+    if not (config[ENABLE] and config[RESTORE]) or not begun.given.keys().isdisjoint(names):
         return {}
-    keys = open_adapters(config[RESTORE], verify=False).keys(resolved_alone(as_words(model)))
-    return {name: keys[name] for name in (RANK, ALPHA, PATTERN)}
+    keys = open_adapters(config[RESTORE], verify=False).lora_keys(resolved_alone(as_words(model)))
+    return {name: keys[name] for name in names if name in keys}
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:

@@ -11,11 +11,12 @@ from trainer.checkpoint.huggingface import head_to_reorder, is_copy, leaf_of, te
 from trainer.checkpoint.peft_config import CONFIG, PeftConfig
 from trainer.checkpoint.peft_names import Named, Tables, below, by_base_name, filled_up, zeros
 from trainer.checkpoint.safetensors_file import DTYPES
+from trainer.checkpoint.sidecar import Base
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
 from trainer.config import Config, UserError
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
-from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, PATTERN, RANK
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, RANK
 from trainer.runtime.folders import check_folder
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -33,6 +34,7 @@ class PeftSource:
     Attributes:
       rank, alpha: the product of an adapter is alpha / rank x a b.
       base: the name or path of the model that it adapts, or "".
+      origin: the same, see `Adapters`.
     """
 
     kind = "PEFT"
@@ -51,6 +53,7 @@ class PeftSource:
         self.path = self.tokenizer = path
         self._said = PeftConfig(path / CONFIG)
         self.rank, self.alpha, self.base = self._said.rank, self._said.alpha, self._said.base
+        self.origin = Base(self.base, {})
         if not (path / WEIGHTS).is_file():
             pickled = f"; reading {PICKLED} can run code in it: load it with peft, and save it again"
             raise UserError(f"{path}: no {WEIGHTS}{pickled if (path / PICKLED).is_file() else ''}")
@@ -72,7 +75,7 @@ class PeftSource:
         """
         keys = {ENABLE: True, RANK: self.rank, ALPHA: self.alpha, PATTERN: self.pattern(config)}
         trained = self.trained(config)
-        return keys | ({"trainable_parameters_mask": trained} if trained else {})
+        return keys | ({MASK: trained} if trained else {})
 
     def pattern(self, config: Config) -> str:
         """Returns the lora_module_path of the matrices that have an adapter, in any of their layers.

@@ -8,6 +8,7 @@ from trainer.config.quantization_keys import STORED
 
 ENABLE, RANK, ALPHA, PATTERN = "enable_lora", "lora_rank", "lora_alpha", "lora_module_path"
 RESTORE, QTYPE, TILE = "lora_restore_path", "lora_weight_qtype", "lora_tile_size"
+MASK = "trainable_parameters_mask"
 # What an empty lora_module_path means: the matrices of the layers, without routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
 # The canonical names of an adapter's parameters: those of its product.
@@ -17,7 +18,7 @@ ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")
 
 def trained_patterns(config: Config) -> list[str]:
     """Returns regular expressions for the names of the trained parameters; [] if all are trained."""
-    return [*([ADAPTER.pattern] if config[ENABLE] else []), *config.trainable_parameters_mask]
+    return [*([ADAPTER.pattern] if config[ENABLE] else []), *config[MASK]]
 
 
 def _numbers(config: Config) -> str | None:

@@ -28,7 +28,7 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
     Raises:
       UserError: rows cannot use different adapters in the same products.
     """
-    keys = [found.keys(config) for found in adapters]
+    keys = [found.lora_keys(config) for found in adapters]
     if len(adapters) == 1:
         return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
     patterns = dict.fromkeys(each[PATTERN] for each in keys)
@@ -64,12 +64,12 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
     parameters = {tuple(name.split("/")): leaf for name, leaf in weights.items() if name not in values}
     first = 0
     for found in adapters:
-        keys = found.keys(config)
+        keys = found.lora_keys(config)
         own = ml_collections.FrozenConfigDict({**config, **keys})
         leaves = found.leaves(own, weight_shapes(own))
         if others := leaves.keys() - values.keys():
             raise UserError(f"{found.path}: {min(others)} was trained, too, so it cannot share a base; serve it alone")
-        check_base(parameters, found.base, found.path)
+        check_base(parameters, found.origin, found.path)
         for name, leaf in leaves.items():
             value, target = leaf.read(np.dtype(np.float32), lambda size: None), values[name]
             axis = -1
