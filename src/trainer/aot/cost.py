@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.aot import kernels, loops, products
-from trainer.aot.collectives import Collective, collectives
+from trainer.aot.collectives import KINDS, Collective, collectives
 from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
 from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
 
@@ -28,6 +28,7 @@ MAIN_MEMORY = 0
 # operand for a scatter within a fusion; so do the rolled counts.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 _ALIASED = "output_to_operand_aliasing"
+_OVERLAPPED = "async_collective_fusion"
 _IN_PLACE_FOR_XLA = {"dynamic-update-slice": 1}
 
 
@@ -261,22 +262,34 @@ class _Counter:
         inside = self.module.computations[fusion.attribute("calls")]
         root = inside.instructions[inside.root]
         written = inside.operands(root) if root.opcode == "tuple" else [root]
+        in_flight = self._in_flight(inside)
         if len(written) == len(fusion.shapes):
             for part, shape in zip(written, fusion.shapes, strict=True):
                 while part.opcode == "bitcast":
                     part = inside.operands(part)[0]
                 if part.opcode in self.in_place:
                     shape = inside.operands(part)[self.in_place[part.opcode]].shape._replace(space=shape.space)
-                if part.opcode != "parameter" or root.opcode != "tuple":  # passed through, not copied
+                passed = part.opcode == "parameter" and root.opcode == "tuple"  # not copied
+                if not passed and part.name not in in_flight:
                     totals.access(shape)
         else:
             totals.access(*fusion.shapes)
         for number, operand in enumerate(operands):
+            if inside.parameters[number].name in in_flight:
+                continue
             size = self._read(inside.name, number)
             whole = sum(shape.bytes for shape in operand.shapes)
             totals.bytes += size
             in_main = sum(shape.bytes for shape in operand.shapes if shape.space == MAIN_MEMORY)
             totals.main_bytes += size * in_main / whole if whole else 0
+
+    def _in_flight(self, inside: Computation) -> set[str]:
+        """Returns the arrays in a fusion that belong to a collective which goes on meanwhile. A TPU's module repeats it
+        in every fusion with which it overlaps; its start and its end count its bytes."""
+        if self.rolled or not inside.name.startswith(_OVERLAPPED):
+            return set()
+        found = [i for i in inside if i.opcode in KINDS]
+        return {name for i in found for name in (i.name, *i.operands)}
 
     @functools.cached_property
     def _users(self) -> dict[str, dict[str, list[Instruction]]]:

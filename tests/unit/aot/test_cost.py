@@ -72,6 +72,31 @@ def test_main_memory_is_touched_where_arrays_lie_in_it():
     assert cost.hbm_bytes == 2 * 4096
 
 
+OVERLAPPED = """%async_collective_fusion.1 (p: f32[16], q: f32[64], x: f32[8]) -> (f32[8], f32[16], f32[64]) {
+  %x = f32[8]{0} parameter(2)
+  %y = f32[8]{0} negate(%x)
+  %p = f32[16]{0} parameter(0)
+  %q = f32[64]{0} parameter(1)
+  %gathered = f32[64]{0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %all = (f32[8]{0}, f32[16]{0}, f32[64]{0}) tuple(%y, %p, %gathered)
+}
+
+ENTRY %main (p: f32[16], q: f32[64], x: f32[8]) -> (f32[8], f32[16], f32[64]) {
+  %p = f32[16]{0} parameter(0)
+  %q = f32[64]{0} parameter(1)
+  %x = f32[8]{0} parameter(2)
+  ROOT %f = (f32[8]{0}, f32[16]{0}, f32[64]{0}) fusion(%p, %q, %x), kind=kOutput, calls=%async_collective_fusion.1
+}
+"""
+
+
+def test_a_collective_that_goes_on_meanwhile_is_not_counted_again():
+    assert analyze(OVERLAPPED).bytes_accessed == 2 * 8 * 4
+    assert analyze(OVERLAPPED).rolled_bytes_accessed == (8 + 16 + 8 + 64) * 4
+    elsewhere = analyze(OVERLAPPED.replace("async_collective_fusion", "fused_computation"))
+    assert elsewhere.bytes_accessed == elsewhere.rolled_bytes_accessed
+
+
 PARTS = """ENTRY %main (a: f32[1024], i: s32[8], s: s32[]) -> f32[1024] {
   %a = f32[1024]{0} parameter(0)
   %i = s32[8,1]{1,0} parameter(1)
