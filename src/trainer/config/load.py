@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_collections
 
@@ -39,6 +40,8 @@ from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
 from trainer.config.values import read_text
 
+_OF_COMMAND = "default of this command"  # the source of a key
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -67,20 +70,21 @@ def load(
     environment: Mapping[str, str] | None = None,
     *,
     imports: bool = True,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
-    Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
-    the parents of the user's yml; that yml; the command line and, with equal rank, the variables M_KEY of
-    `environment`. `source` names the source of the words in messages. `imports`: whether the facts of a family that is
-    named by import path may be imported; false for the words of a checkpoint.
+    Precedence, lowest first: base.yml; `defaults`, those of the command; maxtext.yml if it is the yml or one of its
+    parents; the preset of model_name; the parents of the user's yml; that yml; the command line and, with equal rank,
+    the variables M_KEY of `environment`. `source` names the source of the words in messages. `imports`: whether the
+    facts of a family that is named by import path may be imported; false for the words of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
       SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
     if asked := question(argv):
-        answer(asked, lambda words: {"": load(words, source, environment)})
+        answer(asked, lambda words: {"": load(words, source, environment, defaults=defaults)})
         raise SystemExit(0)
     reader = Reader(schema())
     yml, words = _split(argv)
@@ -88,6 +92,7 @@ def load(
     reader.mistakes += mistakes
     given: dict[str, Setting] = {}
     values = {key.name: Setting(copy.deepcopy(key.default), DEFAULT) for key in reader.schema.keys.values()}
+    values |= {name: Setting(value, _OF_COMMAND) for name, value in (defaults or {}).items()}
     for file in files:
         settings = reader.file(file)
         if file.path == MAXTEXT_YML:

@@ -76,9 +76,7 @@ class Dataset:
         return self.summary
 
 
-def text_encoder(
-    config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool
-) -> "Encoder":
+def text_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> "Encoder":
     """Returns the encoder of documents: one column, or a prompt and its completion."""
     from trainer.data.documents import Encoder
 

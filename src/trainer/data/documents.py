@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,14 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
+    # By kind: how often an encoder noticed something, and a line on the first time, which follows the number.
+    noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
+    unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
+
+    def notice(self, kind: str, line: str, count: int = 1) -> None:
+        """Counts something that an encoder noticed."""
+        before, first = self.noticed.get(kind, (0, line))
+        self.noticed[kind] = before + count, first
 
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""
@@ -58,10 +66,12 @@ class Counts:
 
     def add(self, other: "Counts") -> None:
         """Adds counts from `take`."""
-        first = self.mended_first or other.mended_first
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        self.mended_first = first
+        firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt")}
+        for kind, (count, line) in other.noticed.items():
+            self.notice(kind, line, count)
+        for name in (one.name for one in fields(self) if one.type == "int" or one.type is int):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        vars(self).update(firsts)
 
     def notes(self) -> list[str]:
         """Returns notes for the user, one line for each kind."""
@@ -89,7 +99,7 @@ class Counts:
                 f"lone surrogates are replaced by U+FFFD: {self.mended_characters:,} in {self.mended:,} of {every:,} "
                 f"documents, the first in {self.mended_first}"
             )
-        return notes
+        return notes | {kind: f"{count:,} {line}" for kind, (count, line) in self.noticed.items()}
 
 
 def is_held_out(key: bytes, share: float) -> bool:
@@ -122,6 +132,11 @@ class Encoder:
         return self.completion_only and len(self.columns) > 1
 
     @property
+    def whole(self) -> bool:
+        """Whether the targets of a document stand for all of its text."""
+        return self.tokenize and self.tokenizer is not None and self.tokenizer.bos is not None and not self.masked
+
+    @property
     def limit(self) -> int:
         """Ids of documents are smaller than this."""
         return self.tokenizer.vocab_size if self.tokenize and self.tokenizer else self.vocab_size
@@ -136,7 +151,7 @@ class Encoder:
             "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer has its own vocabulary size
         }
         # Built from the fields, so that none is missed.
-        return {field.name: effective.get(field.name, getattr(self, field.name)) for field in fields(self)}
+        return {one.name: effective.get(one.name, getattr(self, one.name)) for one in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """Returns the documents of `records`, with None for a record without text or without a target.
@@ -160,7 +175,7 @@ class Encoder:
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
         """Returns the text of each column of a record. Replaces and counts lone surrogates. Errors are as in
         `encode`."""
-        pairs = [_text(value, name, record) for value, name in self._named(record)]
+        pairs = [text_of(value, name, record) for value, name in self._named(record)]
         replaced = sum(number for _, number in pairs)
         if counts is not None and replaced:
             counts.mended_first = counts.mended_first or mended(str(record.where))[0]
@@ -214,7 +229,7 @@ def _bytes_of(value: Any) -> bytes:
         return repr(value).encode()
 
 
-def _text(value: Any, name: str, record: Record) -> tuple[str, int]:
+def text_of(value: Any, name: str, record: Record) -> tuple[str, int]:
     """Returns the text of a value, and the number of lone surrogates that were replaced in it."""
     if value is None:
         return "", 0

@@ -39,7 +39,6 @@ class Tokenizer(abc.ABC):
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         this is not exact, because the tokenizer changes the text.
-      special_tokens: the special tokens by name, which `encode_rendered` recognizes.
       special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
       chat_template: the template for chats that its files hold, or that a run trains with; None if there is none.
     """
@@ -48,7 +47,6 @@ class Tokenizer(abc.ABC):
     bos: int | None
     eos: int | None
     bytes_per_token: np.ndarray | None = None
-    special_tokens: Mapping[str, int]
     special_names: Mapping[str, str] = {}
     chat_template: "ChatTemplate | None" = None
 
@@ -74,9 +72,20 @@ class Tokenizer(abc.ABC):
         """Returns the tokens of `text`, without special tokens."""
         return list(self.encode_many([text])[0])
 
-    @property
+    @functools.cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens by name, which `encode_rendered` recognizes."""
+        return self._special_tokens()
+
+    @functools.cached_property
     def markers(self) -> Mapping[str, int]:
         """The tokens by name that can end a turn: the special ones, and others that never stand for ordinary text."""
+        return self._markers()
+
+    @abc.abstractmethod
+    def _special_tokens(self) -> Mapping[str, int]: ...
+
+    def _markers(self) -> Mapping[str, int]:
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
@@ -127,12 +136,10 @@ class JsonTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._names} {self._inner.to_str()}".encode()).hexdigest()
 
-    @functools.cached_property
-    def special_tokens(self) -> Mapping[str, int]:
+    def _special_tokens(self) -> Mapping[str, int]:
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
 
-    @functools.cached_property
-    def markers(self) -> Mapping[str, int]:
+    def _markers(self) -> Mapping[str, int]:
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items()}
 
     @functools.cached_property
@@ -182,8 +189,9 @@ class JsonTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
-        names = self.special_names or dict(zip(("bos_token", "eos_token"), self._names, strict=True))
-        (directory / CONFIG_FILE).write_text(json.dumps(dict(names)) + "\n", encoding="utf-8")
+        bos, eos = self._names
+        names: Any = dict(self.special_names) or {"bos_token": bos, "eos_token": eos}
+        (directory / CONFIG_FILE).write_text(json.dumps(names) + "\n", encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
@@ -215,8 +223,10 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = 257
         self.bos, self.eos = 256 if add_bos else None, 256 if add_eos else None
         self.bytes_per_token = np.array([1] * 256 + [0], np.int32)
-        self.special_tokens = {EOT_TEXT: 256}
         self.special_names = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
+
+    def _special_tokens(self) -> Mapping[str, int]:
+        return {EOT_TEXT: 256}
 
     @property
     def fingerprint(self) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +91,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         return self._inner.encode(list(texts))
 
-    @cached_property
-    def special_tokens(self) -> Mapping[str, int]:
+    def _special_tokens(self) -> Mapping[str, int]:
         return self._pieces(self._inner.is_control)
 
-    @cached_property
-    def markers(self) -> Mapping[str, int]:
+    def _markers(self) -> Mapping[str, int]:
         # The package does not tell which pieces are a user's own symbols, such as <end_of_turn>.
         return self._pieces(lambda i: _SYMBOL.fullmatch(self._inner.id_to_piece(i)) and not self._inner.is_byte(i))
 
@@ -125,7 +122,7 @@ class TiktokenTokenizer(Tokenizer):
         ranks = _read_ranks(file)
         count = len(ranks)
         names = [_LLAMA3_NAMES.get(i, f"<|special_{i}|>") for i in range(_LLAMA3_SPECIAL)]
-        self.special_tokens = special = {name: count + i for i, name in enumerate(names)}
+        special = {name: count + i for i, name in enumerate(names)}
         self.special_names = {"bos_token": names[0], "eos_token": names[1]}
         self._inner = tiktoken.Encoding(file.name, pat_str=_LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special)
         self._text_tokens, self.vocab_size = count, count + _LLAMA3_SPECIAL
@@ -137,6 +134,9 @@ class TiktokenTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.bos} {self.eos}".encode() + read_bounded(self._file)).hexdigest()
+
+    def _special_tokens(self) -> Mapping[str, int]:
+        return {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if any(map(_LONG_SPACE.search, texts)):
