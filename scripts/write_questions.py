@@ -23,7 +23,9 @@ def questions(folder: Path) -> list[dict[str, str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         module = path.relative_to(folder).with_suffix("")
-        if any(part.startswith("_") or part in ("site-packages", "test", "tests", "idle_test") for part in module.parts):
+        if any(
+            part.startswith("_") or part in ("site-packages", "test", "tests", "idle_test") for part in module.parts
+        ):
             continue
         with warnings.catch_warnings():  # of an old escape in someone's string
             warnings.simplefilter("ignore")
@@ -32,9 +34,8 @@ def questions(folder: Path) -> list[dict[str, str]]:
             except SyntaxError:  # a template for Python 2
                 continue
         for node in tree.body:
-            if kind := KINDS.get(type(node)):
-                if not node.name.startswith("_"):
-                    found.setdefault(node.name, []).append(f"{node.name} is a {kind} of {'.'.join(module.parts)}.")
+            if (kind := KINDS.get(type(node))) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(f"{node.name} is a {kind} of {'.'.join(module.parts)}.")
     once = [(name, answers[0]) for name, answers in found.items() if len(answers) == 1]
     once.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
     return [{"prompt": f"What is {name}?", "completion": answer} for name, answer in once]

@@ -116,6 +116,7 @@ class JsonTokenizer(Tokenizer):
         inner.no_truncation()
         inner.no_padding()
         self._inner, self._names = inner, (bos, eos)
+        self.special_names = {role: name for role, name in (("bos_token", bos), ("eos_token", eos)) if name is not None}
         ids = inner.get_vocab()
         self.vocab_size = max(ids.values()) + 1
         self.bos, self.eos = (None if name is None else ids[name] for name in self._names)
@@ -189,9 +190,7 @@ class JsonTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
-        bos, eos = self._names
-        names: Any = dict(self.special_names) or {"bos_token": bos, "eos_token": eos}
-        (directory / CONFIG_FILE).write_text(json.dumps(names) + "\n", encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps(dict(self.special_names)) + "\n", encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:

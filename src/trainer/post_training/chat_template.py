@@ -2,7 +2,7 @@
 
 https://huggingface.co/docs/transformers/chat_templating_writing describes the functions and variables. Jinja's sandbox
 lets a template read only what it is given. In addition, the text has at most MOST_CHARACTERS, also that of an operator
-`+`, `*` or `%`. Not bounded are the time of nested loops, and the memory of text that `~` or filters make.
+`+`, `*` or `%`. Not bounded are the time of nested loops, and the memory of text that `~`, methods or filters make.
 """
 
 import datetime
@@ -30,9 +30,9 @@ DEFAULT = ChatTemplate(
 {{ bos_token }}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
-{{- 'Assistant:\\n' }}{% generation %}{{ message.content + eos_token }}{% endgeneration %}{{ '\\n' }}
+{{- 'Assistant:\\n' }}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{{ '\\n' }}
 {%- else %}
-{{- message.role.capitalize() + ':\\n' + message.content + '\\n' }}
+{{- message.role.capitalize() + ':\\n' }}{{ message.content }}{{ '\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}""",
@@ -115,9 +115,7 @@ class Template:
         Raises:
           TemplateFailed: with the reason.
         """
-        given = {"messages": list(messages), "tools": tools}
-        if self._names_in.search(json.dumps(given, ensure_ascii=False, default=str)):
-            given = self._named(given)
+        given = self._named({"messages": list(messages), "tools": tools})
         size, chunks = 0, []
         try:
             for chunk in self._compiled.generate(**self._names, **given, documents=None, add_generation_prompt=prompt):
