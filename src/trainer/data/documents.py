@@ -244,8 +244,8 @@ def text_of(value: Any, name: str, record: Record) -> tuple[str, int]:
                 "file, or remove the record"
             ) from error
     if not isinstance(value, str):
-        raise UserError(
-            f"{record.where}: column {name} holds {type(value).__name__}, not text; for token ids set "
-            "tokenize_train_data or tokenize_eval_data to false"
-        )
+        messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        instead = "for token ids set tokenize_train_data or tokenize_eval_data to false"
+        instead = "python -m trainer.sft trains on conversations (use_sft=true)" if messages else instead
+        raise UserError(f"{record.where}: column {name} holds {type(value).__name__}, not text; {instead}")
     return mended(value)

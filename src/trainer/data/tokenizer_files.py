@@ -52,15 +52,14 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
     file = _file(local_path(path, "tokenizer_path="), kind)
     kind = _kind(file) if kind == "auto" else kind
-    if kind == "bytes":
-        return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
     loaders: dict[str, Callable[..., Tokenizer]] = {
+        "bytes": lambda file, **settings: ByteTokenizer(**settings),
         "huggingface": _load_json,
         "sentencepiece": SentencePieceTokenizer,
         "tiktoken": TiktokenTokenizer,
     }
     tokenizer = loaders[kind](file, add_bos=add_bos, add_eos=add_eos)
-    if file.with_name(CONFIG_FILE).is_file():
+    if kind != "bytes" and file.with_name(CONFIG_FILE).is_file():
         tokenizer.special_names = _special_names(file)
     tokenizer.chat_template = template_beside(file.parent)
     return tokenizer

@@ -15,6 +15,7 @@ from trainer.data import open_dataset
 from trainer.data.documents import Counts, Record
 from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
+from trainer.objectives.multi_token import MultiToken
 from trainer.post_training.chat_encoder import Prompts, chat_encoder
 from trainer.post_training.conversations import Formatter, conversation
 
@@ -298,6 +299,16 @@ def test_worker_processes_and_formats_make_the_same_rows(tmp_path: Path, kind: s
     for name in rows[0]:
         np.testing.assert_array_equal(rows[0][name], rows[1][name])
     assert (rows[0]["targets_segmentation"] != 0).any()
+
+
+def test_modules_of_multi_token_prediction_learn_the_answers_only(tmp_path: Path):
+    write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID + OTHER}] * 4)
+    batch, _ = next(dataset_of(tmp_path, max_target_length=128).train_stream(rows=1))
+    segments = batch["targets_segmentation"]
+    assert learnt(np.concatenate([[0], batch["targets"][0]]), segments[0] != 0) == b"Yo$OK$" * 2
+    one, two = list(MultiToken(None, 2, 1.0)._targets(batch))  # type: ignore[arg-type]
+    for ahead, (target, segment) in enumerate((one, two), 1):
+        assert learnt(np.concatenate([[0], target[0]]), np.asarray(segment[0] != 0)) == b"Yo$OK$" * 2, ahead
 
 
 @pytest.mark.parametrize(
