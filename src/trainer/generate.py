@@ -123,8 +123,7 @@ def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
         return None
     from trainer.post_training.chat_encoder import Prompts
 
-    chat = Prompts(loaded.config, tokenizer)
-    say(f"chat template: {chat.template.where}")
+    chat = Prompts(loaded.config, tokenizer, say)
     if not chat.stop_tokens():
         say("the template ends no turn with a special token: answers end at the end of a document or at their length")
     return chat

@@ -72,10 +72,10 @@ def _encoder() -> Any:
     return chat_encoder
 
 
-def _prompts(config: Config, tokenizer: Any) -> Any:
+def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     from trainer.post_training.chat_encoder import Prompts
 
-    return Prompts(config, tokenizer)
+    return Prompts(config, tokenizer, say)
 
 
 SFT = Kind(_check, SFT_DEFAULTS, _with_tokenizer, _encoder, _prompts)

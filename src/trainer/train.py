@@ -30,14 +30,14 @@ class Kind:
       defaults: see `config.load`.
       prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
       encoder: returns the encoder of records, see `data.open_dataset`.
-      prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`.
+      prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
     """
 
     check: Callable[[Config], None]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
     encoder: Callable[[], Any] | None = None
-    prompts: Callable[[Config, Any], Any] = lambda config, tokenizer: None
+    prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
 
 
 def _no_conversations(config: Config) -> None:
@@ -189,7 +189,7 @@ def _prepare(loaded: Loaded, kind: Kind, console):
 
     dataset = open_dataset(run.config, say, *([kind.encoder()] if kind.encoder else []))
     check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
-    chat = kind.prompts(run.config, dataset.tokenizer)
+    chat = kind.prompts(run.config, dataset.tokenizer, console.say)
     return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
 
 

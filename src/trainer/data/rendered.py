@@ -96,7 +96,6 @@ def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
     """Returns tokens with the ranges `offsets` [n, 2] in a text that is at `start` in the whole. A token of no
     character, such as a byte of one, gets the range up to the end of the next that has one."""
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
-    for i in range(len(stops) - 2, -1, -1):
-        if stops[i] <= starts[i]:
-            stops[i] = max(stops[i + 1], starts[i])
+    for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
+        stops[i] = max(stops[i + 1], starts[i])
     return Encoded.of(ids, starts + start, stops + start)

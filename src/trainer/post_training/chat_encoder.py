@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -213,9 +213,10 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
 class Prompts:
     """Renders prompts as the user's message of a conversation, for generation."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer):
-        """Raises UserError: see `open_template`."""
+    def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None):
+        """Says which template it is. Raises UserError: see `open_template`."""
         self.template, self._tokenizer = open_template(config, tokenizer, today=True), tokenizer
+        say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
         """Returns the tokens of the conversation up to where the assistant begins.
@@ -229,13 +230,12 @@ class Prompts:
         return encoded.ids.tolist()
 
     def stop_tokens(self) -> list[int]:
-        """Returns the token that ends a turn of the assistant; [] if the template writes none.
-
-        Raises:
-          UserError: the template cannot render a conversation of two messages.
-        """
+        """Returns the token that ends a turn of the assistant; [] if the template writes none."""
         said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
-        found = turns(self.template, said, None, pattern(self._tokenizer.markers))
+        try:
+            found = turns(self.template, said, None, pattern(self._tokenizer.markers))
+        except TemplateFailed:
+            return []
         (encoded,) = self._tokenizer.encode_rendered([found.rendered])
         _, stop = found.learnt[-1] if found.learnt else (0, 0)
         last = [int(i) for i, end in zip(encoded.ids, encoded.stops, strict=True) if end <= stop][-1:]

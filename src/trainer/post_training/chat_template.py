@@ -67,6 +67,24 @@ class _Generation(jinja2.ext.Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's own would let a template replace what Python looks up in an object, such as its class."""
+
+    def __init__(*args: Any, **kwargs: Any):
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"a namespace has no attribute {name}")
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -132,7 +150,7 @@ class Template:
     def _compiled(self) -> jinja2.Template:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:

@@ -74,6 +74,8 @@ def test_the_default_template():
         ("{{ messages.append(1) }}", "append"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "__class__"),
         ("{{ namespace.__init__.__globals__ }}", "__init__"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "no attribute __class__"),
+        ("{{ namespace(__call__=1) }}", "no attribute __call__"),
         ("{% include '/etc/passwd' %}", "loader"),
         ("{{ messages[7].content }}", "no element 7|has no"),
         ("{{ 1 + 'a' }}", "unsupported operand"),
