@@ -2,6 +2,7 @@
 
 import base64
 import json
+import linecache
 import pickle
 import sys
 from pathlib import Path
@@ -121,6 +122,12 @@ def test_the_arguments_of_a_function(functions):
     messages = read("Hi", "Yo", columns=("q", "a"), formatter=formatter)[0]
     assert [message["content"] for message in messages] == ["Q: Hi", "Yo!"]
     before = formatter.identity
+    source = (functions / "my_functions.py").read_text()
+    (functions / "my_functions.py").write_text(source.replace("+ suffix", "+ suffix + ''"))
+    del sys.modules["my_functions"]
+    linecache.clearcache()
+    assert Formatter(formatter.path, formatter.kwargs).identity != before
+    (functions / "my_functions.py").write_text(source)
     (functions / "t.json").write_text('{"PROMPT": "{q}"}')
     assert Formatter(formatter.path, formatter.kwargs).identity != before
 
@@ -182,6 +189,16 @@ def test_special_tokens_in_messages_are_text(tmp_path: Path):
     prompts = Prompts(config_of(tmp_path / "cache", tokenizer_type="bytes"), ByteTokenizer())
     assert prompts.tokens(EOT_TEXT).count(256) == 1
     assert prompts.stop_tokens() == [256]
+
+
+def test_white_space_is_learnt_although_a_tokenizer_trims_its_offsets(tmp_path: Path):
+    from tokenizers import processors
+
+    bpe = train_bpe([document(i) for i in range(20)], 300)
+    bpe._inner.post_processor = processors.ByteLevel(trim_offsets=True)
+    says = [SAID[0], {"role": "assistant", "content": " a \n\n b\t"}]
+    (made,), _ = encoded(encoder_of(tmp_path, bpe), says)
+    assert bpe.decode(made.tokens[1:][made.loss]) == " a \n\n b\t"
 
 
 def test_a_conversation_that_is_too_long_is_cut_or_skipped(tmp_path: Path):
@@ -257,10 +274,11 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
             minloglevel=2,
         )
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), "auto", add_bos=True, add_eos=True)
-    (made,), counts = encoded(encoder_of(tmp_path, tokenizer), SAID + OTHER)
+    says = [*SAID, OTHER[0], {"role": "assistant", "content": "OK \u20ac\U0001f600"}]  # some in bytes
+    (made,), counts = encoded(encoder_of(tmp_path, tokenizer), says)
     assert made is not None
     targets = made.tokens[1:][made.loss]
-    assert tokenizer.decode(targets).replace(" ", "") == "YoOK"
+    assert tokenizer.decode(targets).replace(" ", "") == "YoOK\u20ac\U0001f600"
     assert [made.tokens[0], *targets].count(tokenizer.special_tokens[tokenizer.special_names["eos_token"]]) == 2
     assert made.tokens.tolist().count(tokenizer.bos) == 1
     assert counts.notes() == []
