@@ -41,6 +41,7 @@ DEFAULT = ChatTemplate(
 # Put around what a tag or a message adds to the text, and removed from it. Unicode reserves these characters for such
 # uses; `conversations` leaves none in a message.
 _BEGIN, _END, _NAME, _NAME_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
+_PROBE = "a text that no template has"
 _MARK = re.compile(f"[{MARKS}]")
 # What an expression in a template can raise.
 _ERRORS = (
@@ -133,7 +134,11 @@ class Template:
         Raises:
           TemplateFailed: with the reason.
         """
-        given = self._named({"messages": list(messages), "tools": tools})
+        said = [_in_parts(message) for message in messages] if self._takes_parts else list(messages)
+        return self._render(said, tools, prompt)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> Rendered:
+        given = self._named({"messages": messages, "tools": tools})
         size, chunks = 0, []
         try:
             for chunk in self._compiled.generate(**self._names, **given, documents=None, add_generation_prompt=prompt):
@@ -156,6 +161,19 @@ class Template:
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise UserError(f"{self.where}{line} is not a chat template in Jinja: {error}") from error
+
+    @functools.cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template shows a content only if it is a list of parts, as those of models with images may."""
+        message = {"role": "user", "content": _PROBE}
+
+        def shows(message: Mapping[str, Any]) -> bool:
+            try:
+                return _PROBE in self._render([message], None, False).text
+            except TemplateFailed:
+                return False
+
+        return not shows(message) and shows(_in_parts(message))
 
     @functools.cached_property
     def _names_in(self) -> re.Pattern[str]:
@@ -205,6 +223,11 @@ def _marked_parts(marked: str) -> Iterator[tuple[str, str]]:
         yield mark, marked[end : match.start()]
         mark, end = match[0], match.end()
     yield mark, marked[end:]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _check_size(size: int) -> None:

@@ -196,9 +196,10 @@ def test_white_space_is_learnt_although_a_tokenizer_trims_its_offsets(tmp_path: 
 
     bpe = train_bpe([document(i) for i in range(20)], 300)
     bpe._inner.post_processor = processors.ByteLevel(trim_offsets=True)
-    says = [SAID[0], {"role": "assistant", "content": " a \n\n b\t"}]
-    (made,), _ = encoded(encoder_of(tmp_path, bpe), says)
-    assert bpe.decode(made.tokens[1:][made.loss]) == " a \n\n b\t"
+    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}{{ eos_token }}"
+    says = [SAID[0], {"role": "assistant", "content": " a \n\n b\t 7 "}]
+    (made,), _ = encoded(encoder_of(tmp_path, bpe, chat_template=template), says)
+    assert bpe.decode(made.tokens[1:][made.loss]) == says[1]["content"]
 
 
 def test_a_conversation_that_is_too_long_is_cut_or_skipped(tmp_path: Path):
@@ -274,11 +275,11 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
             minloglevel=2,
         )
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), "auto", add_bos=True, add_eos=True)
-    says = [*SAID, OTHER[0], {"role": "assistant", "content": "OK \u20ac\U0001f600"}]  # some in bytes
+    says = [*SAID, OTHER[0], {"role": "assistant", "content": "\U0001f600OK\u20ac"}]  # some in bytes
     (made,), counts = encoded(encoder_of(tmp_path, tokenizer), says)
     assert made is not None
     targets = made.tokens[1:][made.loss]
-    assert tokenizer.decode(targets).replace(" ", "") == "YoOK\u20ac\U0001f600"
+    assert tokenizer.decode(targets).replace(" ", "") == "Yo\U0001f600OK\u20ac"
     assert [made.tokens[0], *targets].count(tokenizer.special_tokens[tokenizer.special_names["eos_token"]]) == 2
     assert made.tokens.tolist().count(tokenizer.bos) == 1
     assert counts.notes() == []

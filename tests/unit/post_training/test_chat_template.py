@@ -60,6 +60,13 @@ def test_names_of_special_tokens_in_messages_are_found():
     assert (upper.text, upper.plain) == ("a |", ())
 
 
+def test_a_template_of_parts_gets_parts():
+    text = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    assert rendered(f"{text}|{{% endfor %}}").text == "Hi|Yo|"
+    both = "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}|{% endfor %}"
+    assert rendered(both).text == "Hi|Yo|"
+
+
 def test_the_default_template():
     template = Template(DEFAULT, NAMES)
     assert template.render(SAID).text == "<s>User:\nHi\nAssistant:\nYo</s>\n"
