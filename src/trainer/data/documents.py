@@ -1,7 +1,7 @@
 """Encodes records of a source as documents: tokens with special tokens, and which of them bear loss."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -53,22 +53,25 @@ class Counts:
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
 
-    def notice(self, kind: str, line: str, count: int = 1) -> None:
-        """Counts something that an encoder noticed."""
-        before, first = self.noticed.get(kind, (0, line))
+    described: list[str] = field(default_factory=list)  # the kinds whose line an earlier `take` returned
+
+    def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
+        """Counts something that an encoder noticed. `line` is called the first time only: a place in a file is slow."""
+        before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
         self.noticed[kind] = before + count, first
 
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""
         taken = replace(self)
-        self.__init__()  # type: ignore[misc]
+        self.__init__(described=[*{*self.described, *self.noticed}])  # type: ignore[misc]
         return taken
 
     def add(self, other: "Counts") -> None:
         """Adds counts from `take`."""
         firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt")}
         for kind, (count, line) in other.noticed.items():
-            self.notice(kind, line, count)
+            before, first = self.noticed.get(kind, (0, line))
+            self.noticed[kind] = before + count, first
         for name in (one.name for one in fields(self) if one.type == "int" or one.type is int):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         vars(self).update(firsts)

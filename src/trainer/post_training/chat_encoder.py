@@ -107,29 +107,34 @@ class ChatEncoder(Encoder):
         return found
 
     def _notice(self, found: Turns, record: Record, counts: Counts) -> None:
-        first = f"the first in {record.where}"
         if self.completion_only and found.differing:
             kept = "are not learnt (a template with {% generation %} says itself what is learnt)"
             kept = "are learnt as they are" if self.template.marks_generation else kept
             counts.notice(
                 "differing",
-                f"turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
-                f"{kept}; {first}, {found.differing[0]}",
+                lambda: (
+                    f"turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
+                    f"{kept}; the first in {record.where}, {found.differing[0]}"
+                ),
                 len(found.differing),
             )
         if self.completion_only and found.unended:
             counts.notice(
                 "unended",
-                "turns of the assistant end without a special token, so that generation will not know where to stop; "
-                f"{first}",
+                lambda: (
+                    "turns of the assistant end without a special token, so that generation will not know where to "
+                    f"stop; the first in {record.where}"
+                ),
                 found.unended,
             )
         if found.rendered.plain:
             start, stop = found.rendered.plain[0]
             counts.notice(
                 "plain",
-                f"names of special tokens in messages are encoded as ordinary text; {first}: "
-                f"{visible(found.rendered.text[start:stop])}",
+                lambda: (
+                    f"names of special tokens in messages are encoded as ordinary text; the first in {record.where}: "
+                    f"{visible(found.rendered.text[start:stop])}"
+                ),
                 len(found.rendered.plain),
             )
 
@@ -141,16 +146,20 @@ class ChatEncoder(Encoder):
             cut = ", whose beginning of max_target_length tokens ends before it" if loss.any() else ""
             counts.notice(
                 "unlearnt",
-                f"conversations are skipped, because nothing in them is learnt{cut}; the first in {record.where}",
+                lambda: (
+                    f"conversations are skipped, because nothing in them is learnt{cut}; the first in {record.where}"
+                ),
             )
-            counts.unlearnt = counts.unlearnt or f"{record.where}:\n{visible(found.rendered.text[:_SHOWN])}"
+            counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:_SHOWN])
             return None
         crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
         if crossing and self.completion_only:
             counts.notice(
                 "crossing",
-                "tokens stand for characters both before and in what is learnt, and are learnt; "
-                f"the first in {record.where}",
+                lambda: (
+                    "tokens stand for characters both before and in what is learnt, and are learnt; the first in "
+                    f"{record.where}"
+                ),
                 crossing,
             )
         return Document(encoded.ids, loss if self.masked else None)

@@ -285,6 +285,18 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
     assert counts.notes() == []
 
 
+def test_places_are_described_once():
+    """A line of a file is counted from the file's beginning."""
+    counts, asked = Counts(), []
+    every = Counts()
+    for _ in range(3):
+        for _ in range(2):
+            counts.notice("kind", lambda: asked.append(1) or "things; the first in line 1")
+        every.add(counts.take())
+    assert len(asked) == 1
+    assert every.notes() == ["6 things; the first in line 1"]
+
+
 WAYS = ("prepared", "streaming")
 
 
@@ -293,7 +305,7 @@ def test_data_without_anything_to_learn_show_a_text(tmp_path: Path, way: str):
     write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID[:1]}] * 3)
     keys = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
     keys |= {"grain_train_files": tmp_path / "a.jsonl", "train_data_columns": "messages", "data_pipeline": way}
-    said = r"(?s)nothing to learn from:\n3 conversations are skipped.*line 1:\n.*User:\nHi\n"
+    said = r"(?s)nothing to learn from:\n3 conversations are skipped.*line 1\n.*User:\nHi\n"
     with pytest.raises(UserError, match=said):
         open_dataset(config_of(tmp_path / "cache", **keys), say_nothing, chat_encoder)
 
