@@ -45,7 +45,7 @@ NOT_RUN = {
     r"benchmark_generate": "needs transformers and torch, which the tests do without",
     r"check_accelerator": "needs an accelerator; tests/integration runs it with tiny sizes",
 }
-TRAINING = ("trainer.train", "docs/guides/own_objective.py", "scripts/launch_local.py")
+TRAINING = ("trainer.train", "trainer.sft", "docs/guides/own_objective.py", "scripts/launch_local.py")
 STEPS, LONGEST = 3, 20
 _TPU = re.compile(r"\bcompile_topology=(?!cpu)")
 SMALL = [
@@ -57,6 +57,7 @@ RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eva
 # The runs that a page takes for granted.
 EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
+    "docs/guides/sft.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/benchmarks/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/crossing.md": [

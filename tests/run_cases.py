@@ -40,14 +40,14 @@ def train(folder, *words, devices=1, combination="nnx", **overrides):
         return command(SETTINGS | pinned(combination) | overrides, *words, devices=devices)
 
 
-def command(settings, *words, devices=1):
-    """Does the same in the current folder, with a command of `settings` followed by `words`."""
+def command(settings, *words, devices=1, program=main):
+    """Does the same in the current folder, with a command of `program` of `settings` followed by `words`."""
     found = jax.devices()[:devices]
     output, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         patch.setattr(jax, "devices", lambda: found)
         try:
-            main(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
+            program(["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words])
         except SystemExit as exit_:
             code = exit_.code
     return code, output.getvalue()

@@ -38,9 +38,10 @@ format   text (default), or jsonl: a line of JSON for each prompt, with prompt, 
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
          continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
-         compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes
+         compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes;
+         use_chat_template=true makes each prompt the user's message to the assistant
 
-Standard output has the texts alone, each with its prompt, or the lines of JSON; messages are on standard error.
+Standard output has the texts alone, each after its prompt, or the lines of JSON; messages are on standard error.
 --help Generation lists the keys of generation, --explain KEY explains one."""
 _LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
 
@@ -113,24 +114,41 @@ def _generate(
         engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=adapters)
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
-        tokens = [tokens_of(prompt, tokenizer, begin, longest, say) for prompt in prompts]
-        return engine, tokenizer, engine.stop_tokens(tokenizer), tokens
+        chat = _chat(loaded, tokenizer, say)
+        tokens = [tokens_of(prompt, tokenizer, begin, longest, say, chat) for prompt in prompts]
+        return engine, tokenizer, [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())], tokens
 
     engine, tokenizer, stop, tokens = agreed(prepared)
-    if tokenizer.chat_template:
-        say(f"{tokenizer.chat_template} has a chat template, which is not applied: prompts are continued as they are")
     # Other tokens would be another order of steps, for which processes would wait for ever.
     check_same("the tokens of the prompts, and those that end a text,", "\n".join(map(str, [*tokens, stop])))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     scheduler = Scheduler(engine, engine.load_params(say=say, given=given, average=average))
     loading = time.perf_counter() - started
     several = len(adapters) > 1
+    shown = [f"{prompt}\n" if loaded.config.use_chat_template and not as_json else prompt for prompt in prompts]
     texts = {
         scheduler.submit(row, stop=stop, adapter=number if several else 0): _Text(prompt, row, path)
         for number, path in enumerate(adapters or [""], 1)
-        for prompt, row in zip(prompts, tokens, strict=True)
+        for prompt, row in zip(shown, tokens, strict=True)
     }
     say(_print(scheduler, tokenizer, texts, as_json, loading, write))
+
+
+def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
+    """Returns what makes conversations of prompts with use_chat_template=true, otherwise None."""
+    if not loaded.config.use_chat_template:
+        if (template := tokenizer.chat_template) and "use_chat_template" not in loaded.changed:
+            say(
+                f"{template.where} has a chat template, which is not applied: prompts are continued as they are; "
+                "use_chat_template=true applies it"
+            )
+        return None
+    from trainer.post_training.chat_encoder import Prompts
+
+    chat = Prompts(loaded.config, tokenizer, say)
+    if not chat.stop_tokens():
+        say("the template ends no turn with a special token: answers end at the end of a document or at their length")
+    return chat
 
 
 def _compile(loaded: Loaded) -> None:

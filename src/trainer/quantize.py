@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint.stored import as_stored, stored_kernels
     from trainer.models.matrices import quantized_kernels
     from trainer.models.quantization import storage_of
-    from trainer.post_training import Calibrated
+    from trainer.post_training.quantization import Calibrated
 
     given = dict(word.partition("=")[::2] for word in keys)
     average = weights != "raw" and (weights == "ema" or open_source(source, given.get("decoder_block", "")).averaged)

@@ -4,10 +4,12 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trainer.config import Loaded, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
+from trainer.config import Config, Loaded, UserError, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.vocab_tiles import chosen
@@ -19,13 +21,46 @@ DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What commands that train differ in.
+
+    Attributes:
+      check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
+      defaults: see `config.load`.
+      prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
+      encoder: returns the encoder of records, see `data.open_dataset`.
+      prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
+    """
+
+    check: Callable[[Config], None]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
+    encoder: Callable[[], Any] | None = None
+    prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
+
+
+def _no_conversations(config: Config) -> None:
+    if config.use_sft:
+        raise UserError("use_sft=true: supervised fine-tuning is another command: python -m trainer.sft, same words")
+
+
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
+    run_command(command_line(argv), Kind(_no_conversations))
+
+
+def run_command(words: Sequence[str], kind: Kind) -> None:
+    """Trains as the command line `words` says.
+
+    Raises:
+      UserError: it cannot; RunStopped: the run ended by its own rules.
+    """
     started = time.perf_counter()
-    words = command_line(argv)
     with told_to_others(words):
-        begun = begin([word for word in words if word != DRY_RUN], os.environ)
+        begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
+        kind.check(begun.config)
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -34,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from trainer.checkpoint import with_model
 
         loaded = with_model(begun)
-        _dry_run(loaded) if DRY_RUN in words else _run(loaded, started)
+        _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, started)
 
 
 class _Silence(io.StringIO):
@@ -42,12 +77,12 @@ class _Silence(io.StringIO):
         return len(text)
 
 
-def _run(loaded: Loaded, started: float) -> None:
+def _run(loaded: Loaded, kind: Kind, started: float) -> None:
     from trainer.checkpoint import newest
     from trainer.observe import open_run
     from trainer.runtime.agreement import agreed
 
-    console, run, dataset, prompt, config_yml = _opened(loaded)
+    console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     with open_run(
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
@@ -70,7 +105,7 @@ def _run(loaded: Loaded, started: float) -> None:
             raise SystemExit(EXIT_CODE)
         run_dir.finish()
         console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
-        if prompt:
+        if prompt.tokens:
             from trainer.inference import sample_text
             from trainer.training import keep_sample
 
@@ -79,7 +114,7 @@ def _run(loaded: Loaded, started: float) -> None:
             keep_sample(run_dir, run.config.steps, run.config.prompt, text, console.say)
 
 
-def _dry_run(loaded: Loaded) -> None:
+def _dry_run(loaded: Loaded, kind: Kind) -> None:
     """Does what `_run` does before the first step, except in the run's folder, where it writes nothing."""
     from trainer.checkpoint import SavedCheckpoints
     from trainer.config.dump import to_flow
@@ -89,7 +124,7 @@ def _dry_run(loaded: Loaded) -> None:
     from trainer.runtime.storage import folder
     from trainer.training import compiled_step, loaded_step, metrics_files, needs_of
 
-    console, run, dataset, _, config_yml = _opened(loaded)
+    console, run, dataset, _, config_yml = _opened(loaded, kind)
     config, resumes = run.config, run.config.enable_checkpointing
     run_folder = folder(
         from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
@@ -113,8 +148,8 @@ def _dry_run(loaded: Loaded) -> None:
     console.say(f"dry run: {result}; nothing was written to {run_folder}")
 
 
-def _opened(loaded: Loaded):
-    """Returns the console, the run, its data, the tokens of its prompt, and its config.yml."""
+def _opened(loaded: Loaded, kind: Kind):
+    """Returns the console, the run, its data, its prompt, and its config.yml."""
     from trainer.observe import Console
     from trainer.runtime.agreement import agreed, check_same, is_first
 
@@ -125,24 +160,25 @@ def _opened(loaded: Loaded):
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
         if by_hand(where := loaded.changed.get(key, "")):
             loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train uses the available devices")
-    run, dataset, prompt = agreed(lambda: _prepare(loaded, console))
+    run, dataset, prompt = agreed(lambda: _prepare(loaded, kind, console))
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
     check_same("the configuration", config_yml)
     return console, run, dataset, prompt, config_yml
 
 
-def _prepare(loaded: Loaded, console):
-    """Returns the run, the data that it reads, and the tokens of its prompt."""
+def _prepare(loaded: Loaded, kind: Kind, console):
+    """Returns the run, the data that it reads, and the tokens of its prompt with those that end its continuation."""
     import jax
     from ml_collections import FrozenConfigDict
 
     from trainer.checkpoint import check_dtypes
     from trainer.data import open_dataset
-    from trainer.inference import prompt_tokens
+    from trainer.inference import sample_prompt
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory, device_memory
 
+    kind.prepare(loaded.config, console.say)
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
     if run.config.enable_checkpointing:
@@ -157,9 +193,10 @@ def _prepare(loaded: Loaded, console):
     config = run.config
     if loaded.tokenizer:  # the run keeps the path of the folder that is gone
         config = FrozenConfigDict({**config, "tokenizer_path": loaded.tokenizer})
-    dataset = open_dataset(config, say)
+    dataset = open_dataset(config, say, *([kind.encoder()] if kind.encoder else []))
     check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
-    return run, dataset, prompt_tokens(run.config, dataset.tokenizer, console.say)
+    chat = kind.prompts(run.config, dataset.tokenizer, console.say)
+    return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
 
 
 def _train(loaded: Loaded, run, dataset, run_dir, console):

@@ -21,11 +21,14 @@ from support import TINY, arguments, pinned
 
 from trainer.aot.dump import given_folder
 from trainer.config import load, schema
+from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
 from trainer.data import open_dataset
+from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
+from trainer.post_training.chat_encoder import chat_encoder
 from trainer.train import main
 from trainer.training import build
 
@@ -233,6 +236,8 @@ READ_BY_LOADING = {
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
     "compile_report_file": "read by trainer.train_compile",
+    "use_chat_template": "read by trainer.generate",
+    "use_sft": "chooses between trainer.train and trainer.sft",
     **dict.fromkeys(set(OF_OPTIMIZERS) - set(TRAITS["adamw"].reads), "read by another optimizer"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
@@ -297,6 +302,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     given_folder(Recording(load([f"dump_hlo_local_dir={tmp_path}"]).config, seen))
     for words in other_sources(tmp_path):
         open_dataset(Recording(load(words).config, seen), lambda line: None)
+    of_chats = ["dataset_type=grain", "grain_train_files=x", "tokenizer_type=bytes", "formatting_func_path=json:loads"]
+    chats = load(of_chats, defaults=SFT_DEFAULTS)
+    chat_encoder(Recording(chats.config, seen), ByteTokenizer(), ("messages",), True)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
     assert not unread
     assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from trainer.config.chat_keys import CHAT_CHECKS, CHAT_INERT, columns_problem
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
@@ -137,9 +138,7 @@ def _grain_eval_files(config: Config) -> str | None:
 
 def _columns(key: str) -> Problem:
     def problem(config: Config) -> str | None:
-        if len(config[key]) in (1, 2) and all(config[key]):
-            return None
-        return "must be one column, or two: a prompt and its completion"
+        return columns_problem(config, key)
 
     return problem
 
@@ -202,6 +201,7 @@ DATA_PATHS = (
     "hf_train_files",
     "hf_eval_files",
     "tokenizer_path",
+    "chat_template_path",
 )
 # Those of these keys that take several globs, with weights.
 LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf_eval_files")
@@ -211,13 +211,14 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
     *TOKEN_CHECKS,
+    *CHAT_CHECKS,
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
-    (("train_data_columns",), _columns("train_data_columns")),
-    (("eval_data_columns",), _columns("eval_data_columns")),
+    (("train_data_columns", "use_sft"), _columns("train_data_columns")),
+    (("eval_data_columns", "use_sft"), _columns("eval_data_columns")),
     (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
     (("dataset_type", "tokenize_train_data", "tokenize_eval_data"), _tokenize),
     (("dataset_type", "vocab_size"), _trained_vocabulary),
@@ -284,6 +285,7 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         "grain_file_type=text has no columns",
     ),
     *TOKEN_INERT,
+    *CHAT_INERT,
     (
         ("held_out_share",),
         lambda c: c.dataset_type in ("stdlib", "synthetic"),
@@ -300,7 +302,7 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     ),
     (
         ("sft_train_on_completion_only",),
-        lambda c: len(c.train_data_columns) == 1 and len(c.eval_data_columns) == 1,
+        lambda c: not c.use_sft and len(c.train_data_columns) == 1 and len(c.eval_data_columns) == 1,
         "there is one column",
     ),
     (

@@ -11,6 +11,7 @@ KEYS = (
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chunked_prefill", "prefill_chunk_size"),
     *("enable_prefix_caching", "prefix_caching_hbm_byte", "return_log_prob"),
     *("quantize_kvcache", *OF_CACHE),
+    "use_chat_template",
 )
 
 

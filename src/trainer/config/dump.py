@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_collections
 import yaml
 
 from trainer.config.keys import Config
@@ -35,7 +36,7 @@ def to_flow(value: Any) -> str:
     """Returns `value` as YAML on one line, with strings in double quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(to_flow, value))}]"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | ml_collections.ConfigDict):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
         return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind

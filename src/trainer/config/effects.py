@@ -260,4 +260,4 @@ def inert_keys(config: Config) -> set[str]:
 
 def _repeats_default(config: Config, key: str) -> bool:
     default = schema().keys[key].default
-    return config[key] == default or (key in FOLLOWS and config[key] == FOLLOWS[key](config))
+    return to_flow(config[key]) == to_flow(default) or (key in FOLLOWS and config[key] == FOLLOWS[key](config))

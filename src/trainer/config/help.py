@@ -20,12 +20,14 @@ _WIDTH = 116
 
 _HEAD = """\
 usage: python -m trainer.train [FILE.yml] [key=value ...] [--dry-run]
+       python -m trainer.sft [FILE.yml] [key=value ...] [--dry-run | --show N]
        python -m trainer.train [...] --help [SECTION | all]
        python -m trainer.train [...] --explain KEY
 
 --help SECTION   the keys of one section with their meaning; --help all: of every section
 --explain KEY    one key, the value that it has in this command, and where that comes from
 --dry-run        everything that the command does before its first step: what it would run, and what a step needs
+--show N         the first N conversations that trainer.sft would train on, with what it learns of them
 
 FILE.yml is any YAML file with `base_config: base.yml`, or with another such file as its base_config. Without it, or
 with base.yml, the defaults of base.yml apply. Precedence, lowest first: these defaults, the preset of model_name,

@@ -47,6 +47,8 @@ class Config(Mapping[str, Any]):
     bwd_quantization_calibration_method: str
     bwd_stochastic_rounding: str
     capacity_factor: float
+    chat_template: str
+    chat_template_path: str
     checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
@@ -113,6 +115,8 @@ class Config(Mapping[str, Any]):
     eval_steps: int
     final_logits_soft_cap: float
     first_num_dense_layers: int
+    formatting_func_kwargs: Mapping[str, Any]
+    formatting_func_path: str
     fused_qkv: bool
     global_parameter_scale: int
     grad_dtype: str
@@ -309,12 +313,14 @@ class Config(Mapping[str, Any]):
     trainable_parameters_mask: tuple[str, ...]
     trainable_position_size: int
     unquantized_modules: tuple[str, ...]
+    use_chat_template: bool
     use_chunked_prefill: bool
     use_post_attn_norm: bool
     use_post_ffw_norm: bool
     use_qk_clip: bool
     use_qk_norm: bool
     use_sequential_layers: bool
+    use_sft: bool
     use_truncation: bool
     v_head_dim: int
     value_proj: str

@@ -38,6 +38,8 @@ from trainer.config.trust import foreign_code
 # The sections whose keys count before the model is read: how processes connect, and where they read and write.
 _BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
+_OF_COMMAND = "default of this command"  # the source of a key
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -85,27 +87,30 @@ def load(
     environment: Mapping[str, str] | None = None,
     *,
     imports: bool = True,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
-    Precedence, lowest first: base.yml; maxtext.yml if it is the yml or one of its parents; the preset of model_name;
-    the parents of the user's yml; that yml; the command line and, with equal rank, the variables M_KEY of
-    `environment`. `source` names the source of the words in messages. `imports`: whether the facts of a family that is
-    named by import path may be imported; false for the words of a checkpoint.
+    Precedence, lowest first: base.yml; `defaults`, those of the command; maxtext.yml if it is the yml or one of its
+    parents; the preset of model_name; the parents of the user's yml; that yml; the command line and, with equal rank,
+    the variables M_KEY of `environment`. `source` names the source of the words in messages. `imports`: whether the
+    facts of a family that is named by import path may be imported; false for the words of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
       SystemExit: with code 0, after the answer to --help or --explain; see `help`.
     """
-    return _begin(argv, source, environment)._end(imports=imports)
+    return _begin(argv, source, environment, defaults)._end(imports=imports)
 
 
-def begin(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> "Begun":
+def begin(
+    argv: Sequence[str], environment: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> "Begun":
     """Does the same for a command that takes the model from load_parameters_path if model_name is not given.
 
     Raises: like `load`. If the model is to be read, only the errors that do not depend on it.
     """
-    begun = _begin(argv, COMMAND_LINE, environment)
+    begun = _begin(argv, COMMAND_LINE, environment, defaults)
     if not begun.path:
         return replace(begun, loaded=begun._end())
     if mistakes := [*begun._reader.mistakes, *begun._foreign(), *begun._certain_contradictions()]:
@@ -113,9 +118,11 @@ def begin(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> 
     return begun
 
 
-def _begin(argv: Sequence[str], source: str, environment: Mapping[str, str] | None) -> "Begun":
+def _begin(
+    argv: Sequence[str], source: str, environment: Mapping[str, str] | None, defaults: Mapping[str, Any] | None
+) -> "Begun":
     if asked := question(argv):
-        answer(asked, lambda words: {"": load(words, source, environment)})
+        answer(asked, lambda words: {"": load(words, source, environment, defaults=defaults)})
         raise SystemExit(0)
     reader = Reader(schema())
     yml, words = split(argv)
@@ -123,6 +130,7 @@ def _begin(argv: Sequence[str], source: str, environment: Mapping[str, str] | No
     reader.mistakes += mistakes
     given: dict[str, Setting] = {}
     values = {key.name: Setting(copy.deepcopy(key.default), DEFAULT) for key in reader.schema.keys.values()}
+    values |= {name: Setting(value, _OF_COMMAND) for name, value in (defaults or {}).items()}
     for file in files:
         settings = reader.file(file)
         if file.path == MAXTEXT_YML:

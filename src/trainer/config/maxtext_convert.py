@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from trainer.config import maxtext, maxtext_base
+from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.command import malformed
 from trainer.config.data_keys import OWN_KEYS
 from trainer.config.effects import inert_keys, no_effect_of
@@ -30,10 +31,11 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
 STOPPING = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER)
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
-SAME_WORDS = (TRAIN, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
+SFT = "trainer.sft"
+SAME_WORDS = (TRAIN, SFT, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
-_OF_DATA = (TRAIN, COMPILE)
+_OF_DATA = (TRAIN, SFT, COMPILE)
 _LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
@@ -170,7 +172,9 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     loaded: Loaded | None = None
     try:
         assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        loaded = load([yml, *checked], environment=assigned_variables, imports=False)  # only translated
+        defaults = SFT_DEFAULTS if runs == SFT else None
+        # Only translated.
+        loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=defaults)
         problems = _other_defaults(yml, loaded)
     except UserError as error:
         lines = str(error).split("\n  ")

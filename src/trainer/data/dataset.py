@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import Config, token_files
 from trainer.config.errors import UserError
 from trainer.data.batches import RowSource
+from trainer.data.chat_files import TEMPLATE_FILE
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 from trainer.data.tokenizer import Tokenizer
@@ -67,19 +68,36 @@ class Dataset:
             return {}
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
+            if template := self.tokenizer.chat_template:
+                (Path(folder) / TEMPLATE_FILE).write_text(template.text, encoding="utf-8")
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
     def __str__(self) -> str:
         return self.summary
 
 
-def open_dataset(config: Config, say: Say) -> Dataset:
+def text_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> "Encoder":
+    """Returns the encoder of documents: one column, or a prompt and its completion."""
+    from trainer.data.documents import Encoder
+
+    return Encoder(tokenizer, columns, tokenize, config.sft_train_on_completion_only, config.vocab_size)
+
+
+MakeEncoder = Callable[[Config, Tokenizer | None, tuple[str, ...], bool], "Encoder"]
+
+
+def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_encoder) -> Dataset:
     """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
+
+    `make_encoder` returns the encoder of records for the configuration, the tokenizer, the columns, and whether they
+    hold text instead of token ids.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
-    way = _of_tokens if token_files(config) else _of_documents
-    dataset = _synthetic(config) if config.dataset_type == "synthetic" else way(config, say)
+    if config.dataset_type == "synthetic":
+        dataset = _synthetic(config)
+    else:
+        dataset = _of_tokens(config, say) if token_files(config) else _of_documents(config, say, make_encoder)
     if not config.reuse_example_batch:
         return dataset
     return dataclasses.replace(
@@ -90,11 +108,10 @@ def open_dataset(config: Config, say: Say) -> Dataset:
     )
 
 
-def _of_documents(config: Config, say: Say) -> Dataset:
+def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Dataset:
     # Imported late, because synthetic runs need no tokenizer.
     from trainer.data import prepare
     from trainer.data.cache import cache_root
-    from trainer.data.documents import Encoder
     from trainer.data.packing import Packing
     from trainer.data.sources import open_source
 
@@ -109,8 +126,7 @@ def _of_documents(config: Config, say: Say) -> Dataset:
     )
 
     def encoder(corpus: "Corpus", tokenize: bool) -> "Encoder":
-        only = config.sft_train_on_completion_only
-        return Encoder(tokenizer, corpus.columns, tokenize, only, config.vocab_size)
+        return make_encoder(config, tokenizer, corpus.columns, tokenize)
 
     evaluation, held_out = None, "no evaluation"
     if config.eval_interval > 0:

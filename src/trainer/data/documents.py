@@ -1,8 +1,8 @@
 """Encodes records of a source as documents: tokens with special tokens, and which of them bear loss."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,19 +49,32 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
+    # By kind: how often an encoder noticed something, and a line on the first time, which follows the number.
+    noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
+    unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
+
+    described: list[str] = field(default_factory=list)  # the kinds whose line an earlier `take` returned
+
+    def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
+        """Counts something that an encoder noticed. `line` is called the first time only: a place in a file is slow."""
+        before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
+        self.noticed[kind] = before + count, first
 
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""
         taken = replace(self)
-        self.__init__()  # type: ignore[misc]
+        self.__init__(described=[*{*self.described, *self.noticed}])  # type: ignore[misc]
         return taken
 
     def add(self, other: "Counts") -> None:
         """Adds counts from `take`."""
-        first = self.mended_first or other.mended_first
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        self.mended_first = first
+        firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt")}
+        for kind, (count, line) in other.noticed.items():
+            before, first = self.noticed.get(kind, (0, line))
+            self.noticed[kind] = before + count, first
+        for name in (one.name for one in fields(self) if one.type == "int" or one.type is int):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        vars(self).update(firsts)
 
     def notes(self) -> list[str]:
         """Returns notes for the user, one line for each kind."""
@@ -89,7 +102,7 @@ class Counts:
                 f"lone surrogates are replaced by U+FFFD: {self.mended_characters:,} in {self.mended:,} of {every:,} "
                 f"documents, the first in {self.mended_first}"
             )
-        return notes
+        return notes | {kind: f"{count:,} {line}" for kind, (count, line) in self.noticed.items()}
 
 
 def is_held_out(key: bytes, share: float) -> bool:
@@ -122,6 +135,11 @@ class Encoder:
         return self.completion_only and len(self.columns) > 1
 
     @property
+    def whole(self) -> bool:
+        """Whether the targets of a document stand for all of its text."""
+        return self.tokenize and self.tokenizer is not None and self.tokenizer.bos is not None and not self.masked
+
+    @property
     def limit(self) -> int:
         """Ids of documents are smaller than this."""
         return self.tokenizer.vocab_size if self.tokenize and self.tokenizer else self.vocab_size
@@ -136,7 +154,7 @@ class Encoder:
             "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer has its own vocabulary size
         }
         # Built from the fields, so that none is missed.
-        return {field.name: effective.get(field.name, getattr(self, field.name)) for field in fields(self)}
+        return {one.name: effective.get(one.name, getattr(self, one.name)) for one in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """Returns the documents of `records`, with None for a record without text or without a target.
@@ -160,7 +178,7 @@ class Encoder:
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
         """Returns the text of each column of a record. Replaces and counts lone surrogates. Errors are as in
         `encode`."""
-        pairs = [_text(value, name, record) for value, name in self._named(record)]
+        pairs = [text_of(value, name, record) for value, name in self._named(record)]
         replaced = sum(number for _, number in pairs)
         if counts is not None and replaced:
             counts.mended_first = counts.mended_first or mended(str(record.where))[0]
@@ -214,7 +232,7 @@ def _bytes_of(value: Any) -> bytes:
         return repr(value).encode()
 
 
-def _text(value: Any, name: str, record: Record) -> tuple[str, int]:
+def text_of(value: Any, name: str, record: Record) -> tuple[str, int]:
     """Returns the text of a value, and the number of lone surrogates that were replaced in it."""
     if value is None:
         return "", 0
@@ -229,8 +247,8 @@ def _text(value: Any, name: str, record: Record) -> tuple[str, int]:
                 "file, or remove the record"
             ) from error
     if not isinstance(value, str):
-        raise UserError(
-            f"{record.where}: column {name} holds {type(value).__name__}, not text; for token ids set "
-            "tokenize_train_data or tokenize_eval_data to false"
-        )
+        messages = isinstance(value, list) and value and isinstance(value[0], dict)
+        instead = "for token ids set tokenize_train_data or tokenize_eval_data to false"
+        instead = "python -m trainer.sft trains on conversations (use_sft=true)" if messages else instead
+        raise UserError(f"{record.where}: column {name} holds {type(value).__name__}, not text; {instead}")
     return mended(value)

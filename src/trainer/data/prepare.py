@@ -48,8 +48,11 @@ def open_tokenizer(
                 f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or give the model's "
                 "own tokenizer_path"
             )
-        if tokenizer.chat_template and len(config.train_data_columns) > 1:
-            say(f"{tokenizer.chat_template} has a chat template, which is not applied: columns are joined as they are")
+        if (template := tokenizer.chat_template) and len(config.train_data_columns) > 1 and not config.use_sft:
+            say(
+                f"{template.where} has a chat template, which is not applied: columns are joined as they are; "
+                "trainer.sft applies it"
+            )
         return tokenizer
     if not config.tokenize_train_data or token_files(config):
         return None
@@ -141,13 +144,12 @@ def _build(
         rows = counted(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
-            raise no_text(corpora)
+            raise no_text(corpora, counts)
         rows = itertools.chain([first], rows)
         write(folder, rows, length=packing.length, vocab_size=encoder.limit, masked=encoder.masked)
     if not totals["tokens"]:
         raise no_loss(corpora, pairs, counts, packing)
-    whole = encoder.tokenize and encoder.tokenizer is not None and encoder.tokenizer.bos is not None
-    if whole and lengths is not None and not encoder.masked and not counts.cut:
+    if encoder.whole and lengths is not None and not counts.cut:
         assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
     for note in counts.notes():
         say(note)
@@ -164,12 +166,15 @@ def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
         if row["loss"].any():
             return
         pairs += int(np.count_nonzero(row["segmentation"]))
-    raise no_loss([corpus], pairs, counts, packing) if pairs else no_text([corpus])
+    raise no_loss([corpus], pairs, counts, packing) if pairs else no_text([corpus], counts)
 
 
-def no_text(corpora: Sequence[Corpus]) -> UserError:
+def no_text(corpora: Sequence[Corpus], counts: Counts) -> UserError:
     """Returns the error for corpora without a document."""
     first, hint = corpora[0], ""
+    if counts.unlearnt:
+        lines = "\n".join([*counts.notes(), counts.unlearnt])
+        return UserError(f"{_label(corpora)}: there is nothing to learn from:\n{lines}")
     if first.held_out:
         hint = (
             "; set a larger held_out_share" if first.evaluates else "; fill the column, or set a smaller held_out_share"

@@ -60,7 +60,8 @@ def encoding_hint(data: bytes) -> str:
 
 
 def strings_as_bytes(table: Any) -> Any:
-    """Returns an Arrow table or batch with its string columns as bytes: Arrow does not check that strings are UTF-8."""
+    """Returns an Arrow table or batch with its strings as bytes, also those in lists and structs: Arrow does not check
+    that strings are UTF-8."""
     import pyarrow
 
     kinds = pyarrow.types
@@ -68,6 +69,19 @@ def strings_as_bytes(table: Any) -> Any:
         if kinds.is_dictionary(field.type) or kinds.is_string_view(field.type):
             table = table.set_column(i, field.name, table.column(i).cast(pyarrow.string()))
         kind = table.schema.field(i).type
-        if kinds.is_string(kind) or kinds.is_large_string(kind):
-            table = table.set_column(i, field.name, table.column(i).cast(pyarrow.large_binary()))
+        if (wanted := _with_bytes(kind, pyarrow)) != kind:
+            table = table.set_column(i, field.name, table.column(i).cast(wanted))
     return table
+
+
+def _with_bytes(kind: Any, pyarrow: Any) -> Any:
+    """Returns an Arrow type with bytes for strings."""
+    kinds = pyarrow.types
+    if kinds.is_string(kind) or kinds.is_large_string(kind):
+        return pyarrow.large_binary()
+    if kinds.is_list(kind) or kinds.is_large_list(kind):
+        make = pyarrow.list_ if kinds.is_list(kind) else pyarrow.large_list
+        return make(_with_bytes(kind.value_type, pyarrow))
+    if kinds.is_struct(kind):
+        return pyarrow.struct([(field.name, _with_bytes(field.type, pyarrow)) for field in kind])
+    return kind

@@ -1,9 +1,10 @@
 """Tokenizers: the interface, tokenizers in tokenizer.json files (also the one that we train), and bytes."""
 
 import abc
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,20 @@ import numpy as np
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES
+from trainer.data.rendered import (
+    Encoded,
+    Rendered,
+    at_plain_names,
+    at_special_tokens,
+    from_bytes,
+    from_offsets,
+    pattern,
+)
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from trainer.data.chat_files import ChatTemplate
 
 EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
@@ -30,14 +42,16 @@ class Tokenizer(abc.ABC):
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         this is not exact, because the tokenizer changes the text.
-      chat_template: the file with its template for chats, which nothing here applies; "" if there is none.
+      special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
+      chat_template: the template for chats that its files hold, or that a run trains with; None if there is none.
     """
 
     vocab_size: int
     bos: int | None
     eos: int | None
     bytes_per_token: np.ndarray | None = None
-    chat_template: str = ""
+    special_names: Mapping[str, str] = {}
+    chat_template: "ChatTemplate | None" = None
 
     @property
     def largest(self) -> int:
@@ -65,6 +79,39 @@ class Tokenizer(abc.ABC):
         """Returns the tokens of `text`, without special tokens."""
         return list(self.encode_many([text])[0])
 
+    @functools.cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The special tokens by name, which `encode_rendered` recognizes."""
+        return self._special_tokens()
+
+    @functools.cached_property
+    def markers(self) -> Mapping[str, int]:
+        """The tokens by name that can end a turn: the special ones, and others that never stand for ordinary text."""
+        return self._markers()
+
+    @abc.abstractmethod
+    def _special_tokens(self) -> Mapping[str, int]: ...
+
+    def _markers(self) -> Mapping[str, int]:
+        return self.special_tokens
+
+    def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        """Returns the tokens of texts that a chat template made. The name of a special token is that token, except
+        where the text came from a message."""
+        names = pattern(self.special_tokens)
+        return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
+
+    def _part(self, text: str, start: int, special: bool) -> Encoded:
+        if special:
+            return Encoded.of(self.special_tokens[text], start, start + len(text))
+        return from_bytes(text, start, *self._ends(text))
+
+    def _ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the tokens of `text` and the number of bytes of it that end with each."""
+        assert self.bytes_per_token is not None
+        ids = self.encode(text)
+        return ids, np.cumsum(self.bytes_per_token[np.asarray(ids, np.int32)])  # type: ignore[return-value]
+
 
 class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
@@ -72,7 +119,11 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
         # The name of a special token in a text is plain text. This setting is not part of the saved file.
         inner.encode_special_tokens = True
+        # Rows are as long as the configuration says, not as a file says.
+        inner.no_truncation()
+        inner.no_padding()
         self._inner, self._names = inner, (bos, eos)
+        self.special_names = {role: name for role, name in (("bos_token", bos), ("eos_token", eos)) if name is not None}
         ids = inner.get_vocab()
         self.vocab_size = max(ids.values()) + 1
         self.bos, self.eos = (None if name is None else ids[name] for name in self._names)
@@ -84,6 +135,11 @@ class JsonTokenizer(Tokenizer):
             for i, added in inner.get_added_tokens_decoder().items():
                 self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
 
+    def __reduce__(self) -> Any:
+        # Through __init__, because pickling loses encode_special_tokens.
+        names = {"special_names": self.special_names, "chat_template": self.chat_template}
+        return JsonTokenizer, (self._inner, *self._names), names
+
     @property
     def largest(self) -> int:
         added = self._inner.get_added_tokens_decoder().items()
@@ -94,16 +150,42 @@ class JsonTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self._names} {self._inner.to_str()}".encode()).hexdigest()
 
+    def _special_tokens(self) -> Mapping[str, int]:
+        return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
+
+    def _markers(self) -> Mapping[str, int]:
+        return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
+    def _of_chats(self) -> "tokenizers.Tokenizer":
+        """A copy that recognizes special tokens, and whose offsets are not trimmed by a post-processor."""
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(json.dumps(json.loads(self._inner.to_str()) | {"post_processor": None}))
+
+    def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
+        rows = [list(at_plain_names(text)) for text in texts]
+        encoded = {
+            plain: iter(self._batch(inner, [text for row in rows for text, _, is_plain in row if is_plain == plain]))
+            for plain, inner in ((False, self._of_chats), (True, self._inner))
+        }
+        found = [[(next(encoded[plain]), start) for _, start, plain in row] for row in rows]
+        return [Encoded.joined([from_offsets(it.ids, it.offsets, start) for it, start in row]) for row in found]
+
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return [encoding.ids for encoding in self._batch(self._inner, texts, offsets=False)]
+
+    def _batch(self, inner: "tokenizers.Tokenizer", texts: Sequence[str], offsets: bool = True) -> list[Any]:
         try:
             if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
-                return [self._inner.encode(texts[0], add_special_tokens=False).ids]
-            return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+                return [inner.encode(texts[0], add_special_tokens=False)]
+            encode = inner.encode_batch if offsets else inner.encode_batch_fast
+            return encode(texts, add_special_tokens=False)
         except Exception as error:  # the package raises plain Exception
             if type(error) is not Exception:
                 raise
             if len(texts) > 1:
-                return [ids for text in texts for ids in self.encode_many([text])]  # finds the text
+                return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
             raise UserError(
                 f"the tokenizer cannot encode the text {shortened(texts[0])!r} ({error}); a tokenizer without a token "
                 "for unknown text must have tokens for all text: take another tokenizer_path, or add the token to its "
@@ -121,8 +203,7 @@ class JsonTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
-        bos, eos = self._names
-        (directory / CONFIG_FILE).write_text(json.dumps({"bos_token": bos, "eos_token": eos}) + "\n", encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps(dict(self.special_names)) + "\n", encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
@@ -154,6 +235,10 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = 257
         self.bos, self.eos = 256 if add_bos else None, 256 if add_eos else None
         self.bytes_per_token = np.array([1] * 256 + [0], np.int32)
+        self.special_names = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
+
+    def _special_tokens(self) -> Mapping[str, int]:
+        return {EOT_TEXT: 256}
 
     @property
     def fingerprint(self) -> str:

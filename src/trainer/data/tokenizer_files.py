@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import TOKENIZER_FILES, says_bytes
+from trainer.data.chat_files import FILES as CHAT_FILES
+from trainer.data.chat_files import template_beside
 from trainer.data.tokenizer import CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 from trainer.runtime.folders import check_folder, read_bounded
 
@@ -28,6 +30,11 @@ _LLAMA3_WORDS = (
     r"\s+(?!\S)|\s+"
 )
 _LLAMA3_SPECIAL = 256
+_LLAMA3_NAMES = {
+    **{0: "<|begin_of_text|>", 1: "<|end_of_text|>"},
+    **{6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"},
+}
+_SYMBOL = re.compile(r"<[^<>\s]+>")
 _MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
 # The regular expression for words backtracks over white space, and overflows its stack within a million characters of
 # it.
@@ -44,25 +51,17 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
     file = _file(local_path(path, "tokenizer_path="), kind)
     kind = _kind(file) if kind == "auto" else kind
-    if kind == "bytes":
-        return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
     loaders: dict[str, Callable[..., Tokenizer]] = {
+        "bytes": lambda file, **settings: ByteTokenizer(**settings),
         "huggingface": _load_json,
         "sentencepiece": SentencePieceTokenizer,
         "tiktoken": TiktokenTokenizer,
     }
     tokenizer = loaders[kind](file, add_bos=add_bos, add_eos=add_eos)
-    tokenizer.chat_template = _chat_template(file)
+    if kind != "bytes" and file.with_name(CONFIG_FILE).is_file():
+        tokenizer.special_names = _special_names(file)
+    tokenizer.chat_template = template_beside(file.parent)
     return tokenizer
-
-
-def _chat_template(file: Path) -> str:
-    """Returns the file next to a tokenizer's file that has a template for chats, or ""."""
-    config = file.with_name(CONFIG_FILE)
-    if config.is_file() and read_object(config).get("chat_template"):
-        return str(config)
-    names = ("chat_template.jinja", "chat_template.json")
-    return next((str(path) for name in names if (path := file.with_name(name)).is_file()), "")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -80,6 +79,8 @@ class SentencePieceTokenizer(Tokenizer):
         bos, eos = self._inner.bos_id(), self._inner.eos_id()
         self.bos = (bos if bos >= 0 else _required(eos, file, "add_bos")) if add_bos else None
         self.eos = _required(eos, file, "add_eos") if add_eos else None
+        ids = {"bos_token": bos, "eos_token": eos}
+        self.special_names = {name: self._inner.id_to_piece(i) for name, i in ids.items() if i >= 0}
 
     @property
     def fingerprint(self) -> str:
@@ -87,6 +88,20 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         return self._inner.encode(list(texts))
+
+    def _special_tokens(self) -> Mapping[str, int]:
+        return self._pieces(self._inner.is_control)
+
+    def _markers(self) -> Mapping[str, int]:
+        # The package does not tell which pieces are a user's own symbols, such as <end_of_turn>.
+        return self._pieces(lambda i: _SYMBOL.fullmatch(self._inner.id_to_piece(i)) and not self._inner.is_byte(i))
+
+    def _pieces(self, chosen: Callable[[int], Any]) -> dict[str, int]:
+        return {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if chosen(i)}
+
+    def _ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        pieces = self._inner.encode(text, return_type="proto").pieces
+        return [piece.id for piece in pieces], [piece.end for piece in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode([i for i in ids if i < self.vocab_size and not self._inner.is_control(i)])
@@ -104,8 +119,9 @@ class TiktokenTokenizer(Tokenizer):
         self._file = file
         ranks = _read_ranks(file)
         count = len(ranks)
-        names = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|special_{i}|>" for i in range(2, _LLAMA3_SPECIAL))]
+        names = [_LLAMA3_NAMES.get(i, f"<|special_{i}|>") for i in range(_LLAMA3_SPECIAL)]
         special = {name: count + i for i, name in enumerate(names)}
+        self.special_names = {"bos_token": names[0], "eos_token": names[1]}
         self._inner = tiktoken.Encoding(file.name, pat_str=_LLAMA3_WORDS, mergeable_ranks=ranks, special_tokens=special)
         self._text_tokens, self.vocab_size = count, count + _LLAMA3_SPECIAL
         self.bos, self.eos = count if add_bos else None, count + 1 if add_eos else None
@@ -116,6 +132,9 @@ class TiktokenTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.bos} {self.eos}".encode() + read_bounded(self._file)).hexdigest()
+
+    def _special_tokens(self) -> Mapping[str, int]:
+        return {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if any(map(_LONG_SPACE.search, texts)):
@@ -167,25 +186,28 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
                 f"tokenizer_path: {file} has no known special token for the start or end of a document; name bos_token "
                 f"and eos_token in a {CONFIG_FILE} next to it, or set {key}=false"
             )
-    return JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
+    tokenizer = JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
+    known = {"bos_token": begin, "eos_token": end}
+    tokenizer.special_names = {name: value for name, value in known.items() if value is not None}
+    return tokenizer
 
 
 def _special_names(file: Path) -> dict[str, str]:
-    """Returns bos_token and eos_token from the tokenizer_config.json next to the file. Each is a string, or a dict with
-    `content`."""
+    """Returns the special tokens (bos_token, eos_token, ...) of the tokenizer_config.json next to the file. Each is a
+    string, or a dict with `content`."""
     path = file.with_name(CONFIG_FILE)
     if not path.is_file():
         return {}
     given = read_object(path)
     names = {}
-    for name in ("bos_token", "eos_token"):
-        value = given.get(name)
+    for name in (key for key in given if key.endswith("_token")):
+        value = given[name]
         value = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(value, str | None):
+        if not isinstance(value, str | None) and name in ("bos_token", "eos_token"):
             raise UserError(
                 f"tokenizer_path: {path}: {name}={shown(given[name])}, not text, nor an object with content"
             )
-        if value is not None:
+        if isinstance(value, str):
             names[name] = value
     return names
 
@@ -194,14 +216,14 @@ def _file(path: Path, kind: str) -> Path:
     """Returns the tokenizer's file; `path` is the file or its folder."""
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else list(TOKENIZER_FILES.values())
     if path.is_dir():
-        check_folder(path, [*names, CONFIG_FILE])
+        check_folder(path, [*names, *CHAT_FILES])
         for name in names:
             if (path / name).is_file():
                 return path / name
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
-    check_folder(path.parent, [CONFIG_FILE])  # read, too
+    check_folder(path.parent, CHAT_FILES)  # read, too
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "

@@ -3,13 +3,14 @@
 from trainer.inference.engine import Engine
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.prompts import Packed
-from trainer.inference.sample import prompt_tokens, sample_text
+from trainer.inference.sample import SamplePrompt, sample_prompt, sample_text
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Event, Scheduler
 from trainer.inference.state import DecodeState, Prefix, Result
-from trainer.inference.text import TextStream, tokens_of
+from trainer.inference.text import Chat, TextStream, tokens_of
 
 __all__ = [
+    "Chat",
     "DecodeState",
     "Engine",
     "Event",
@@ -17,10 +18,11 @@ __all__ = [
     "Packed",
     "Prefix",
     "Result",
+    "SamplePrompt",
     "Sampling",
     "Scheduler",
     "TextStream",
-    "prompt_tokens",
+    "sample_prompt",
     "sample_text",
     "tokens_of",
 ]

@@ -1,7 +1,7 @@
 """A sample of text from the model of a training run."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,26 +11,37 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import Served, longest_prompt, without_drops
-from trainer.inference.text import tokens_of
+from trainer.inference.text import Chat, tokens_of
 from trainer.models.caches import takes_cache
 
 
-def prompt_tokens(config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None]) -> list[int]:
-    """Returns the tokens of the key `prompt`; [] if there is no sample.
+class SamplePrompt(NamedTuple):
+    """The tokens of a prompt, [] without a sample, and the tokens that end its continuation."""
+
+    tokens: list[int]
+    stop: Sequence[int] = ()
+
+
+def sample_prompt(
+    config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None], chat: Chat | None = None
+) -> SamplePrompt:
+    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`.
 
     Raises:
       UserError: the tokens leave no room in a row.
     """
     if tokenizer is None or not config.prompt:
-        return []
+        return SamplePrompt([])
     if not takes_cache(config):
         say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
-        return []
+        return SamplePrompt([])
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    return tokens_of(config.prompt, tokenizer, begin, longest_prompt(config), say)
+    stop = [] if tokenizer.eos is None else [tokenizer.eos]
+    tokens = tokens_of(config.prompt, tokenizer, begin, longest_prompt(config), say, chat)
+    return SamplePrompt(tokens, [*stop, *(chat.stop_tokens() if chat else ())])
 
 
-def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: list[int]) -> str:
+def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
     """Returns the prompt and its continuation up to the end of the document.
 
     Args:
@@ -49,6 +60,6 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: list[int]) -
         Engine(Served(config, run.mesh, run.rules, model, slots)),
         jax.jit(run.sharded(variables), donate_argnums=0)(state),
     )
-    scheduler.submit(prompt, stop=() if tokenizer.eos is None else (tokenizer.eos,))
+    scheduler.submit(prompt.tokens, stop=prompt.stop)
     drawn = [event.token for event in scheduler.run() if event.token is not None]
-    return tokenizer.decode([*prompt, *drawn])
+    return tokenizer.decode([*prompt.tokens, *drawn])

@@ -1,7 +1,7 @@
 """Converts prompts to tokens, and tokens to text as they arrive."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 from trainer.config import UserError
 from trainer.data.text import mended
@@ -10,8 +10,27 @@ from trainer.data.tokenizer import Tokenizer
 _INCOMPLETE = "\ufffd"  # the decoded form of bytes that are not a complete character yet
 
 
-def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: int, say: Callable[[str], None]) -> Any:
-    """Returns the tokens of `prompt` after the tokens `begin`.
+class Chat(Protocol):
+    """Makes a conversation of a prompt: `post_training.Prompts`."""
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Returns the tokens of the conversation up to where the assistant begins."""
+        ...
+
+    def stop_tokens(self) -> list[int]:
+        """Returns the tokens that end a turn of the assistant."""
+        ...
+
+
+def tokens_of(
+    prompt: str,
+    tokenizer: Tokenizer,
+    begin: Sequence[int],
+    longest: int,
+    say: Callable[[str], None],
+    chat: Chat | None = None,
+) -> list[int]:
+    """Returns the tokens of `prompt` after the tokens `begin`, or those of `chat`.
 
     Raises:
       UserError: there are no tokens, or more than `longest`.
@@ -19,7 +38,7 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, begin: Sequence[int], longest: 
     text, replaced = mended(prompt)
     if replaced:
         say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")
-    tokens = [*begin, *tokenizer.encode(text)]
+    tokens = chat.tokens(text) if chat else [*begin, *tokenizer.encode(text)]
     if not tokens:
         raise UserError("the prompt is empty, and the tokenizer has no token for the beginning of a document")
     if len(tokens) > longest:

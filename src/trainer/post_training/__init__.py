@@ -1,7 +1,4 @@
-"""What happens to a trained model: quantization by calibration."""
+"""What happens to a trained model: quantization by calibration, supervised fine-tuning.
 
-from trainer.post_training.calibration import Layer, calibrate
-from trainer.post_training.quantization import Calibrated
-from trainer.post_training.recording import Statistics
-
-__all__ = ["Calibrated", "Layer", "Statistics", "calibrate"]
+Import from its files: those on conversations do not load JAX.
+"""

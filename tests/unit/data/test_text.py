@@ -15,7 +15,7 @@ from trainer.data.documents import Record
 from trainer.data.text import canonical, decoded, mended
 from trainer.data.tokenizer import train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.inference import prompt_tokens
+from trainer.inference import sample_prompt
 
 # A high surrogate without its pair, a low surrogate twice, and a pair, which is a character.
 BROKEN = "a\ud800 c \udc00\udc00 \ud83d\ude00" + "x" * 30
@@ -254,5 +254,5 @@ def test_a_prompt_is_text_too():
     config = SimpleNamespace(prompt="a\ud800", decoder_block="llama2", **sizes)
     lines: list[str] = []
     tokenizer = load_tokenizer("", "bytes", add_bos=True, add_eos=True)
-    assert prompt_tokens(config, tokenizer, lines.append) == [256, *"a\ufffd".encode()]
+    assert sample_prompt(config, tokenizer, lines.append).tokens == [256, *"a\ufffd".encode()]
     assert lines == ["prompt: lone surrogates are replaced by U+FFFD: 1"]

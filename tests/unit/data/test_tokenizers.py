@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def assert_reads_back(tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir()
     tokenizer.save(folder)
     again = load_tokenizer(str(folder), "auto", add_bos=tokenizer.bos is not None, add_eos=tokenizer.eos is not None)
+    for same in (again, pickle.loads(pickle.dumps(again))) if isinstance(again, JsonTokenizer) else (again,):
+        assert_equal(same, tokenizer)
+
+
+def assert_equal(again: Tokenizer, tokenizer: Tokenizer) -> None:
     assert type(again) is type(tokenizer)
     assert again.fingerprint == tokenizer.fingerprint
     assert (again.vocab_size, again.bos, again.eos) == (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos)

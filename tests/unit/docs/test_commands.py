@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import export, generate, parity, quantize
+from trainer import export, generate, parity, quantize, sft
 from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
+from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.maxtext_command import parse
 from trainer.config.topologies import Topology, find_topology
 
@@ -52,6 +53,10 @@ def accept(program, words, variables):
         program, words = "trainer.parity", words[1:]
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
         check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
+    elif program == "trainer.sft":
+        loaded = load(sft._without_show(words)[0], environment=variables, defaults=SFT_DEFAULTS)
+        assert not not_conversations(loaded.config)
+        check(loaded.config, variables)
     elif program == "trainer.shardings":
         load_sides(words, variables)
     elif program == "trainer.parity":

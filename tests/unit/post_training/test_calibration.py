@@ -15,7 +15,8 @@ from trainer.layers.dense import Dense
 from trainer.layers.sown import Activation
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
-from trainer.post_training import Statistics, calibrate
+from trainer.post_training.calibration import calibrate
+from trainer.post_training.recording import Statistics
 
 ATTENTION = [f"self_attention/{name}/kernel" for name in ("query", "key", "value", "out")]
 LATENT_ATTENTION = [f"self_attention/{name}/kernel" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "out")]

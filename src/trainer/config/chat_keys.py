@@ -1,0 +1,79 @@
+"""Checks of the keys of supervised fine-tuning and of chat templates."""
+
+import re
+from collections.abc import Callable
+
+from trainer.config.keys import Config
+from trainer.config.token_keys import token_files
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
+TOOLS = "tools"  # the column of the tools that a conversation may call
+# The defaults of trainer.sft where they differ from those of base.yml: a conversation stays in one row.
+SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
+
+
+def _one_template(config: Config) -> str | None:
+    return "give only one of them" if config.chat_template and config.chat_template_path else None
+
+
+def _function(config: Config) -> str | None:
+    path = config.formatting_func_path
+    return None if not path or _FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
+
+
+CHAT_CHECKS = (
+    (("chat_template", "chat_template_path"), _one_template),
+    (("formatting_func_path",), _function),
+)
+
+
+def columns_problem(config: Config, key: str) -> str | None:
+    """Returns why the columns do not hold documents, or conversations with use_sft; None if they can."""
+    columns = config[key]
+    if config.use_sft and config.formatting_func_path:
+        return None if columns and all(columns) else "must be the columns that the function reads"
+    said = [column for column in columns if not config.use_sft or column != TOOLS]
+    if len(said) in (1, 2) and all(said):
+        return None
+    if config.use_sft:
+        return f"must be one column of messages, or two: a prompt and its completion; and, if there are any, {TOOLS}"
+    return "must be one column, or two: a prompt and its completion"
+
+
+def not_conversations(config: Config) -> list[str]:
+    """Returns one message for each key that prevents trainer.sft from reading conversations."""
+    lines = []
+    if config.dataset_type in ("stdlib", "synthetic"):
+        lines.append(
+            f"dataset_type={config.dataset_type} has no conversations; take grain, hf or tfds, such as "
+            "dataset_type=grain grain_file_type=jsonl grain_train_files=/data/chats.jsonl train_data_columns=messages "
+            "eval_data_columns=messages"
+        )
+    elif token_files(config) or (config.dataset_type == "grain" and config.grain_file_type == "text"):
+        lines.append(
+            f"grain_file_type={config.grain_file_type} has no conversations; take jsonl, parquet or arrayrecord"
+        )
+    else:
+        lines += [
+            f"{key}=false: conversations are text, which a template and the tokenizer make to tokens; set {key}=true"
+            for key in ("tokenize_train_data", "tokenize_eval_data")
+            if not config[key]
+        ]
+    if not config.tokenizer_path and config.tokenizer_type != "bytes" and not config.load_parameters_path:
+        lines.append(
+            "tokenizer_path is empty, and a tokenizer is not trained on conversations; give the model to "
+            "fine-tune, load_parameters_path=FOLDER, or its tokenizer, tokenizer_path=FOLDER"
+        )
+    return lines
+
+
+def _no_template(config: Config) -> bool:
+    return not config.use_sft and not config.use_chat_template
+
+
+CHAT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft, "use_sft=false"),
+    (("formatting_func_kwargs",), lambda c: not c.formatting_func_path, "formatting_func_path is empty"),
+    (("chat_template", "chat_template_path"), _no_template, "use_sft=false and use_chat_template=false"),
+    (("add_bos", "add_eos"), lambda c: c.use_sft, "the chat template writes the special tokens"),
+)

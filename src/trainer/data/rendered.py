@@ -1,0 +1,101 @@
+"""Texts that a chat template made, and their tokens with the characters that each stands for."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Range = tuple[int, int]  # of characters, [start, stop)
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+      text: the text.
+      learnt: the ranges of `{% generation %}`, in order.
+      plain: the ranges of names of special tokens that came from a message, so that they are ordinary text.
+    """
+
+    text: str
+    learnt: tuple[Range, ...] = ()
+    plain: tuple[Range, ...] = ()
+
+
+class Encoded(NamedTuple):
+    """Tokens [n], int32, and the characters [start, stop) that each stands for, at least in part."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    @classmethod
+    def of(cls, ids: Any, starts: Any, stops: Any) -> "Encoded":
+        """Returns the three as arrays."""
+        return cls(*(np.asarray(values, np.int32).reshape(-1) for values in (ids, starts, stops)))
+
+    @classmethod
+    def joined(cls, encoded: Sequence["Encoded"]) -> "Encoded":
+        """Returns the tokens of all, one after another."""
+        return cls(*map(np.concatenate, zip(*encoded, strict=True))) if encoded else cls.of([], [], [])
+
+    def within(self, ranges: Sequence[Range]) -> np.ndarray:
+        """Returns whether each token stands for a character in one of `ranges`: bool [n]."""
+        mask = np.zeros(len(self.ids), bool)
+        for start, stop in ranges:
+            mask |= (self.starts < stop) & (self.stops > start)
+        return mask
+
+
+def pattern(names: Collection[str]) -> re.Pattern[str]:
+    """Returns an expression that matches any of `names`, the longest first; it matches nothing if there are none."""
+    longest_first = sorted(filter(None, names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
+    """Yields the parts of a text, each with its start and whether it is one of `Rendered.plain`."""
+    return _cut(rendered.text, rendered.plain)
+
+
+def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
+    """Yields the parts of a text, each with its start and whether it is the name of a special token, which a name from
+    a message is not."""
+    plain = set(rendered.plain)
+    return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
+
+
+def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
+    end = 0
+    for start, stop in ranges:
+        if start > end:
+            yield text[end:start], end, False
+        yield text[start:stop], start, True
+        end = stop
+    if end < len(text):
+        yield text[end:], end, False
+
+
+def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
+    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: the number of bytes of it up to the end
+    of each token."""
+    widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
+    char_of_byte = np.repeat(np.arange(len(text)), widths)
+    stops = np.asarray(ends, np.int64)
+    starts = np.concatenate([[0], stops])[:-1]
+    last = len(char_of_byte) - 1
+    return from_offsets(
+        ids,
+        np.stack([char_of_byte[np.minimum(starts, last)], char_of_byte[np.clip(stops - 1, 0, last)] + (stops > 0)], 1),
+        start,
+    )
+
+
+def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
+    """Returns tokens with the ranges `offsets` [n, 2] in a text that is at `start` in the whole. A token of no
+    character, such as a byte of one, gets the range up to the end of the next that has one."""
+    starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
+    for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
+        stops[i] = max(stops[i + 1], starts[i])
+    return Encoded.of(ids, starts + start, stops + start)

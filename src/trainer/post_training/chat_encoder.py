@@ -1,0 +1,251 @@
+"""Encodes conversations as documents for supervised fine-tuning: the encoder of records of `data.open_dataset`."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.config import Config, UserError
+from trainer.config.paths import local_path
+from trainer.config.words import visible
+from trainer.data.chat_files import ChatTemplate, read_template
+from trainer.data.documents import Counts, Document, Encoder, Record
+from trainer.data.rendered import Encoded, pattern
+from trainer.data.tokenizer import Tokenizer
+from trainer.post_training.chat_template import DEFAULT, TRAINING_DATE, Template, TemplateFailed
+from trainer.post_training.conversations import Formatter, conversation
+from trainer.post_training.turns import Turns, turns
+
+_FORMAT = 1  # increases if equal conversations become other tokens or other masks
+_SHOWN = 2000  # characters of a conversation in a message
+
+
+class Example(NamedTuple):
+    """A conversation with its tokens [n], and which of them are learnt: bool [n]."""
+
+    turns: Turns
+    encoded: Encoded
+    learnt: np.ndarray
+
+
+@dataclass(frozen=True)
+class ChatEncoder(Encoder):
+    """See `Encoder`. Nothing is put before and after a conversation: the template writes all of its text.
+
+    Attributes:
+      template: how conversations become text.
+      formatter: a user's function that makes messages of records.
+      longest: a conversation is cut after this many targets; None if it continues in another row.
+    """
+
+    template: Template
+    formatter: Formatter | None
+    longest: int | None
+
+    @property
+    def masked(self) -> bool:
+        return self.completion_only
+
+    @property
+    def whole(self) -> bool:
+        return False  # the first token is no target, and the names of special tokens are text without bytes
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return super().identity | {
+            "template": [_FORMAT, self.template.text, TRAINING_DATE.isoformat()],
+            "names": self._tokenizer.special_names and sorted(self._tokenizer.special_names.items()),
+            "formatter": self.formatter and self.formatter.identity,
+        }
+
+    def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
+        """See `Encoder.encode`. Skips conversations without a target that is learnt.
+
+        Raises:
+          UserError: names a record that is not a conversation, or that the template cannot render.
+        """
+        examples = self.examples(records, counts)
+        documents = [
+            example and self.document(example, counts, record)
+            for example, record in zip(examples, records, strict=True)
+        ]
+        counts.documents += sum(document is not None for document in documents)
+        return documents
+
+    def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
+        """Returns the conversations of `records`, None for one without messages. Errors are as in `encode`."""
+        found = [self._turns(record, counts) for record in records]
+        encoded = iter(self._tokenizer.encode_rendered([one.rendered for one in found if one]))
+        examples: list[Example | None] = []
+        for one in found:
+            if one is None:
+                examples.append(None)
+                continue
+            tokens = next(encoded)
+            learnt = tokens.within(one.learnt) if self.completion_only else np.ones(len(tokens.ids), bool)
+            examples.append(Example(one, tokens, learnt))
+        return examples
+
+    def _turns(self, record: Record, counts: Counts) -> Turns | None:
+        (messages, tools), replaced = conversation(record, self.columns, self.formatter)
+        if replaced:
+            counts.mended_first = counts.mended_first or str(record.where)
+            counts.mended += 1
+            counts.mended_characters += replaced
+        if not messages:
+            counts.empty += 1
+            return None
+        try:
+            found = turns(self.template, messages, tools, self._markers)
+        except TemplateFailed as error:
+            raise UserError(f"{record.where}: {error}") from error
+        counts.bytes += len(found.rendered.text.encode())
+        self._notice(found, record, counts)
+        return found
+
+    def _notice(self, found: Turns, record: Record, counts: Counts) -> None:
+        if self.completion_only and found.differing:
+            kept = "are not learnt (a template with {% generation %} says itself what is learnt)"
+            kept = "are learnt as they are" if self.template.marks_generation else kept
+            counts.notice(
+                "differing",
+                lambda: (
+                    f"turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
+                    f"{kept}; the first in {record.where}, {found.differing[0]}"
+                ),
+                len(found.differing),
+            )
+        if self.completion_only and found.unended:
+            counts.notice(
+                "unended",
+                lambda: (
+                    "turns of the assistant end without a special token, so that generation will not know where to "
+                    f"stop; the first in {record.where}"
+                ),
+                found.unended,
+            )
+        if found.rendered.plain:
+            start, stop = found.rendered.plain[0]
+            counts.notice(
+                "plain",
+                lambda: (
+                    f"names of special tokens in messages are encoded as ordinary text; the first in {record.where}: "
+                    f"{visible(found.rendered.text[start:stop])}"
+                ),
+                len(found.rendered.plain),
+            )
+
+    def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
+        """Returns the document of a conversation; None if no target in a row is learnt, which is counted."""
+        found, encoded, learnt = example
+        loss = learnt[1:]
+        if not loss[: self.longest].any():
+            cut = ", whose beginning of max_target_length tokens ends before it" if loss.any() else ""
+            counts.notice(
+                "unlearnt",
+                lambda: (
+                    f"conversations are skipped, because nothing in them is learnt{cut}; the first in {record.where}"
+                ),
+            )
+            counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:_SHOWN])
+            return None
+        crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
+        if crossing and self.completion_only:
+            counts.notice(
+                "crossing",
+                lambda: (
+                    "tokens stand for characters both before and in what is learnt, and are learnt; the first in "
+                    f"{record.where}"
+                ),
+                crossing,
+            )
+        return Document(encoded.ids, loss if self.masked else None)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    @functools.cached_property
+    def _markers(self) -> re.Pattern[str]:
+        return pattern(self._tokenizer.markers)
+
+
+def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template from now
+    on.
+
+    Raises:
+      UserError: the template or the formatting function is not there, or not valid.
+    """
+    assert tokenizer is not None
+    template = open_template(config, tokenizer)
+    path = config.formatting_func_path
+    kwargs: Any = config.formatting_func_kwargs
+    formatter = Formatter(path, kwargs.to_dict()) if path else None
+    if formatter is not None:
+        formatter.load()
+    continues = not config.use_truncation or (config.packing and config.grain_packing_type == "concat_then_split")
+    return ChatEncoder(
+        tokenizer,
+        columns,
+        tokenize,
+        config.sft_train_on_completion_only,
+        config.vocab_size,
+        template,
+        formatter,
+        None if continues else config.max_target_length,
+    )
+
+
+def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
+    """Returns the template of chat_template or chat_template_path, of the tokenizer's files, or the default one.
+
+    The tokenizer has it from now on. `today`: see `Template`.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    if config.chat_template:
+        found = ChatTemplate(config.chat_template, "chat_template")
+    elif config.chat_template_path:
+        found = read_template(local_path(config.chat_template_path, "chat_template_path="))
+    else:
+        found = tokenizer.chat_template or DEFAULT
+    tokenizer.chat_template = found
+    return Template(found, tokenizer.special_names, tuple(tokenizer.special_tokens), today=today)
+
+
+class Prompts:
+    """Renders prompts as the user's message of a conversation, for generation."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None):
+        """Says which template it is. Raises UserError: see `open_template`."""
+        self.template, self._tokenizer = open_template(config, tokenizer, today=True), tokenizer
+        say(f"chat template: {self.template.where}")
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Returns the tokens of the conversation up to where the assistant begins.
+
+        Raises:
+          UserError: the template cannot render it.
+        """
+        record = Record("prompt", ([{"role": "user", "content": prompt}],))
+        (messages, _), _ = conversation(record, ("prompt",), None)
+        (encoded,) = self._tokenizer.encode_rendered([self.template.render(messages, prompt=True)])
+        return encoded.ids.tolist()
+
+    def stop_tokens(self) -> list[int]:
+        """Returns the token that ends a turn of the assistant; [] if the template writes none."""
+        said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+        try:
+            found = turns(self.template, said, None, pattern(self._tokenizer.markers))
+        except TemplateFailed:
+            return []
+        (encoded,) = self._tokenizer.encode_rendered([found.rendered])
+        _, stop = found.learnt[-1] if found.learnt else (0, 0)
+        last = [int(i) for i, end in zip(encoded.ids, encoded.stops, strict=True) if end <= stop][-1:]
+        return [i for i in last if i in self._tokenizer.markers.values()]

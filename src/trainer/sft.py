@@ -1,0 +1,90 @@
+"""`python -m trainer.sft [base.yml] key=value ... [--show N]`: fine-tunes a language model on conversations.
+
+It is `trainer.train` with another encoder of records: the same checkpoints, meshes, combinations and reports.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer.config import Config, UserError, begin, command_line, exit_on_user_error
+from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
+from trainer.config.errors import report
+from trainer.train import Kind, run_command
+
+SHOW = "--show"
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    words, count = _without_show(command_line(argv))
+    if count is None:
+        run_command(words, SFT)
+        return
+    begun = begin(words, os.environ, SFT_DEFAULTS)
+    _check(begun.config)
+    if begun.path:
+        from trainer.checkpoint import with_model
+
+        config = with_model(begun).config
+    else:
+        config = begun.end().config
+    _with_tokenizer(config, _say)
+    from trainer.post_training.chat_show import show
+
+    show(config, count, _say)
+
+
+def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Returns the words without `--show N`, and N; None without it."""
+    words, count = list(words), None
+    for i, word in enumerate(words):
+        option, equals, text = word.partition("=")
+        if option == SHOW:
+            given = [text] if equals else words[i + 1 : i + 2]
+            if not given or not given[0].isdecimal() or not int(given[0]):
+                raise UserError(f"{SHOW} needs a number of conversations, such as {SHOW} 3")
+            return [*words[:i], *words[i + (1 if equals else 2) :]], int(given[0])
+    return words, count
+
+
+def _check(config: Config) -> None:
+    mistakes = not_conversations(config)
+    if not config.use_sft:
+        mistakes.append("use_sft=false: trainer.sft fine-tunes on conversations; trainer.train trains on documents")
+    if mistakes:
+        raise report(mistakes)
+
+
+def _with_tokenizer(config: Config, say: Callable[[str], None]) -> None:
+    """Sets tokenizer_path to the tokenizer of the model that the run starts from, if there is no other."""
+    if config.tokenizer_path or config.tokenizer_type == "bytes":
+        return
+    from trainer.checkpoint import open_source
+
+    config.tokenizer_path = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
+    say(f"tokenizer_path={config.tokenizer_path}: the tokenizer of load_parameters_path")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _encoder() -> Any:
+    from trainer.post_training.chat_encoder import chat_encoder
+
+    return chat_encoder
+
+
+def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
+    from trainer.post_training.chat_encoder import Prompts
+
+    return Prompts(config, tokenizer, say)
+
+
+SFT = Kind(_check, SFT_DEFAULTS, _with_tokenizer, _encoder, _prompts)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Conversations as documents: forms of records, templates of tokenizers, masks, and what is refused."""
+
+import base64
+import json
+import linecache
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_data import config_of, document, say_nothing, write_records
+
+from trainer.config import UserError
+from trainer.data import open_dataset
+from trainer.data.documents import Counts, Record
+from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, train_bpe
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.objectives.multi_token import MultiToken
+from trainer.post_training.chat_encoder import Prompts, chat_encoder
+from trainer.post_training.conversations import Formatter, conversation
+
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+OTHER = [{"role": "user", "content": "And é?"}, {"role": "assistant", "content": "OK"}]
+TEXT = f"{EOT_TEXT}User:\nHi\nAssistant:\nYo{EOT_TEXT}\n"
+PLACE = "data.jsonl, line 1"
+
+
+def read(*values, columns=("messages",), formatter=None):
+    (messages, tools), replaced = conversation(Record(PLACE, values), columns, formatter)
+    return messages, tools, replaced
+
+
+@pytest.mark.parametrize(
+    ("values", "columns"),
+    [
+        ([SAID], ["messages"]),
+        ([json.dumps(SAID)], ["messages"]),
+        ([json.dumps(SAID).encode()], ["messages"]),
+        ([np.array([json.dumps(SAID).encode()], object)], ["messages"]),
+        ([{"role": ["user", "assistant"], "content": ["Hi", "Yo"]}], ["messages"]),
+        ([{"role": np.array([b"user", b"assistant"]), "content": np.array([b"Hi", b"Yo"])}], ["messages"]),
+        ([[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]], ["conversations"]),
+        ([[{**message, "tool_calls": None, "name": None} for message in SAID]], ["messages"]),
+        ([[{**message, "content": [{"type": "text", "text": message["content"]}]} for message in SAID]], ["messages"]),
+        (["Hi", "Yo"], ["prompt", "completion"]),
+        ([b"Hi", np.array([b"Yo"], object)], ["question", "answer"]),
+        ([SAID[:1], SAID[1:]], ["prompt", "completion"]),
+        ([SAID[:1], "Yo"], ["prompt", "completion"]),
+        (["Hi", "Yo", None], ["prompt", "completion", "tools"]),
+    ],
+)
+def test_forms_of_a_conversation(values, columns):
+    assert read(*values, columns=columns) == (SAID, None, 0)
+
+
+@pytest.mark.parametrize("values", [(None,), ([],), ("",), (b" ",)])
+def test_a_conversation_without_messages(values):
+    assert read(*values) == ([], None, 0)
+    assert read("Hi", *values, columns=("prompt", "completion"))[0] == [] or values == (b" ",)
+
+
+def test_tools_and_fields_reach_the_template():
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1.5}}}]}
+    messages, tools, _ = read([message], '[{"name": "f"}]', columns=("messages", "tools"))
+    assert messages == [message]
+    assert tools == [{"name": "f"}]
+
+
+def test_characters_that_are_not_text_are_replaced_and_counted():
+    messages, _, replaced = read([{"role": "user", "content": "a\ud83d\ufdd0b"}])
+    assert messages[0]["content"] == "a\ufffd\ufffdb"
+    assert replaced == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("Hi", r"column messages holds the text 'Hi', not messages.*\[prompt,completion\].*formatting_func_path="),
+        (3, "column messages holds int, not a list of messages"),
+        (["Hi", "Yo"], r"messages\[0\] is 'Hi', not a message with role and content"),
+        ([{"rôle": "user", "content": "x"}], r"messages\[0\] has no role.*it has rôle, content"),
+        ([{"role": 3, "content": "x"}], "has no role"),
+        ([{"role": "user", "content": 3}], "content of the type int"),
+        ([{"from": "observation", "value": "x"}], "is from observation: known: human, user, gpt"),
+        ([{"from": "human", "text": "x"}], "each with a value"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content of the type image: only text"),
+        (b"\xff[]", "not UTF-8"),
+        ({"role": ["user"], "content": []}, "holds dict"),
+    ],
+)
+def test_what_is_no_conversation_names_the_record(value, said):
+    with pytest.raises(UserError, match=f"^{PLACE}: .*{said}"):
+        read(value)
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_functions.py").write_text(
+        "def pairs(example, template_config=None, suffix=''):\n"
+        "    prompt = (template_config or {}).get('PROMPT', '{q}').format(q=example['q'])\n"
+        "    messages = [{'role': 'user', 'content': prompt}]\n"
+        "    return {'messages': [*messages, {'role': 'assistant', 'content': example['a'] + suffix}], 'q': 1}\n"
+        "def plain(example):\n    return {'prompt': example['q'], 'completion': example['a']}\n"
+        "def wrong(example):\n    return {'text': 'x'}\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("my_functions", None)
+
+
+@pytest.mark.parametrize("path", ["my_functions:pairs", "my_functions.pairs", "my_functions:plain"])
+def test_a_function_of_ones_own(functions, path):
+    formatter = pickle.loads(pickle.dumps(Formatter(path)))
+    assert read("Hi", "Yo", columns=("q", "a"), formatter=formatter)[0] == SAID
+
+
+def test_the_arguments_of_a_function(functions):
+    (functions / "t.json").write_text('{"PROMPT": "Q: {q}"}')
+    formatter = Formatter("my_functions:pairs", {"template_path": str(functions / "t.json"), "suffix": "!"})
+    messages = read("Hi", "Yo", columns=("q", "a"), formatter=formatter)[0]
+    assert [message["content"] for message in messages] == ["Q: Hi", "Yo!"]
+    before = formatter.identity
+    source = (functions / "my_functions.py").read_text()
+    (functions / "my_functions.py").write_text(source.replace("+ suffix", "+ suffix + ''"))
+    del sys.modules["my_functions"]
+    linecache.clearcache()
+    assert Formatter(formatter.path, formatter.kwargs).identity != before
+    (functions / "my_functions.py").write_text(source)
+    (functions / "t.json").write_text('{"PROMPT": "{q}"}')
+    assert Formatter(formatter.path, formatter.kwargs).identity != before
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("not_there:f", "cannot be imported"),
+        ("my_functions:gone", "has no function gone"),
+        ("my_functions:number", "has no function number"),
+        ("my_functions:wrong", "returned text; it must return a dict with messages"),
+    ],
+)
+def test_a_function_that_does_not_fit(functions, path, said):
+    formatter = Formatter(path)
+    with pytest.raises(UserError, match=said):
+        read("Hi", "Yo", columns=("q", "a"), formatter=formatter)
+
+
+def encoder_of(tmp_path: Path, tokenizer=None, columns=("messages",), **keys):
+    base = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "x"}
+    base |= {"tokenizer_type": "bytes", "grain_packing_type": "best_fit", "use_truncation": True}
+    config = config_of(tmp_path / "cache", **base | {"train_data_columns": "messages"} | keys)
+    return chat_encoder(config, tokenizer or ByteTokenizer(), columns, True)
+
+
+def encoded(encoder, *conversations):
+    counts = Counts()
+    records = [Record(f"line {i}", (one,)) for i, one in enumerate(conversations, 1)]
+    return encoder.encode(records, counts), counts
+
+
+def learnt(tokens, loss) -> bytes:
+    return bytes(int(i) if i < 256 else ord("$") for i in tokens[1:][loss])
+
+
+def test_tokens_and_mask(tmp_path: Path):
+    (document, other), counts = encoded(encoder_of(tmp_path), SAID, SAID + OTHER)
+    assert document is not None
+    assert other is not None
+    assert learnt(*document) == b"Yo$"
+    assert learnt(*other) == b"Yo$OK$"
+    assert ByteTokenizer().decode(document.tokens) == TEXT.replace(EOT_TEXT, "")
+    assert document.tokens.tolist().count(256) == 2  # the template's, and no other
+    assert counts.notes() == []
+    (whole,), _ = encoded(encoder_of(tmp_path, sft_train_on_completion_only=False), SAID)
+    assert whole.loss is None
+
+
+def test_special_tokens_in_messages_are_text(tmp_path: Path):
+    says = [SAID[0], {"role": "assistant", "content": f"a{EOT_TEXT}b"}]
+    (made,), counts = encoded(encoder_of(tmp_path), says)
+    assert learnt(*made) == f"a{EOT_TEXT}b$".encode()
+    (note,) = counts.notes()
+    assert note.startswith("1 names of special tokens in messages are encoded as ordinary text; the first in line 1")
+    bpe = train_bpe([document(i) for i in range(20)], 300)
+    (made,), _ = encoded(encoder_of(tmp_path, bpe), says)
+    assert made.tokens.tolist().count(bpe.eos) == 2
+    prompts = Prompts(config_of(tmp_path / "cache", tokenizer_type="bytes"), ByteTokenizer())
+    assert prompts.tokens(EOT_TEXT).count(256) == 1
+    assert prompts.stop_tokens() == [256]
+
+
+def test_white_space_is_learnt_although_a_tokenizer_trims_its_offsets(tmp_path: Path):
+    from tokenizers import processors
+
+    bpe = train_bpe([document(i) for i in range(20)], 300)
+    bpe._inner.post_processor = processors.ByteLevel(trim_offsets=True)
+    template = "{{ messages[0].content }}{% generation %}{{ messages[1].content }}{% endgeneration %}{{ eos_token }}"
+    says = [SAID[0], {"role": "assistant", "content": " a \n\n b\t 7 "}]
+    (made,), _ = encoded(encoder_of(tmp_path, bpe, chat_template=template), says)
+    assert bpe.decode(made.tokens[1:][made.loss]) == says[1]["content"]
+
+
+def test_a_conversation_that_is_too_long_is_cut_or_skipped(tmp_path: Path):
+    long = [{"role": "user", "content": "x" * 100}, SAID[1]]
+    (kept, skipped), counts = encoded(encoder_of(tmp_path, max_target_length=32), SAID, long)
+    assert kept is not None
+    assert skipped is None
+    (note,) = counts.notes()
+    assert note.startswith("1 conversations are skipped, because nothing in them is learnt, whose beginning of max_")
+    for keys in ({"use_truncation": False}, {"grain_packing_type": "concat_then_split"}):
+        (kept,), counts = encoded(encoder_of(tmp_path, max_target_length=32, **keys), long)
+        assert kept is not None
+
+
+def test_dropped_reasoning_is_said_once_with_its_number(tmp_path: Path):
+    template = (
+        "{% for m in messages %}{{ m.role[0] + (m.content if loop.last or m.role == 'user' else '') + eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    documents, counts = encoded(encoder_of(tmp_path, chat_template=template), SAID + OTHER, SAID, SAID + SAID + OTHER)
+    assert [learnt(*document) for document in documents] == [b"OK$", b"Yo$", b"OK$"]
+    (note,) = counts.notes()
+    assert note.startswith("3 turns of the assistant are rendered otherwise in a conversation than generation sees")
+    assert "are not learnt" in note
+    assert "the first in line 1, message 2: generation sees" in note
+
+
+def test_a_tokenizer_and_its_template_come_back_from_what_is_saved(tmp_path: Path):
+    bpe = train_bpe([document(i) for i in range(20)], 300)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    bpe.save(folder)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ x_token }}{% endfor %}"
+    names = {"bos_token": None, "eos_token": {"content": EOT_TEXT}, "x_token": "!"}
+    named = [{"name": "default", "template": template}, {"name": "tool_use", "template": "t"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": named}))
+    write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID}] * 9)
+    keys = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_path": folder}
+    keys |= {"grain_train_files": tmp_path / "a.jsonl", "train_data_columns": "messages", "held_out_share": 0}
+    keys |= {"sft_train_on_completion_only": False, "grain_packing_type": "best_fit"}
+    dataset = open_dataset(config_of(tmp_path / "cache", **keys), say_nothing, chat_encoder)
+    batch, _ = next(dataset.train_stream(rows=1))
+    assert dataset.tokenizer.decode(batch["inputs"][0][:5]) == "Hi!Yo"
+    for name, content in dataset.tokenizer_files.items():
+        (tmp_path / name).write_bytes(content)
+    again = load_tokenizer(str(tmp_path), "auto", add_bos=True, add_eos=True)
+    assert again.fingerprint == dataset.tokenizer.fingerprint
+    assert again.chat_template.text == template
+    assert again.special_names == {"eos_token": EOT_TEXT, "x_token": "!"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[1:]}))
+    with pytest.raises(UserError, match="the templates tool_use, and none is called default"):
+        load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_other_tokenizers(tmp_path: Path, kind: str):
+    if kind == "tiktoken":
+        tokens = [bytes([i]) for i in range(256)] + [b"OK", b"Yo"]
+        lines = [base64.b64encode(token) + b" %d" % i for i, token in enumerate(tokens)]
+        (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
+    else:
+        import sentencepiece
+
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([document(i) for i in range(50)]),
+            model_prefix=str(tmp_path / "tokenizer"),
+            vocab_size=330,
+            model_type="bpe",
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), "auto", add_bos=True, add_eos=True)
+    says = [*SAID, OTHER[0], {"role": "assistant", "content": "\U0001f600OK\u20ac"}]  # some in bytes
+    (made,), counts = encoded(encoder_of(tmp_path, tokenizer), says)
+    assert made is not None
+    targets = made.tokens[1:][made.loss]
+    assert tokenizer.decode(targets).replace(" ", "") == "Yo\U0001f600OK\u20ac"
+    assert [made.tokens[0], *targets].count(tokenizer.special_tokens[tokenizer.special_names["eos_token"]]) == 2
+    assert made.tokens.tolist().count(tokenizer.bos) == 1
+    assert counts.notes() == []
+
+
+def test_places_are_described_once():
+    """A line of a file is counted from the file's beginning."""
+    counts, asked = Counts(), []
+    every = Counts()
+    for _ in range(3):
+        for _ in range(2):
+            counts.notice("kind", lambda: asked.append(1) or "things; the first in line 1")
+        every.add(counts.take())
+    assert len(asked) == 1
+    assert every.notes() == ["6 things; the first in line 1"]
+
+
+WAYS = ("prepared", "streaming")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_data_without_anything_to_learn_show_a_text(tmp_path: Path, way: str):
+    write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID[:1]}] * 3)
+    keys = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
+    keys |= {"grain_train_files": tmp_path / "a.jsonl", "train_data_columns": "messages", "data_pipeline": way}
+    said = r"(?s)nothing to learn from:\n3 conversations are skipped.*line 1\n.*User:\nHi\n"
+    with pytest.raises(UserError, match=said):
+        open_dataset(config_of(tmp_path / "cache", **keys), say_nothing, chat_encoder)
+
+
+def dataset_of(tmp_path: Path, **keys):
+    base = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
+    base |= {"grain_train_files": tmp_path / "a.jsonl", "train_data_columns": "messages", "held_out_share": 0}
+    base |= {"grain_packing_type": "best_fit", "max_target_length": 64}
+    return open_dataset(config_of(tmp_path / "cache", **base | keys), say_nothing, chat_encoder)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_worker_processes_and_formats_make_the_same_rows(tmp_path: Path, kind: str):
+    write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID + i % 3 * OTHER} for i in range(12)])
+    write_records(tmp_path / "a.parquet", "parquet", [{"messages": SAID + i % 3 * OTHER} for i in range(12)])
+    keys = {"grain_file_type": kind, "grain_train_files": tmp_path / f"a.{kind}", "enable_data_shuffling": False}
+    rows = []
+    for pipeline in ({}, {"data_pipeline": "streaming", "grain_worker_count": 1}):
+        stream = dataset_of(tmp_path, **keys, **pipeline).train_stream(rows=4)
+        rows.append(next(stream)[0])
+        stream.close()
+    for name in rows[0]:
+        np.testing.assert_array_equal(rows[0][name], rows[1][name])
+    assert (rows[0]["targets_segmentation"] != 0).any()
+
+
+def test_modules_of_multi_token_prediction_learn_the_answers_only(tmp_path: Path):
+    write_records(tmp_path / "a.jsonl", "jsonl", [{"messages": SAID + OTHER}] * 4)
+    batch, _ = next(dataset_of(tmp_path, max_target_length=128).train_stream(rows=1))
+    segments = batch["targets_segmentation"]
+    assert learnt(np.concatenate([[0], batch["targets"][0]]), segments[0] != 0) == b"Yo$OK$" * 2
+    one, two = list(MultiToken(None, 2, 1.0)._targets(batch))  # type: ignore[arg-type]
+    for ahead, (target, segment) in enumerate((one, two), 1):
+        assert learnt(np.concatenate([[0], target[0]]), np.asarray(segment[0] != 0)) == b"Yo$OK$" * 2, ahead
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"chat_template": "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"},
+        {"formatting_func_path": "my_functions:pairs", "train_data_columns": "[q,a]"},
+        {"sft_train_on_completion_only": False},
+    ],
+)
+def test_a_key_that_changes_rows_changes_the_fingerprint(functions, keys):
+    write_records(functions / "a.jsonl", "jsonl", [{"messages": SAID, "q": "Hi", "a": "Yo"}] * 4)
+    before = dataset_of(functions)
+    assert dataset_of(functions, **keys).fingerprint != before.fingerprint
+    if "formatting_func_path" in keys:
+        changed = keys | {"formatting_func_kwargs": "{suffix: x}"}
+        assert dataset_of(functions, **changed).fingerprint != dataset_of(functions, **keys).fingerprint

@@ -1,0 +1,122 @@
+"""Templates: what Hugging Face's tokenizers give them, marks, and what the sandbox refuses."""
+
+import datetime
+import pickle
+
+import pytest
+
+from trainer.config import UserError
+from trainer.data.chat_files import ChatTemplate
+from trainer.post_training.chat_template import DEFAULT, Template, TemplateFailed
+
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def rendered(text: str, messages=SAID, tools=None, special=("</s>",), **settings):
+    return Template(ChatTemplate(text, "here"), NAMES, special).render(messages, tools, **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ bos_token }}|{{ eos_token }}|{{ pad_token }}", "<s>|</s>|"),
+        (
+            "{% for m in messages %}\n    {% if loop.first %}{% continue %}{% endif %}\n{{ m.content }}\n{% endfor %}",
+            "Yo\n",
+        ),
+        ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "user"),
+        ("{{ {'a': '<é>', 'b': [1, none]} | tojson }}", '{"a": "<é>", "b": [1, null]}'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "Hi"\n}'),
+        ("{{ strftime_now('%d %b %Y') }}", "01 Jan 2026"),
+        ("{{ tools[0].name }}{{ tools is none }}", "fFalse"),
+        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+        ("{{ messages[0].missing is defined }}{{ add_generation_prompt }}", "FalseFalse"),
+        ("{% macro f(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}{{ f(messages[1]) }}", "Yo"),
+    ],
+)
+def test_what_templates_can_use(text, said):
+    assert rendered(text, tools=[{"name": "f"}]).text == said
+
+
+def test_generation_is_marked_also_in_a_macro_and_nested():
+    for text in (
+        "é{% generation %}{{ messages[1].content }}{% endgeneration %}!",
+        "{% macro f() %}é{% generation %}Yo{% endgeneration %}{% endmacro %}{{ f() }}!",
+        "é{% generation %}Y{%- generation -%}o{% endgeneration %}{% endgeneration %}!",
+        "{% set x %}é{% generation %}Yo{% endgeneration %}{% endset %}{{ x }}!",
+    ):
+        found = rendered(text)
+        assert found.text == "éYo!"
+        assert found.learnt == ((1, 3),)
+
+
+def test_names_of_special_tokens_in_messages_are_found():
+    messages = [{"role": "user", "content": "a </s></s>"}]
+    found = rendered("{{ messages[0].content }}</s>{% if '</s>' in messages[0].content %}!{% endif %}", messages)
+    assert found.text == "a </s></s></s>!"
+    assert found.plain == ((2, 6), (6, 10))
+    upper = rendered("{{ messages[0].content.split('</s>')[0] }}|", messages)
+    assert (upper.text, upper.plain) == ("a |", ())
+
+
+def test_a_template_of_parts_gets_parts():
+    text = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    assert rendered(f"{text}|{{% endfor %}}").text == "Hi|Yo|"
+    both = "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}|{% endfor %}"
+    assert rendered(both).text == "Hi|Yo|"
+
+
+def test_the_default_template():
+    template = Template(DEFAULT, NAMES)
+    assert template.render(SAID).text == "<s>User:\nHi\nAssistant:\nYo</s>\n"
+    assert template.render(SAID).learnt == ((23, 29),)
+    assert template.render(SAID[:1], prompt=True).text == "<s>User:\nHi\nAssistant:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ raise_exception('only\x1b two roles') }}", r"only\\x1b two roles"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "__class__"),
+        ("{{ namespace.__init__.__globals__ }}", "__init__"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "no attribute __class__"),
+        ("{{ namespace(__call__=1) }}", "no attribute __call__"),
+        ("{% include '/etc/passwd' %}", "loader"),
+        ("{{ messages[7].content }}", "no element 7|has no"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ 'x' * 1000000000000 }}", "more than"),
+        ("{{ ['x'] * 1000000000000 }}", "more than"),
+        ("{{ 9 ** 9999999999 }}", "below 1000"),
+        ("{{ '%99999999d' % 1 }}", "three digits"),
+        ("{% for i in range(100001) %}x{% endfor %}", "Range"),
+        ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_what_templates_cannot_do(text, said):
+    with pytest.raises(
+        TemplateFailed, match=f"the chat template \\(here\\) cannot render the conversation: .*({said})"
+    ):
+        rendered(text)
+
+
+@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{ 'a", "{% generation %}", "{% nothing %}"])
+def test_a_text_that_is_no_template(text):
+    with pytest.raises(UserError, match=r"here, line 1 is not a chat template in Jinja: "):
+        Template(ChatTemplate(text, "here"), NAMES)
+
+
+def test_the_date_is_fixed_in_training():
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", "here")
+    assert Template(template, {}).render(SAID).text == "2026-01-01"
+    assert Template(template, {}, today=True).render(SAID).text == datetime.date.today().isoformat()
+
+
+def test_a_template_is_pickled_for_other_processes():
+    template = Template(DEFAULT, NAMES, ["</s>"])
+    again = pickle.loads(pickle.dumps(template))
+    assert again.render(SAID) == template.render(SAID)
+    assert again.marks_generation
