@@ -64,7 +64,7 @@ def test_it_learns_the_answers_with_the_tokenizer_of_its_model(folder):
     _, printed = folder
     first, last = evaluations("chats")
     assert last < first < 3
-    assert "runs/base/checkpoints/3/run/tokenizer: the tokenizer of load_parameters_path" in printed
+    assert "runs/base/checkpoints/3/run/tokenizer: the tokenizer of the model, because none is given" in printed
     assert "---- sample, continues 'color?'" in printed
     saved = {path.name: path.read_text() for path in (newest(Path("runs/chats")) / "run/tokenizer").iterdir()}
     assert "{% generation %}" in saved["chat_template.jinja"]
