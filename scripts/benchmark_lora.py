@@ -25,6 +25,7 @@ TRAINING = {
     "QLoRA, nf4": [*LORA, HALF, "lora_weight_qtype=nf4", "lora_tile_size=64"],
 }
 ADAPTERS = (0, 1, 2, 4)
+DECODING = ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1", HALF, "enable_checkpointing=false"]
 GIB = 2**30
 
 
@@ -55,7 +56,7 @@ def main() -> None:
         _report(name, report, _bytes(saved))
     _row("decode step", "arguments", "temporaries", "adapters", "TFLOP", "GB accessed", "lower bound")
     for count in ADAPTERS:
-        served = serve(load(["base.yml", *keys, HALF, "enable_checkpointing=false"]).config, devices)
+        served = serve(load(["base.yml", *keys, *DECODING]).config, devices)
         if count:
             values = dict(served.config.items()) | adapted | {"lora_rank": count * RANK}
             config = resolve(values, device_count=len(devices), platform="tpu")

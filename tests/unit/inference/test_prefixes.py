@@ -49,8 +49,19 @@ def test_a_prefix_that_was_used_is_dropped_last():
     for new in (40, 50, 60):
         cache.put(row(new, 1), prefix(PLACES, mark=new))
         assert cache.size == 3 * size
-        dropped.append([first for first in (10, 20, 30) if row(first, 1).tobytes() not in cache._found])
+        dropped.append([first for first in (10, 20, 30) if (0, row(first, 1).tobytes()) not in cache._found])
     assert dropped == [[30], [10, 30], [10, 20, 30]]
     found, shared = cache.get(row(50, 1, 2))
     assert shared == 2
     np.testing.assert_array_equal(found.cache[0], np.full((1, 1, PLACES, 2), 50))
+
+
+def test_a_prefix_of_another_adapter_is_not_used():
+    cache = PrefixCache(10**9, places_of)
+    for adapter in (1, 2):
+        cache.put(row(10, 1), prefix(PLACES, mark=adapter), adapter)
+    assert cache.get(row(10, 1, 2)) == (None, 0)
+    for adapter in (1, 2):
+        found, shared = cache.get(row(10, 1, 2), adapter)
+        assert shared == 2
+        np.testing.assert_array_equal(found.cache[0], np.full((1, 1, PLACES, 2), adapter))

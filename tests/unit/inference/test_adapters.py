@@ -1,0 +1,122 @@
+"""Several adapters over one base: what they cost in a step, and what they compute."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import ALL_COMBINATIONS, tiny_config
+
+from trainer.backends import make_model
+from trainer.checkpoint import joined, names_of, nested, parted
+from trainer.config import UserError
+from trainer.config.lora_keys import ADAPTER
+from trainer.inference import Engine, Sampling
+from trainer.inference.adapters import with_adapters
+from trainer.inference.served import serve
+from trainer.models.adapters import apply_lora_on_base_params
+from trainer.models.matrices import lora_kernels, matrix_names
+
+RANK, GREEDY = 2, Sampling(0.0)
+TINY = {"base_num_decoder_layers": 1, "max_target_length": 32, "per_device_batch_size": 4}
+
+
+class Named:
+    """Adapters that only say which keys they have."""
+
+    def __init__(self, **keys):
+        self.path = "there"
+        self._keys = {"enable_lora": True, "lora_rank": RANK, "lora_alpha": 4.0, "lora_module_path": ""} | keys
+
+    def lora_keys(self, config):
+        return self._keys
+
+
+def engine_with(count, combination=ALL_COMBINATIONS[0], **keys):
+    served = serve(tiny_config(combination, **TINY), jax.devices()[:1])
+    if count:
+        config, ranks = with_adapters(served.config, [Named(**keys) for _ in range(count)])
+        served = served._replace(config=config, model=make_model(config), ranks=ranks)
+    return Engine(served)
+
+
+def adapters_of(engine):
+    weights = names_of(joined(*engine.served.model.abstract))
+    return {name: leaf for name, leaf in weights.items() if ADAPTER.search(name)}
+
+
+def test_each_costs_its_own_bytes():
+    """A step has no other argument for them, and no further copy of the base."""
+    sizes, arguments, temporaries = {}, {}, {}
+    for count in (0, 1, 2, 4):
+        engine = engine_with(count)
+        memory = engine.aot_compile()[1].memory
+        sizes[count] = sum(leaf.size * leaf.dtype.itemsize for leaf in adapters_of(engine).values())
+        arguments[count], temporaries[count] = memory.arguments, memory.temporaries
+    base = sum(leaf.size * 4 for leaf in names_of(joined(*engine_with(0).served.model.abstract)).values())
+    for count in (1, 2, 4):
+        assert sizes[count] == count * sizes[1]
+        slots = 4 * 4 if count > 1 else 0  # the number of each slot's adapter
+        assert arguments[count] - arguments[0] == sizes[count] + slots
+        assert temporaries[count] - temporaries[0] < base / 4
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_batch_of_prompts_with_different_adapters(combination):
+    """Packed in one row and one by one, each gets the logits' token of its merged model."""
+    engine = engine_with(2, combination)
+    params, rest = jax.jit(engine.served.model.init)(jax.random.key(0))
+    weights = names_of(joined(params, rest))
+    keys = iter(jax.random.split(jax.random.key(1), len(weights)))
+    for name in adapters_of(engine):
+        weights[name] = jax.random.normal(next(keys), weights[name].shape)
+    variables = parted(nested(weights), rest)
+    prompts, chosen = [[5, 9, 3], [5, 9, 3], [7, 7]], [1, 2, 0]
+    packed, result = engine.prefill_concat(variables, *engine.packed(prompts), sampling=GREEDY, adapters=chosen)
+    alone = [
+        engine.prefill(variables, engine.padded(row), len(row), sampling=GREEDY, adapter=number)[1]
+        for row, number in zip(prompts, chosen, strict=True)
+    ]
+    expected = [_token(engine, weights, row, number) for row, number in zip(prompts, chosen, strict=True)]
+    assert result.tokens.tolist() == [int(one.tokens[0]) for one in alone] == expected
+    assert packed.sequences.adapters.tolist() == chosen
+    assert expected[0] != expected[1]
+    with pytest.raises(ValueError, match="adapter=3: the engine has 2"):
+        engine.prefill(variables, engine.padded([1]), 1, adapter=3)
+
+
+def _token(engine, weights, row, number):
+    """Returns the next token by a model without adapters, whose matrices have those of adapter `number` added."""
+    base = {name: leaf for name, leaf in weights.items() if not ADAPTER.search(name)}
+    if number:
+        ranks = slice((number - 1) * RANK, number * RANK)
+        kernels = lora_kernels(engine.config, dict.fromkeys(matrix_names(engine.config, "enable_lora"), (0, 0)))
+        own = {}
+        for kernel, at in kernels.items():
+            a, b = (f"{kernel.removesuffix('/kernel')}/product/lora_{half}" for half in "ab")
+            axis = weights[b].ndim - 1 - len(at.out_shape)
+            own |= {a: weights[a][..., ranks], b: jnp.moveaxis(jnp.moveaxis(weights[b], axis, 0)[ranks], 0, axis)}
+        base = names_of(apply_lora_on_base_params(nested(base), nested(own), 1.0))
+    plain = engine_with(0)
+    variables = parted(nested(base), plain.served.model.abstract[1])
+    return int(plain.prefill(variables, plain.padded(row), len(row), sampling=GREEDY)[1].tokens[0])
+
+
+def test_what_cannot_share_a_batch():
+    experts = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8}
+    with pytest.raises(UserError, match="belongs to experts, which sort rows"):
+        with_adapters(tiny_config(ALL_COMBINATIONS[0], **experts), [Named(), Named()])
+    config = tiny_config(ALL_COMBINATIONS[0], logits_via_embedding=False)
+    with pytest.raises(UserError, match="output head decoder/logits_dense/kernel has the same matrix for all rows"):
+        with_adapters(config, [Named(), Named(lora_module_path="logits_dense")])
+    with pytest.raises(UserError, match="lora_weight_qtype or lora_tile_size of their bases differ"):
+        with_adapters(config, [Named(), Named(lora_weight_qtype="int8")])
+
+
+def test_ranks_and_patterns_of_different_adapters():
+    config, ranks = with_adapters(
+        tiny_config(ALL_COMBINATIONS[0]), [Named(lora_module_path="mlp/wo"), Named(lora_rank=1), Named(lora_rank=3)]
+    )
+    assert (config.lora_rank, config.lora_alpha) == (6, 6.0)
+    assert ranks.sum(axis=1).tolist() == [0, 2, 1, 3]
+    assert (ranks.sum(axis=0) == 1).all()
+    every = matrix_names(config, "enable_lora")
+    assert {*lora_kernels(config, dict.fromkeys(every, (0, 0)))} == {name for name in every if "layers" in name}
