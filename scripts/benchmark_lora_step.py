@@ -39,14 +39,12 @@ def main() -> None:
         batch, _ = next(stream)
         for name, (step, state) in programs.items():
             placed, begun = place(batch, runs[name].batch_shardings), time.perf_counter()
-            state, metrics = jax.block_until_ready(step(state, placed, ()))
+            state, _ = jax.block_until_ready(step(state, placed, ()))
             seconds[name].append(time.perf_counter() - begun)
             programs[name] = step, state
     for name, found in seconds.items():
         ratios = [own / full for own, full in zip(found, seconds["full"], strict=True)]
-        print(
-            f"{name}: {1000 * statistics.median(found):.1f} ms per step, {statistics.median(ratios):.2f} of full training"
-        )
+        print(f"{name}: {1000 * statistics.median(found):.1f} ms, {statistics.median(ratios):.2f} of full training")
 
 
 if __name__ == "__main__":
