@@ -142,6 +142,13 @@ def test_turns_without_such_a_token_are_counted():
     assert unended == 2
 
 
+def test_a_token_after_the_last_turn_only():
+    template = CHATML.replace("{% endif %}", f"{{% else %}}{EOT_TEXT}{{% endif %}}")
+    assert learnt_of(template) == (["<think>x</think>Yo<|im_end|>", f"OK<|im_end|>\n{EOT_TEXT}"], [], 0)
+    said, differing, _ = learnt_of(template.replace("<|im_end|>", ""))
+    assert (said, len(differing)) == ([f"OK\n{EOT_TEXT}"], 1)
+
+
 def test_dropped_reasoning_is_found_and_not_learnt():
     template = CHATML.replace("message.content +", DROPPING + " +")
     said, differing, _ = learnt_of(template)
