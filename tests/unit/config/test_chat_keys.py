@@ -33,6 +33,14 @@ def test_keys_without_effect(words, said):
     assert not load([*FILES, "use_chat_template=true", "chat_template={{ x }}"]).warnings
 
 
+def test_a_column_of_tools_is_in_addition():
+    words = [*FILES, "use_sft=true", "eval_interval=-1"]
+    for columns in ("[messages,tools]", "[prompt,completion,tools]"):
+        load([*words, f"train_data_columns={columns}"])
+    with pytest.raises(UserError, match="must be one column of messages, or two"):
+        load([*words, "train_data_columns=[tools]"])
+
+
 def test_a_function_that_a_folder_names_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     theirs = tmp_path / "theirs"

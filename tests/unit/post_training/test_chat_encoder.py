@@ -1,6 +1,7 @@
 """Conversations as documents: forms of records, templates of tokenizers, masks, and what is refused."""
 
 import base64
+import datetime
 import json
 import linecache
 import pickle
@@ -14,6 +15,7 @@ from tokenizers import AddedToken
 
 from trainer.config import UserError
 from trainer.data import open_dataset
+from trainer.data.chat_files import ChatTemplate, template_beside
 from trainer.data.documents import Counts, Record
 from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, JsonTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
@@ -73,6 +75,12 @@ def test_a_content_of_null_stays():
     assert read([message | {"name": None}])[0] == [message]
 
 
+def test_other_fields_of_sharegpt_and_tools_of_a_function_reach_the_template(functions):
+    assert read([{"from": "gpt", "value": "Yo", "weight": 1}])[0] == [{**SAID[1], "weight": 1}]
+    formatter = Formatter("my_functions:with_tools")
+    assert read("Hi", columns=("q",), formatter=formatter)[1] == [{"name": "f"}]
+
+
 def test_characters_that_are_not_text_are_replaced_and_counted():
     messages, _, replaced = read([{"role": "user", "content": "a\ud83d\ufdd0b"}])
     assert messages[0]["content"] == "a\ufffd\ufffdb"
@@ -110,6 +118,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    return {'messages': [*messages, {'role': 'assistant', 'content': example['a'] + suffix}], 'q': 1}\n"
         "def plain(example):\n    return {'prompt': example['q'], 'completion': example['a']}\n"
         "def wrong(example):\n    return {'text': 'x'}\n"
+        "def with_tools(example):\n    return {'messages': [], 'tools': [{'name': 'f'}]}\n"
         "def failing(example):\n    return example['gone']\n"
         "number = 3\n"
     )
@@ -148,7 +157,7 @@ def test_the_arguments_of_a_function(functions):
     [
         ("not_there:f", "cannot be imported"),
         ("broken:f", "cannot be imported"),
-        ("my_functions:failing", rf"^{PLACE}: my_functions:failing failed: KeyError: 'gone' \(.*s.py, line 10\)"),
+        ("my_functions:failing", rf"^{PLACE}: my_functions:failing failed: KeyError: 'gone' \(.*s.py, line 12\)"),
         ("my_functions:gone", "has no function gone"),
         ("my_functions:number", "has no function number"),
         ("my_functions:wrong", "returned text; it must return a dict with messages"),
@@ -202,6 +211,27 @@ def test_special_tokens_in_messages_are_text(tmp_path: Path):
     prompts = Prompts(config_of(tmp_path / "cache", tokenizer_type="bytes"), ByteTokenizer())
     assert prompts.tokens(EOT_TEXT).count(256) == 1
     assert prompts.stop_tokens() == [256]
+
+
+def test_the_template_of_the_key_comes_first_and_generation_prints_the_date_of_today(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = ChatTemplate("{{ messages }}", "the tokenizer's")
+    config = config_of(tmp_path, tokenizer_type="bytes", chat_template="{{ strftime_now('%F') }}")
+    assert bytes(Prompts(config, tokenizer).tokens("Hi")).decode() == datetime.date.today().isoformat()
+
+
+def test_names_of_special_tokens_are_part_of_the_identity(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    before = encoder_of(tmp_path, tokenizer).identity
+    tokenizer.special_names = {"bos_token": ""}
+    assert encoder_of(tmp_path, tokenizer).identity != before
+
+
+def test_a_template_of_its_own_file_comes_before_that_of_the_configuration(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    assert template_beside(tmp_path).text == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert template_beside(tmp_path).text == "new"
 
 
 def test_white_space_is_learnt_although_a_tokenizer_trims_its_offsets(tmp_path: Path):

@@ -132,6 +132,12 @@ def learnt_of(template: str, messages=SAID, **names: str) -> tuple[list[str], li
     return [found.rendered.text[start:stop] for start, stop in found.learnt], found.differing, found.unended
 
 
+def test_tools_are_in_what_generation_sees():
+    template = Template(ChatTemplate("{{ tools[0].name }}" + CHATML, "here"), {})
+    found = turns(template, SAID, [{"name": "f"}], MARKERS)
+    assert (len(found.learnt), found.differing) == (2, [])
+
+
 def test_a_turn_ends_with_the_token_that_ends_it():
     assert learnt_of(CHATML) == (["<think>x</think>Yo<|im_end|>", "OK<|im_end|>"], [], 0)
 
