@@ -120,6 +120,7 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"tokenizer_type": "auto"}, "a tokenizer is not trained on conversations"),
         ({"train_data_columns": "[a,b,c]"}, "must be one column of messages, or two"),
         ({"chat_template": "x", "chat_template_path": "y"}, "give only one of them"),
+        ({"chat_template": "chat.jinja"}, "no template; name its file with chat_template_path"),
         ({"chat_template_path": "gone.jinja"}, "there is no such file"),
         ({"formatting_func_path": "f"}, "not the path of a function, package.module:function"),
         ({"train_data_columns": "gone"}, "there is no column gone"),

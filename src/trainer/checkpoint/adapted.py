@@ -60,7 +60,7 @@ class RunAdapters:
     def __init__(self, checkpoint: Any, sidecar: Sidecar, *, average: bool = False):
         assert sidecar.base is not None
         self._source = ParamsSource(checkpoint, "", f"{RUN}/{CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
-        self._saved = saved_config(sidecar, checkpoint)
+        self._saved = ml_collections.FrozenConfigDict(saved_config(sidecar, checkpoint))
         self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
         self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
         self.described, self.length = self._source.keys, self._source.length

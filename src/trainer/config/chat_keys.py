@@ -21,8 +21,14 @@ def _function(config: Config) -> str | None:
     return None if not path or _FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
 
 
+def _no_template_text(config: Config) -> str | None:
+    text = config.chat_template
+    return None if not text or "{{" in text or "{%" in text else "no template; name its file with chat_template_path"
+
+
 CHAT_CHECKS = (
     (("chat_template", "chat_template_path"), _one_template),
+    (("chat_template",), _no_template_text),
     (("formatting_func_path",), _function),
 )
 

@@ -154,7 +154,9 @@ class JsonTokenizer(Tokenizer):
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
 
     def _markers(self) -> Mapping[str, int]:
-        return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items()}
+        # Gemma's tokenizers have lines and spaces as added tokens.
+        added = self._inner.get_added_tokens_decoder().items()
+        return {token.content: i for i, token in added if token.special or token.content.strip()}
 
     @functools.cached_property
     def _of_chats(self) -> "tokenizers.Tokenizer":

@@ -85,6 +85,7 @@ class ChatEncoder(Encoder):
                 examples.append(None)
                 continue
             tokens = next(encoded)
+            _check_ids(tokens, self._tokenizer, self.vocab_size)
             learnt = tokens.within(one.learnt) if self.completion_only else np.ones(len(tokens.ids), bool)
             examples.append(Example(one, tokens, learnt))
         return examples
@@ -219,12 +220,24 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
     return Template(found, tokenizer.special_names, tuple(tokenizer.special_tokens), today=today)
 
 
+def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError if the template writes a token that the model has not, as after one was added to a tokenizer."""
+    most = int(encoded.ids.max(initial=0))
+    if most >= vocab_size:
+        name = next((name for name, i in tokenizer.markers.items() if i == most), "")
+        raise UserError(
+            f"vocab_size={vocab_size}, but the chat template writes the token {name or most} with id {most}: set "
+            f"vocab_size={tokenizer.vocab_size} or more, or give the model's own tokenizer_path or another template"
+        )
+
+
 class Prompts:
     """Renders prompts as the user's message of a conversation, for generation."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None):
         """Says which template it is. Raises UserError: see `open_template`."""
         self.template, self._tokenizer = open_template(config, tokenizer, today=True), tokenizer
+        self._vocab_size = config.vocab_size
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
@@ -236,6 +249,7 @@ class Prompts:
         record = Record("prompt", ([{"role": "user", "content": prompt}],))
         (messages, _), _ = conversation(record, ("prompt",), None)
         (encoded,) = self._tokenizer.encode_rendered([self.template.render(messages, prompt=True)])
+        _check_ids(encoded, self._tokenizer, self._vocab_size)
         return encoded.ids.tolist()
 
     def stop_tokens(self) -> list[int]:

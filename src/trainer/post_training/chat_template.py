@@ -54,6 +54,10 @@ class TemplateFailed(UserError):
     """A template cannot render a conversation."""
 
 
+class _NoContent(jinja2.Undefined):
+    """A content of null, as of messages that only call tools. It `is none`, and prints nothing, not the word None."""
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}`: what the assistant says."""
 
@@ -134,8 +138,8 @@ class Template:
         Raises:
           TemplateFailed: with the reason.
         """
-        said = [_in_parts(message) for message in messages] if self._takes_parts else list(messages)
-        return self._render(said, tools, prompt)
+        said = [_in_parts(message) for message in messages] if self._takes_parts else messages
+        return self._render([_without_null(message) for message in said], tools, prompt)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> Rendered:
         given = self._named({"messages": messages, "tools": tools})
@@ -155,6 +159,7 @@ class Template:
     def _compiled(self) -> jinja2.Template:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
+        environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
@@ -230,6 +235,10 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
+def _without_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return message if message.get("content", "") is not None else {**message, "content": _NoContent(name="content")}
+
+
 def _check_size(size: int) -> None:
     if size > MOST_CHARACTERS:
         raise jinja2.sandbox.SecurityError(f"the text has more than {MOST_CHARACTERS:,} characters")
@@ -238,7 +247,13 @@ def _check_size(size: int) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    given = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, default=_null, **given)
+
+
+def _null(value: Any) -> None:
+    if not isinstance(value, _NoContent):
+        raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _raise(message: str) -> NoReturn:

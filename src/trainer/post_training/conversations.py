@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class Formatter:
         module, _, name = self.path.replace(":", ".").rpartition(".")
         try:
             found = getattr(importlib.import_module(module or self.path), name, None)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, SyntaxError) as error:
             raise UserError(f"formatting_func_path={self.path}: cannot be imported ({error})") from error
         if not callable(found):
             raise UserError(f"formatting_func_path={self.path}: {module or 'it'} has no function {name}")
@@ -109,7 +110,14 @@ class _Reader:
 
     def formatted(self, named: dict[str, Any], formatter: Formatter) -> dict[str, Any]:
         """Returns the columns that a user's function makes."""
-        result = formatter.function(named, **formatter.arguments)
+        function, arguments = formatter.function, formatter.arguments
+        try:
+            result = function(named, **arguments)
+        except Exception as error:  # a user's function can raise any
+            theirs = traceback.extract_tb(error.__traceback__)[1:2]  # none if the function was not entered
+            at = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in theirs)
+            reason = shortened(f"{type(error).__name__}: {error}")
+            raise self.error(f"{formatter.path} failed: {reason}{at}") from error
         if not isinstance(result, Mapping):
             result = {"messages": result}
         for names in (("messages",), ("prompt", "completion")):
@@ -158,10 +166,11 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content as text, and other fields that are not None."""
+        """Returns a message as templates read it: a role, content as text or None, and other fields that are not
+        None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
-        given = {str(key): item for key, item in value.items() if item is not None}
+        given = {str(key): item for key, item in value.items() if item is not None or key == "content"}
         if "role" not in given and "from" in given:
             given = self.of_sharegpt(given, where)
         role = given.get("role")
@@ -178,8 +187,8 @@ class _Reader:
 
     def of_sharegpt(self, given: dict[str, Any], where: str) -> dict[str, Any]:
         """Returns a message whose role and content are called from and value."""
-        name = given["from"].decode() if isinstance(given["from"], bytes) else given["from"]
-        if name not in _SHARED or "value" not in given:
+        name = given["from"].decode(errors="replace") if isinstance(given["from"], bytes) else given["from"]
+        if not isinstance(name, str) or name not in _SHARED or "value" not in given:
             raise self.error(
                 f"{where} is from {shortened(str(name))}: known: {', '.join(_SHARED)}, each with a value; {_HINT}"
             )

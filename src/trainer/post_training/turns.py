@@ -70,13 +70,22 @@ def _turn(
     ends = [match.end() for match in markers.finditer(upto, len(before))][-1:]
     end = next((end for end in ends if not upto[end:].strip()), len(upto))
     if not whole.startswith(upto[:end]):
-        return f"generation sees {_difference(upto[:end], whole)}"
+        # Phi 3's template ends each text with one more token, which is not in a longer conversation.
+        closed = [match.end() for match in markers.finditer(upto, len(before), _shared(upto, whole))][-1:]
+        if not closed or markers.sub("", upto[closed[0] :]).strip():
+            return f"generation sees {_difference(upto[:end], whole)}"
+        (end,) = closed
     return len(before), end
+
+
+def _shared(one: str, other: str) -> int:
+    """Returns how many characters are equal at the beginning of both texts."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _difference(generated: str, trained: str) -> str:
     """Returns, for people, where two texts first differ."""
-    at = next((i for i, (a, b) in enumerate(zip(generated, trained, strict=False)) if a != b), None)
-    at = min(len(generated), len(trained)) if at is None else at
+    at = _shared(generated, trained)
     here = slice(max(0, at - _BEFORE), at + _AFTER)
     return " and training ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))

@@ -23,14 +23,22 @@ def test_the_defaults_of_the_command_are_below_a_yml(tmp_path):
     ("words", "said"),
     [
         (["formatting_func_path=a.b"], 'formatting_func_path="a.b" (command line) has no effect: use_sft=false'),
-        (["chat_template=x"], "has no effect: use_sft=false and use_chat_template=false"),
+        (["chat_template={{ x }}"], "has no effect: use_sft=false and use_chat_template=false"),
         (["use_sft=true", "add_bos=false"], "has no effect: the chat template writes the special tokens"),
         (["use_sft=true", "formatting_func_kwargs={a: 1}"], "has no effect: formatting_func_path is empty"),
     ],
 )
 def test_keys_without_effect(words, said):
     assert any(said in line for line in load([*FILES, *words]).warnings)
-    assert not load([*FILES, "use_chat_template=true", "chat_template=x"]).warnings
+    assert not load([*FILES, "use_chat_template=true", "chat_template={{ x }}"]).warnings
+
+
+def test_a_column_of_tools_is_in_addition():
+    words = [*FILES, "use_sft=true", "eval_interval=-1"]
+    for columns in ("[messages,tools]", "[prompt,completion,tools]"):
+        load([*words, f"train_data_columns={columns}"])
+    with pytest.raises(UserError, match="must be one column of messages, or two"):
+        load([*words, "train_data_columns=[tools]"])
 
 
 def test_a_function_that_a_folder_names_is_not_imported(tmp_path, monkeypatch):

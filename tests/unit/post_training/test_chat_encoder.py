@@ -1,6 +1,7 @@
 """Conversations as documents: forms of records, templates of tokenizers, masks, and what is refused."""
 
 import base64
+import datetime
 import json
 import linecache
 import pickle
@@ -10,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sample_data import config_of, document, say_nothing, write_records
+from tokenizers import AddedToken
 
 from trainer.config import UserError
 from trainer.data import open_dataset
+from trainer.data.chat_files import ChatTemplate, template_beside
 from trainer.data.documents import Counts, Record
-from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, train_bpe
+from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, JsonTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.objectives.multi_token import MultiToken
 from trainer.post_training.chat_encoder import Prompts, chat_encoder
@@ -67,6 +70,17 @@ def test_tools_and_fields_reach_the_template():
     assert tools == [{"name": "f"}]
 
 
+def test_a_content_of_null_stays():
+    message = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert read([message | {"name": None}])[0] == [message]
+
+
+def test_other_fields_of_sharegpt_and_tools_of_a_function_reach_the_template(functions):
+    assert read([{"from": "gpt", "value": "Yo", "weight": 1}])[0] == [{**SAID[1], "weight": 1}]
+    formatter = Formatter("my_functions:with_tools")
+    assert read("Hi", columns=("q",), formatter=formatter)[1] == [{"name": "f"}]
+
+
 def test_characters_that_are_not_text_are_replaced_and_counted():
     messages, _, replaced = read([{"role": "user", "content": "a\ud83d\ufdd0b"}])
     assert messages[0]["content"] == "a\ufffd\ufffdb"
@@ -83,6 +97,7 @@ def test_characters_that_are_not_text_are_replaced_and_counted():
         ([{"role": 3, "content": "x"}], "has no role"),
         ([{"role": "user", "content": 3}], "content of the type int"),
         ([{"from": "observation", "value": "x"}], "is from observation: known: human, user, gpt"),
+        ([{"from": ["human"], "value": "x"}], "is from .*known: human, user, gpt"),
         ([{"from": "human", "text": "x"}], "each with a value"),
         ([{"role": "user", "content": [{"type": "image"}]}], "content of the type image: only text"),
         (b"\xff[]", "not UTF-8"),
@@ -103,8 +118,11 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "    return {'messages': [*messages, {'role': 'assistant', 'content': example['a'] + suffix}], 'q': 1}\n"
         "def plain(example):\n    return {'prompt': example['q'], 'completion': example['a']}\n"
         "def wrong(example):\n    return {'text': 'x'}\n"
+        "def with_tools(example):\n    return {'messages': [], 'tools': [{'name': 'f'}]}\n"
+        "def failing(example):\n    return example['gone']\n"
         "number = 3\n"
     )
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("my_functions", None)
@@ -118,6 +136,8 @@ def test_a_function_of_ones_own(functions, path):
 
 def test_the_arguments_of_a_function(functions):
     (functions / "t.json").write_text('{"PROMPT": "Q: {q}"}')
+    with pytest.raises(UserError, match=r"my_functions:plain failed: TypeError: .* argument 'x'$"):
+        read("Hi", "Yo", columns=("q", "a"), formatter=Formatter("my_functions:plain", {"x": 1}))
     formatter = Formatter("my_functions:pairs", {"template_path": str(functions / "t.json"), "suffix": "!"})
     messages = read("Hi", "Yo", columns=("q", "a"), formatter=formatter)[0]
     assert [message["content"] for message in messages] == ["Q: Hi", "Yo!"]
@@ -136,6 +156,8 @@ def test_the_arguments_of_a_function(functions):
     ("path", "said"),
     [
         ("not_there:f", "cannot be imported"),
+        ("broken:f", "cannot be imported"),
+        ("my_functions:failing", rf"^{PLACE}: my_functions:failing failed: KeyError: 'gone' \(.*s.py, line 12\)"),
         ("my_functions:gone", "has no function gone"),
         ("my_functions:number", "has no function number"),
         ("my_functions:wrong", "returned text; it must return a dict with messages"),
@@ -189,6 +211,27 @@ def test_special_tokens_in_messages_are_text(tmp_path: Path):
     prompts = Prompts(config_of(tmp_path / "cache", tokenizer_type="bytes"), ByteTokenizer())
     assert prompts.tokens(EOT_TEXT).count(256) == 1
     assert prompts.stop_tokens() == [256]
+
+
+def test_the_template_of_the_key_comes_first_and_generation_prints_the_date_of_today(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = ChatTemplate("{{ messages }}", "the tokenizer's")
+    config = config_of(tmp_path, tokenizer_type="bytes", chat_template="{{ strftime_now('%F') }}")
+    assert bytes(Prompts(config, tokenizer).tokens("Hi")).decode() == datetime.date.today().isoformat()
+
+
+def test_names_of_special_tokens_are_part_of_the_identity(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    before = encoder_of(tmp_path, tokenizer).identity
+    tokenizer.special_names = {"bos_token": ""}
+    assert encoder_of(tmp_path, tokenizer).identity != before
+
+
+def test_a_template_of_its_own_file_comes_before_that_of_the_configuration(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    assert template_beside(tmp_path).text == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert template_beside(tmp_path).text == "new"
 
 
 def test_white_space_is_learnt_although_a_tokenizer_trims_its_offsets(tmp_path: Path):
@@ -257,6 +300,37 @@ def test_a_tokenizer_and_its_template_come_back_from_what_is_saved(tmp_path: Pat
         load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
 
 
+def with_tokens(*added) -> JsonTokenizer:
+    bpe = train_bpe([document(i) for i in range(20)], 290)
+    bpe._inner.add_tokens(list(added))
+    return JsonTokenizer(bpe._inner, EOT_TEXT, EOT_TEXT)
+
+
+def test_a_line_break_that_is_an_added_token_ends_no_turn(tmp_path: Path):
+    """As in Gemma's tokenizers."""
+    tokenizer = with_tokens("\n", "<end>")
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + '<end>\\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    (made,), _ = encoded(encoder_of(tmp_path, tokenizer, chat_template=template), SAID)
+    ends = tokenizer.markers["<end>"]
+    assert made.tokens[1:][made.loss].tolist() == [*tokenizer.encode("Yo"), ends]
+    prompts = Prompts(config_of(tmp_path / "cache", tokenizer_type="bytes", chat_template=template), tokenizer)
+    assert prompts.stop_tokens() == [ends]
+
+
+def test_a_token_that_the_model_has_not_is_refused(tmp_path: Path):
+    tokenizer = with_tokens(AddedToken("<end>", special=True))
+    assert tokenizer.largest < 290 == tokenizer.markers["<end>"]
+    template = "{% for m in messages %}{{ m.content + '<end>' }}{% endfor %}"
+    assert encoded(encoder_of(tmp_path, tokenizer, chat_template=template, vocab_size=291), SAID)
+    said = "vocab_size=290, but the chat template writes the token <end> with id 290: set vocab_size=291"
+    with pytest.raises(UserError, match=said):
+        encoded(encoder_of(tmp_path, tokenizer, chat_template=template, vocab_size=290), SAID)
+    config = config_of(tmp_path / "cache", tokenizer_type="bytes", chat_template=template, vocab_size=290)
+    with pytest.raises(UserError, match=said):
+        Prompts(config, tokenizer).tokens("Hi")
+
+
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_other_tokenizers(tmp_path: Path, kind: str):
     if kind == "tiktoken":
@@ -276,7 +350,7 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
         )
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), "auto", add_bos=True, add_eos=True)
     says = [*SAID, OTHER[0], {"role": "assistant", "content": "\U0001f600OK\u20ac"}]  # some in bytes
-    (made,), counts = encoded(encoder_of(tmp_path, tokenizer), says)
+    (made,), counts = encoded(encoder_of(tmp_path, tokenizer, vocab_size=tokenizer.vocab_size), says)
     assert made is not None
     targets = made.tokens[1:][made.loss]
     assert tokenizer.decode(targets).replace(" ", "") == "Yo\U0001f600OK\u20ac"

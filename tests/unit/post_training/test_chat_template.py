@@ -67,6 +67,14 @@ def test_a_template_of_parts_gets_parts():
     assert rendered(both).text == "Hi|Yo|"
 
 
+def test_a_content_of_null_is_none_and_prints_nothing():
+    """DeepSeek's templates ask whether it is none; others print it."""
+    text = "{% for m in messages %}{{ 'calls' if m.content is none }}{{ m['content'] | trim }}|{% endfor %}"
+    null = [SAID[0], {"role": "assistant", "content": None}]
+    assert rendered(text, null).text == "Hi|calls|"
+    assert rendered("{{ 'content' in messages[1] }}{{ messages[1] | tojson }}", null).text.endswith('"content": null}')
+
+
 def test_the_default_template():
     template = Template(DEFAULT, NAMES)
     assert template.render(SAID).text == "<s>User:\nHi\nAssistant:\nYo</s>\n"

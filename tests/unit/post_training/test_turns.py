@@ -132,6 +132,12 @@ def learnt_of(template: str, messages=SAID, **names: str) -> tuple[list[str], li
     return [found.rendered.text[start:stop] for start, stop in found.learnt], found.differing, found.unended
 
 
+def test_tools_are_in_what_generation_sees():
+    template = Template(ChatTemplate("{{ tools[0].name }}" + CHATML, "here"), {})
+    found = turns(template, SAID, [{"name": "f"}], MARKERS)
+    assert (len(found.learnt), found.differing) == (2, [])
+
+
 def test_a_turn_ends_with_the_token_that_ends_it():
     assert learnt_of(CHATML) == (["<think>x</think>Yo<|im_end|>", "OK<|im_end|>"], [], 0)
 
@@ -140,6 +146,13 @@ def test_turns_without_such_a_token_are_counted():
     said, _, unended = learnt_of(CHATML.replace("<|im_end|>", ""))
     assert said == ["<think>x</think>Yo\n", "OK\n"]
     assert unended == 2
+
+
+def test_a_token_after_the_last_turn_only():
+    template = CHATML.replace("{% endif %}", f"{{% else %}}{EOT_TEXT}{{% endif %}}")
+    assert learnt_of(template) == (["<think>x</think>Yo<|im_end|>", f"OK<|im_end|>\n{EOT_TEXT}"], [], 0)
+    said, differing, _ = learnt_of(template.replace("<|im_end|>", ""))
+    assert (said, len(differing)) == ([f"OK\n{EOT_TEXT}"], 1)
 
 
 def test_dropped_reasoning_is_found_and_not_learnt():
