@@ -135,7 +135,7 @@ def test_a_run_begins_with_adapters(folder):
     )
     refused = "give lora_rank=2 lora_alpha=4.0"
     run(found, "rank", refused=refused, **keys, **LORA | {"lora_rank": 4, "lora_alpha": 1.0})
-    run(found, "none", refused="this run trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)
+    run(found, "none", refused="it trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)
     run(found, "of", refused="other values", **keys | {"load_parameters_path": "runs/one"}, **LORA)
 
 

@@ -19,6 +19,7 @@ from trainer.config import Config, UserError
 from trainer.config.dump import as_words
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED
+from trainer.config.resolve import frozen
 from trainer.layers.adapted import delta
 from trainer.models.adapters import kernel_of
 from trainer.products.dequantized import dequantize
@@ -69,7 +70,7 @@ class RunAdapters:
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
         """See `Adapters`."""
         names = ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE, MASK
-        return {name: self._saved[name] for name in names if name in self._saved}
+        return {name: frozen(self._saved[name]) for name in names if name in self._saved}
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Adapters`."""
