@@ -98,11 +98,17 @@ def test_merged_and_separate_adapters_generate_the_same_text(folder, capsys, tmp
     assert text_of(capsys, tmp_path / "hf", "add_bos=false") == text_of(capsys, one, "add_bos=false")
 
 
-def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch):
+def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch, capsys):
     found, _ = folder
     monkeypatch.chdir(found)
     export(["runs/one", str(tmp_path / "sum"), "format=params"])
     export(["runs/one", str(tmp_path / "again"), "format=params", "load_parameters_path=runs/base"])
+    with pytest.raises(SystemExit) as exited:
+        export(["runs/one", str(tmp_path / "changed"), "format=params", f"load_parameters_path={tmp_path / 'sum'}"])
+    assert exited.value.code == 2
+    said = "its adapters were trained on a base with other values: decoder/layers/"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "changed").exists()
     whole, base, adapters = (values_of(path) for path in (tmp_path / "sum", found / "runs/base", found / "runs/one"))
     assert_same(values_of(tmp_path / "again"), whole)
     name = "decoder/layers/self_attention/out"
@@ -149,7 +155,10 @@ def test_a_run_begins_with_adapters(folder):
 
 def test_adapters_of_initial_parameters(tmp_path):
     keys = {"steps": 1, "base_num_decoder_layers": 1, "dataset_type": "synthetic", **LORA}
-    run(tmp_path, "first", **keys)
+    run(tmp_path, "first", **keys, rope_interleave=True)
+    refused = "give rope_interleave=true"
+    run(tmp_path, "order", **keys, lora_restore_path="runs/first", refused=refused)
+    keys |= {"rope_interleave": True}
     run(tmp_path, "next", **keys, lora_restore_path="runs/first", save_checkpoint_on_start=True)
     assert_same(params_of(tmp_path / "runs/next/checkpoints/0"), params_of(tmp_path / "runs/first"))
     refused = "other values: decoder/layers/mlp/wi_0/kernel"
