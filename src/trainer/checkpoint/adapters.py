@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.checkpoint.manager import newest
 from trainer.checkpoint.sidecar import Base
-from trainer.checkpoint.source import Leaf
+from trainer.checkpoint.source import Leaf, resharded
 from trainer.config import UserError
 from trainer.config.paths import local_path
 from trainer.ops.paths import Path, by_path, path_of
@@ -78,10 +78,14 @@ def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     under "bfloat16". The first is left out if they are stored in bfloat16. Equal values have equal hashes on every
     mesh."""
     kinds = _FLOATS if any(leaf.dtype == _FLOATS[0] for leaf in base.values()) else _FLOATS[1:]
-    return {
-        kind: {"/".join(path): _text(jax.device_get(_words(leaf, jnp.dtype(kind)))) for path, leaf in base.items()}
-        for kind in kinds
-    }
+    return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
+
+
+def _sums(leaf: Any, kind: str, start: int = 0) -> np.ndarray:
+    """Returns `_words` of an array, which may be in host memory."""
+    if isinstance(leaf, jax.Array):
+        leaf = jax.device_put(leaf, resharded(leaf.sharding, leaf.ndim, lambda axes: axes))
+    return np.asarray(jax.device_get(_words(leaf, jnp.dtype(kind), start)))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -133,7 +137,7 @@ def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
     def same(i: int, value: Any) -> Any:
         exact = value.astype(np.float32) if value.dtype == np.float16 else value
         kind = _FLOATS[0] if _FLOATS[0] in kinds and exact.dtype != jnp.bfloat16 else _FLOATS[1]
-        sums[i] = np.asarray(jax.device_get(_words(exact, jnp.dtype(kind), i * (leaf.size // count) % (1 << 32))))
+        sums[i] = _sums(exact, kind, i * (leaf.size // count) % (1 << 32))
         if len(sums) == count:
             if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
                 raise UserError(
