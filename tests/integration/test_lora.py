@@ -1,6 +1,7 @@
 """Runs with adapters: resumed, with a base that moved or changed, merged, served, continued from."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -97,11 +98,17 @@ def test_merged_and_separate_adapters_generate_the_same_text(folder, capsys, tmp
     assert text_of(capsys, tmp_path / "hf", "add_bos=false") == text_of(capsys, one, "add_bos=false")
 
 
-def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch):
+def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch, capsys):
     found, _ = folder
     monkeypatch.chdir(found)
     export(["runs/one", str(tmp_path / "sum"), "format=params"])
     export(["runs/one", str(tmp_path / "again"), "format=params", "load_parameters_path=runs/base"])
+    with pytest.raises(SystemExit) as exited:
+        export(["runs/one", str(tmp_path / "changed"), "format=params", f"load_parameters_path={tmp_path / 'sum'}"])
+    assert exited.value.code == 2
+    said = "its adapters were trained on a base with other values: decoder/layers/"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "changed").exists()
     whole, base, adapters = (values_of(path) for path in (tmp_path / "sum", found / "runs/base", found / "runs/one"))
     assert_same(values_of(tmp_path / "again"), whole)
     name = "decoder/layers/self_attention/out"
@@ -115,6 +122,11 @@ def values_of(path):
     return {tensor.name: np.concatenate([*tensor.read()]) for tensor in contents_of(str(path)).tensors if tensor.shape}
 
 
+def params_of(path):
+    tensors = contents_of(str(path)).tensors
+    return {tensor.name: np.concatenate([*tensor.read()]) for tensor in tensors if tensor.part == "params"}
+
+
 def assert_same(left, right):
     assert left.keys() == right.keys()
     for name, value in left.items():
@@ -125,18 +137,32 @@ def test_a_run_begins_with_adapters(folder):
     found, data = folder
     keys = {"load_parameters_path": "runs/base", "lora_restore_path": "runs/one", "steps": 1, **data}
     run(found, "again", **keys, **LORA, save_checkpoint_on_start=True)
-    begin = contents_of(str(found / "runs/again/checkpoints/0")).tensors
-    values = {tensor.name: np.concatenate([*tensor.read()]) for tensor in begin if tensor.part == "params"}
-    for name, value in values.items():
-        np.testing.assert_array_equal(value, values_of(found / "runs/one")[name])
-    output = run(found, "described", **keys, enable_lora=True)
-    assert (
-        "lora_restore_path=runs/one gives its adapters' keys: lora_rank=2, lora_alpha=4.0, lora_module_path=" in output
-    )
+    assert_same(params_of(found / "runs/again/checkpoints/0"), params_of(found / "runs/one"))
+    shutil.copytree(found / "runs/one", found / "copy")
+    described = keys | {"lora_restore_path": "copy", "enable_lora": True}
+    output = run(found, "described", **described)
+    assert "lora_restore_path=copy gives its adapters' keys: lora_rank=2, lora_alpha=4.0, lora_module_path=" in output
+    shutil.rmtree(found / "copy")
+    output = run(found, "described", **described | {"steps": 2})  # the same command resumes it
+    assert "lora_restore_path is ignored: the run has its own checkpoint" in output
     refused = "give lora_rank=2 lora_alpha=4.0"
     run(found, "rank", refused=refused, **keys, **LORA | {"lora_rank": 4, "lora_alpha": 1.0})
     run(found, "none", refused="it trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)
+    refused = "checkpoints/3; give their place with load_parameters_path"
+    run(found, "unplaced", refused=refused, **keys | {"load_parameters_path": ""}, **LORA)
     run(found, "of", refused="other values", **keys | {"load_parameters_path": "runs/one"}, **LORA)
+
+
+def test_adapters_of_initial_parameters(tmp_path):
+    keys = {"steps": 1, "base_num_decoder_layers": 1, "dataset_type": "synthetic", **LORA}
+    run(tmp_path, "first", **keys, rope_interleave=True)
+    refused = "give rope_interleave=true"
+    run(tmp_path, "order", **keys, lora_restore_path="runs/first", refused=refused)
+    keys |= {"rope_interleave": True}
+    run(tmp_path, "next", **keys, lora_restore_path="runs/first", save_checkpoint_on_start=True)
+    assert_same(params_of(tmp_path / "runs/next/checkpoints/0"), params_of(tmp_path / "runs/first"))
+    refused = "other values: decoder/layers/mlp/wi_0/kernel"
+    run(tmp_path, "seed", **keys, lora_restore_path="runs/first", init_weights_seed=5, refused=refused)
 
 
 def test_qlora_is_resumed_and_merged(folder, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.described import with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import load_parameters
+from trainer.checkpoint.load import initial_parameters, load_parameters
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
@@ -37,6 +37,7 @@ __all__ = [
     "contents_of",
     "copy_tokenizer",
     "filled",
+    "initial_parameters",
     "inspect",
     "is_due",
     "joined",

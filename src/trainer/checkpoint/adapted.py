@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from trainer.checkpoint.adapters import checked
+from trainer.checkpoint.description import MODULES, ORDER
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.params import ParamsSource
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_config
@@ -18,7 +20,8 @@ from trainer.checkpoint.stored import quantized_on_load
 from trainer.config import Config, UserError
 from trainer.config.dump import as_words
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
-from trainer.config.quantization_keys import STORED
+from trainer.config.quantization_keys import OF_STORED, STORED
+from trainer.config.resolve import frozen
 from trainer.layers.adapted import delta
 from trainer.models.adapters import kernel_of
 from trainer.products.dequantized import dequantize
@@ -69,11 +72,14 @@ class RunAdapters:
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
         """See `Adapters`."""
         names = ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE, MASK
-        return {name: self._saved[name] for name in names if name in self._saved}
+        return {name: frozen(self._saved[name]) for name in names if name in self._saved}
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Adapters`."""
         keys = self.lora_keys(config)
+        if self.described[ORDER] != config[ORDER]:
+            words = " ".join(as_words(self.described, [ORDER]))
+            raise UserError(f"{self.path}: its adapters belong to another order of heads; give {words}")
         if wrong := [name for name in (RANK, ALPHA, PATTERN) if keys[name] != config[name]]:
             raise UserError(
                 f"{self.path}: its adapters are not those of the configuration ({' '.join(as_words(config, wrong))}); "
@@ -91,7 +97,7 @@ class Merged:
         self._base, self._adapters, self._shapes_of = base, adapters, shapes_of
         self.path, self.tokenizer, self.averaged = adapters.path, adapters.tokenizer, adapters.averaged
         self.kind, self.neutral, self.length = f"{base.kind} with {adapters.kind}", base.neutral, base.length
-        self.keys = base.keys
+        self.keys = _keys_of_merged(base, getattr(adapters, "described", {}))
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source`."""
@@ -109,7 +115,10 @@ class Merged:
         keys = self._adapters.lora_keys(config)
         rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
         own = ml_collections.FrozenConfigDict({**config, **keys, QTYPE: ""})
-        found = self._base.leaves(config, shapes)
+        found = {
+            name: checked(name, leaf, self._adapters.origin, self.path)
+            for name, leaf in self._base.leaves(config, shapes).items()
+        }
         trained = self._adapters.leaves(own, self._shapes_of(own))
         pairs: dict[str, dict[str, Leaf]] = {}
         for name, leaf in trained.items():
@@ -122,6 +131,13 @@ class Merged:
                 store = rounded[kernel].store if kernel in rounded else None
                 found[kernel] = _merged(found[kernel], pair[A], pair[B], keys[ALPHA] / keys[RANK], store)
         return found
+
+
+def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of the model: those of the run, in which the base may have computed another function than before
+    (`description.FREE`). Adapters are added to floats. Modules of multi-token prediction are those of the base."""
+    own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
+    return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
 
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:

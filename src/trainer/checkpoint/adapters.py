@@ -1,14 +1,17 @@
 """Checkpoints without the base of adapters: which leaves they lack, and how the base is recognized."""
 
+import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer.checkpoint.manager import newest
 from trainer.checkpoint.sidecar import Base
+from trainer.checkpoint.source import Leaf, resharded
 from trainer.config import UserError
 from trainer.config.paths import local_path
 from trainer.ops.paths import Path, by_path, path_of
@@ -75,19 +78,20 @@ def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     under "bfloat16". The first is left out if they are stored in bfloat16. Equal values have equal hashes on every
     mesh."""
     kinds = _FLOATS if any(leaf.dtype == _FLOATS[0] for leaf in base.values()) else _FLOATS[1:]
-    return {
-        kind: {
-            "/".join(path): "".join(f"{word:08x}" for word in jax.device_get(_words(leaf, jnp.dtype(kind))).tolist())
-            for path, leaf in base.items()
-        }
-        for kind in kinds
-    }
+    return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
+
+
+def _sums(leaf: Any, kind: str, start: int = 0) -> np.ndarray:
+    """Returns `_words` of an array, which may be in host memory."""
+    if isinstance(leaf, jax.Array):
+        leaf = jax.device_put(leaf, resharded(leaf.sharding, leaf.ndim, lambda axes: axes))
+    return np.asarray(jax.device_get(_words(leaf, jnp.dtype(kind), np.uint32(start % (1 << 32)))))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _words(leaf: jax.Array, floats: jnp.dtype) -> jax.Array:
+def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     """Returns two sums of all bits of `leaf`, uint32 [2], each with other weights by position. Sums of integers do not
-    depend on the order."""
+    depend on the order. `start`: the first position, if `leaf` is a part of an array."""
     if leaf.dtype in map(jnp.dtype, _FLOATS):
         leaf = leaf.astype(floats)
     elif jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -96,6 +100,7 @@ def _words(leaf: jax.Array, floats: jnp.dtype) -> jax.Array:
     place = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    place += start
     # Odd weights are one to one modulo 2^32, so a change of one value always changes the sum.
     weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
@@ -119,3 +124,34 @@ def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
             f"{where}: its adapters were trained on a base with other values: {changed[0]}{more} changed in "
             f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
         )
+
+
+def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
+    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. Reading its last part raises
+    UserError if its values are others than those the base had; see `check_base`."""
+    kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
+    if not kinds:
+        return leaf
+    count, sums = len(leaf.parts), dict[int, np.ndarray]()
+
+    def same(i: int, value: Any) -> Any:
+        exact = value.astype(np.float32) if value.dtype == np.float16 else value
+        kind = _FLOATS[0] if _FLOATS[0] in kinds and exact.dtype != jnp.bfloat16 else _FLOATS[1]
+        sums[i] = _sums(exact, kind, i * (leaf.size // count))
+        if len(sums) == count:
+            if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
+                raise UserError(
+                    f"{where}: its adapters were trained on a base with other values: {name} has changed in "
+                    f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
+                )
+            sums.clear()
+        return value
+
+    def wrapped(reads: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        return [lambda *args, i=i, read=read: same(i, read(*args)) for i, read in enumerate(reads)]
+
+    return dataclasses.replace(leaf, parts=wrapped(leaf.parts), puts=wrapped(leaf.puts))
+
+
+def _text(words: np.ndarray) -> str:
+    return "".join(f"{word:08x}" for word in words.tolist())

@@ -24,6 +24,7 @@ from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import entries, is_remote, mirror
 
 _PATH, _KIND, _START = "tokenizer_path", "tokenizer_type", "load_parameters_path"
+_ADAPTERS = RANK, ALPHA, PATTERN, MASK  # which lora_restore_path gives if the user gives none of them
 _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # in the line about the model
 
 
@@ -77,12 +78,14 @@ def _with_model(begun: Begun) -> Loaded:
 
 def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives some of them."""
-    config = begun.config
-    names = RANK, ALPHA, PATTERN, MASK
-    if not (config[ENABLE] and config[RESTORE]) or not begun.given.keys().isdisjoint(names):
+    if not _describes_adapters(begun):
         return {}
-    keys = open_adapters(config[RESTORE], verify=False).lora_keys(resolved_alone(as_words(model)))
-    return {name: keys[name] for name in names if name in keys}
+    keys = open_adapters(begun.config[RESTORE], verify=False).lora_keys(resolved_alone(as_words(model)))
+    return {name: keys[name] for name in _ADAPTERS if name in keys}
+
+
+def _describes_adapters(begun: Begun) -> bool:
+    return bool(begun.config[ENABLE] and begun.config[RESTORE]) and begun.given.keys().isdisjoint(_ADAPTERS)
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
@@ -123,6 +126,7 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     if code := code_of_checkpoint({name: saved[name] for name in MODEL & saved.keys()}, begun.given, where):
         raise UserError("\n  ".join(code))
     kept = {*MODEL, *(() if _PATH in begun.given else (_PATH,)), _KIND}.difference(OF_STORED, begun.given)
+    kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}
     notes = [f"{where}: the model's keys come from this run's own checkpoint; {_START}={begun.path} is not read"]
     path, copy = config[_PATH] if _PATH in begun.given else saved.get(_PATH, ""), ""

@@ -94,6 +94,22 @@ def load_parameters(
     return filled(abstract, loaded)
 
 
+def initial_parameters(config: Config, abstract: Any) -> Any:
+    """Returns the initial weights on the devices, with adapters from lora_restore_path. `config` and `abstract`: see
+    `load_parameters`.
+
+    Raises:
+      UserError: the adapters belong to other parameters.
+    """
+    adapters = open_adapters(config[RESTORE], verify=False)
+    if adapters.origin.path or not adapters.origin.digests:
+        named = adapters.origin.path or "parameters whose place is not known"
+        raise UserError(f"{adapters.path}: its adapters belong to {named}; give their place with load_parameters_path")
+    wanted = names_of(abstract)
+    loaded = _initial(config, wanted)
+    return filled(abstract, loaded | _restored_adapters(config, wanted, loaded))
+
+
 def _restored_adapters(config: Config, wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns the weights at lora_restore_path, for a model with the weights `loaded`."""
     adapters = open_adapters(config[RESTORE])

@@ -90,6 +90,8 @@ def _best(config: Config) -> str | None:
 
 
 def _sources(config: Config) -> str | None:
+    if config.enable_lora:  # the state has the adapters, and load_parameters_path the base, which may have moved
+        return None
     return "give only one of them" if config.load_parameters_path and config.load_full_state_path else None
 
 

@@ -41,6 +41,12 @@ def _tile(config: Config) -> str | None:
     return None
 
 
+def _adapters_twice(config: Config) -> str | None:
+    if config[ENABLE] and config[RESTORE] and config.load_full_state_path:
+        return "both give adapters; give only one of them"
+    return None
+
+
 def _stored_twice(config: Config) -> str | None:
     if config[ENABLE] and config[QTYPE] and config.quantization:
         return "both say how matrices are quantized; with checkpoint_is_quantized=true the checkpoint does"
@@ -62,6 +68,7 @@ LORA_CHECKS = (
     ((ENABLE, RANK, ALPHA), _numbers),
     ((PATTERN,), _pattern),
     ((TILE, QTYPE), _tile),
+    ((RESTORE, "load_full_state_path"), _adapters_twice),
     ((ENABLE, QTYPE, "quantization"), _stored_twice),
     _moved("weight_sparsity_n", "masks make weights zero"),
     _moved("use_qk_clip", "it scales queries and keys"),

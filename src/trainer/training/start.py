@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from ml_collections import FrozenConfigDict
+
 from trainer.checkpoint import (
     Base,
     CheckpointManager,
@@ -10,6 +12,7 @@ from trainer.checkpoint import (
     Sidecar,
     base_of,
     check_base,
+    initial_parameters,
     inspect,
     joined,
     load_parameters,
@@ -126,6 +129,10 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
         weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
         state = run.init(*parted(weights, rest))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
+    elif config[ENABLE] and config[RESTORE]:
+        params, rest = _abstract(run).params, run.states.one.rest
+        state = run.init(*parted(initial_parameters(config, joined(params, rest)), rest))
+        _check_finite(run, state, f"{RESTORE}={config[RESTORE]}")
     else:
         state = run.init()
     frozen = _frozen(run, run.states.first(run.codec.unpack(state)).params)
@@ -155,7 +162,8 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
         )
     params, rest = _abstract(run).params, run.states.one.rest
     if place := config.load_parameters_path or sidecar.base.path:
-        weights = load_parameters(place, config, joined(params, rest), say, given)
+        own = FrozenConfigDict({**config, RESTORE: ""})  # the adapters are those of the checkpoint
+        weights = load_parameters(place, own, joined(params, rest), say, given)
         found = _frozen(run, parted(weights, rest)[0])
     else:
         found = _frozen(run, run.states.first(run.codec.unpack(run.init())).params)

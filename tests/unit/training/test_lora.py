@@ -178,6 +178,14 @@ def test_what_cannot_be_adapted(keys, said):
         made(**keys)
 
 
+def test_a_state_and_its_base():
+    """The state of a run with adapters is loaded with a base that moved, but not with other adapters."""
+    paths = {"load_full_state_path": "runs/one", "load_parameters_path": "moved"}
+    assert load(arguments(FIRST, **LORA | paths)).config.load_parameters_path == "moved"
+    with pytest.raises(UserError, match="both give adapters"):
+        load(arguments(FIRST, **LORA | paths | {"lora_restore_path": "runs/two"}))
+
+
 def test_a_pattern_finds_parts_of_names():
     """Patterns of MaxText name modules, without the last part of a parameter."""
     from trainer.models.matrices import adapted_names
