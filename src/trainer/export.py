@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.checkpoint import check_masks, copy_tokenizer, model_config, open_source, weights_of
+    from trainer.checkpoint.adapted import Merged
     from trainer.checkpoint.description import check_words
 
     if options["format"] == "peft":
@@ -72,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = dict(word.partition("=")[::2] for word in keys)
     average, base = options.get("weights") == "ema", options.get(_BASE, "")
     checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
+    if base and not isinstance(checkpoint, Merged):
+        raise UserError(
+            f"{_BASE}={base} says where the base of adapters is, but {source} has no adapters; leave it out"
+        )
     # Quantized weights are written as such where that is possible and no dtype is given.
     floats = options["format"] == "maxtext" or "dtype" in options
     own = [f"{STORED}=false"] if floats and checkpoint.keys.get(STORED) else []

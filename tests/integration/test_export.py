@@ -165,11 +165,12 @@ def test_what_the_source_says_may_be_repeated(tmp_path, capsys, block, keys, wor
 def test_keys_without_effect_are_refused(tmp_path, capsys):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
-    given = ["steps=3", "load_parameters_path=x", "weight_dtype=bfloat16"]
+    given = ["steps=3", "weight_dtype=bfloat16"]
     message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", *given)
     assert "steps: not a key of the model\n" in message
-    assert "load_parameters_path: not a key of the model\n" in message
     assert "weight_dtype: not a key of the model; dtype=..." in message
+    message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", "load_parameters_path=x")
+    assert "load_parameters_path=x says where the base of adapters is, but" in message
     message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", "beta_fast=3")
     assert "beta_fast" in message
 

@@ -18,7 +18,7 @@ ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")
 
 def trained_patterns(config: Config) -> list[str]:
     """Returns regular expressions for the names of the trained parameters; [] if all are trained."""
-    return [*([ADAPTER.pattern] if config[ENABLE] else []), *config[MASK]]
+    return [*([ADAPTER.pattern] if config.enable_lora else []), *config.trainable_parameters_mask]
 
 
 def _numbers(config: Config) -> str | None:
