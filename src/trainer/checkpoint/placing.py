@@ -27,7 +27,8 @@ def place_quantized(
       store: returns what is stored for a kernel, or for a part of its layers.
     """
     like = next(iter(parts.values()))
-    abstract = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=like.sharding)
+    on_device = resharded(like.sharding, len(leaf.shape), lambda axes: axes)
+    abstract = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=on_device)
     return _assembled(leaf, abstract, parts, lambda value: names_of(nested({name: store(value)})), tick)
 
 
