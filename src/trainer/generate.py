@@ -74,12 +74,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     average = options.get("weights") == "ema"
     adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
-        _compile(loaded or _of_checkpoint(model_path, keys, options.get("weights"))[0])
+        _compile(loaded or _of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
             loaded, average = agreed(lambda: _of_checkpoint(model_path, keys, options.get("weights")))
-        _generate(loaded, prompts, adapters, average, as_json, started)
+        raw = options.get("weights") == "raw"
+        _generate(loaded, prompts, adapters, average, raw, as_json, started)
 
 
 class _Text(NamedTuple):
@@ -96,9 +97,16 @@ class _Text(NamedTuple):
 
 
 def _generate(
-    loaded: Loaded, prompts: list[str] | None, adapters: list[str], average: bool, as_json: bool, started: float
+    loaded: Loaded,
+    prompts: list[str] | None,
+    adapters: list[str],
+    average: bool,
+    raw: bool,
+    as_json: bool,
+    started: float,
 ) -> None:
-    """Every process runs every step, and the first one writes."""
+    """Every process runs every step, and the first one writes. Adapters that have averages are these, unless `raw`."""
+    from trainer.checkpoint import open_adapters
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
     from trainer.runtime.agreement import check_same, is_first
@@ -111,7 +119,8 @@ def _generate(
     def prepared():
         if not all(prompts):
             raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-        engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=adapters)
+        opened = [open_adapters(path, average=not raw and open_adapters(path).averaged) for path in adapters]
+        engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=opened)
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
         chat = _chat(loaded, tokenizer, say)
@@ -151,7 +160,7 @@ def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
     return chat
 
 
-def _compile(loaded: Loaded) -> None:
+def _compile(loaded: Loaded, adapters: list[str]) -> None:
     """Compiles a decode step for compile_topology and prints the report."""
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
@@ -162,7 +171,7 @@ def _compile(loaded: Loaded) -> None:
     for note in loaded.notes:
         _say(note)
     devices = devices_of(topology_of(config), config.compile_topology_num_slices)
-    _, report = MaxEngine(config, devices).aot_compile()
+    _, report = MaxEngine(config, devices, adapters=adapters).aot_compile()
     print(report_text(report))
     if report.fits is False:
         _say(f"error: {verdict(report)}")

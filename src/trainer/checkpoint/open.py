@@ -13,6 +13,7 @@ from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_m
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, NEUTRAL, TREE, ParamsSource
+from trainer.checkpoint.peft import WEIGHTS as PEFT_WEIGHTS
 from trainer.checkpoint.peft import PeftSource, is_peft
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar
@@ -50,8 +51,9 @@ def open_source(
         return _of_run(path, decoder_block, base, average=average, verify=verify)
     folder = local_path(path)
     check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, NEUTRAL, *TOKENIZER_FILES))
-    if (folder / HUGGING_FACE_CONFIG).is_file() and (files := weight_files(folder)):
-        check_folder(folder, [file.name for file in files])
+    files = [file.name for file in weight_files(folder) if file.name != PEFT_WEIGHTS]
+    if (folder / HUGGING_FACE_CONFIG).is_file() and files:
+        check_folder(folder, files)
         return HuggingFaceSource(folder, decoder_block)
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
         check_folder(folder, [TREE])

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import joined, load_parameters, names_of, nested, open_adapters, open_source, parted
+from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
 from trainer.config import Config, UserError
@@ -31,20 +31,20 @@ class MaxEngine(Engine):
         devices: Sequence[jax.Device] | None = None,
         *,
         sequences: int | None = None,
-        adapters: Sequence[str] = (),
+        adapters: Sequence[str | Adapters] = (),
     ):
         """
         Args:
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
-          adapters: where adapters for the parameters of load_parameters_path are (`checkpoint.open_adapters`). With
-            several, each sequence has its own, or none (`Engine.prefill`).
+          adapters: adapters for the parameters of load_parameters_path, or where they are (`checkpoint.open_adapters`).
+            With several, each sequence has its own, or none (`Engine.prefill`).
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
         """
-        self._adapters = [open_adapters(path) for path in adapters]
+        self._adapters = [open_adapters(given) if isinstance(given, str) else given for given in adapters]
         super().__init__(serve(config, jax.devices() if devices is None else devices, sequences, self._adapters))
 
     def load_params(
