@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.checkpoint import check_masks, copy_tokenizer, model_config, open_source, weights_of
-    from trainer.checkpoint.adapted import Merged
+    from trainer.checkpoint.adapters import Merged
     from trainer.checkpoint.description import check_words
 
     if options["format"] == "peft":

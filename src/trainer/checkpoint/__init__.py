@@ -1,7 +1,7 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
-from trainer.checkpoint.adapted import Adapters
-from trainer.checkpoint.adapters import base_of, check_base, place_of, with_base, without_base
+from trainer.checkpoint.adapters import Adapters
+from trainer.checkpoint.base import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.described import with_model

@@ -1,157 +1,213 @@
-"""Checkpoints without the base of adapters: which leaves they lack, and how the base is recognized."""
+"""Checkpoints of adapters, alone and merged into their base."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
-from trainer.checkpoint.manager import newest
-from trainer.checkpoint.sidecar import Base
-from trainer.checkpoint.source import Leaf, resharded
-from trainer.config import UserError
-from trainer.config.paths import local_path
-from trainer.ops.paths import Path, by_path, path_of
-from trainer.runtime import storage
-
-T = TypeVar("T")
-
-_FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
-
-
-def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names`, and for state that belongs to one: its path
-    ends with the path of the parameter."""
-    if not names:
-        return tree
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
+from trainer.checkpoint.base import checked
+from trainer.checkpoint.description import MODULES, ORDER
+from trainer.checkpoint.manager import RUN
+from trainer.checkpoint.params import ParamsSource
+from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_config
+from trainer.checkpoint.source import Leaf, Shapes, Source
+from trainer.checkpoint.stored import quantized_on_load
+from trainer.config import Config, UserError
+from trainer.config.dump import as_words
+from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
+from trainer.config.quantization_keys import OF_STORED, STORED
+from trainer.config.resolve import frozen
+from trainer.layers.adapted import delta
+from trainer.models.adapters import kernel_of
+from trainer.products.dequantized import dequantize
 
 
-def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
-    """Returns the inverse of `without_base`.
+class Adapters(Protocol):
+    """A checkpoint of adapters, and of other parameters that were trained with them.
 
-    Args:
-      saved: what it returned.
-      abstract: the complete state, with a ShapeDtypeStruct with a sharding at each leaf.
-      base: the parameters by path. Copies of islands are copies of these; the outer optimizer's state of a parameter
-        that never changes is zero.
+    Attributes:
+      path, kind, tokenizer, averaged: see `Source`.
+      origin: the parameters that they belong to; without digests, if the checkpoint has none.
     """
 
-    found = by_path(saved)
+    path: Path
+    kind: str
+    tokenizer: Path
+    averaged: bool
+    origin: Base
 
-    def one(keypath: Any, like: Any) -> Any:
-        if (path := path_of(keypath)) in found:
-            return found[path]
-        if path[0] == "outer_opt_state":
-            return jnp.zeros(like.shape, like.dtype, device=like.sharding)
-        owner = _owner(path, base)
-        assert owner is not None, path
-        value = base[owner]
-        if value.shape == like.shape and value.sharding == like.sharding:
-            return value
-        return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(value)
+    def lora_keys(self, config: Config) -> Mapping[str, Any]:
+        """Returns the keys of LoRA with which a model of `config`, resolved, has these adapters, and trains what was
+        trained with them."""
 
-    return jax.tree_util.tree_map_with_path(one, abstract)
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """Returns the leaves that were trained: adapters, and others.
 
+        Args:
+          config: resolved, with `lora_keys`.
+          shapes: of all weights of a model of `config`.
 
-def _owner(path: Path, names: Collection[Path]) -> Path | None:
-    return next((path[start:] for start in range(len(path)) if path[start:] in names), None)
-
-
-def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns what a checkpoint says of its base: parameters that were loaded from `path`."""
-    return Base(place_of(path) if path else "", digests(base))
+        Raises:
+          UserError: the adapters of `config` are others, or a shape differs.
+        """
 
 
-def place_of(path: str) -> str:
-    """Returns the whole path of a checkpoint; of a run's folder, that of its newest one."""
-    folder = storage.folder(path)
-    place = str(newest(folder) or folder)
-    return place if "://" in place else str(local_path(place).absolute())
+class RunAdapters:
+    """The `Adapters` of a run's checkpoint."""
+
+    def __init__(self, checkpoint: Any, sidecar: Sidecar, *, average: bool = False):
+        assert sidecar.base is not None
+        self._source = ParamsSource(checkpoint, "", f"{RUN}/{CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
+        self._saved = ml_collections.FrozenConfigDict(saved_config(sidecar, checkpoint))
+        self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
+        self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
+        self.described, self.length = self._source.keys, self._source.length
+        self.seed: int = self._saved["init_weights_seed"]
+
+    def lora_keys(self, config: Config) -> Mapping[str, Any]:
+        """See `Adapters`."""
+        names = ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE, MASK
+        return {name: frozen(self._saved[name]) for name in names if name in self._saved}
+
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Adapters`."""
+        keys = self.lora_keys(config)
+        if self.described[ORDER] != config[ORDER]:
+            words = " ".join(as_words(self.described, [ORDER]))
+            raise UserError(f"{self.path}: its adapters belong to another order of heads; give {words}")
+        if wrong := [name for name in (RANK, ALPHA, PATTERN) if keys[name] != config[name]]:
+            raise UserError(
+                f"{self.path}: its adapters are not those of the configuration ({' '.join(as_words(config, wrong))}); "
+                f"give {' '.join(as_words(keys, wrong))}"
+            )
+        names = {name for name in shapes if ADAPTER.search(name)} | {*self._source.held(config, shapes)}
+        return self._source.leaves(config, {name: shape for name, shape in shapes.items() if name in names})
 
 
-def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
-    """Returns hashes of parameters by name: of their values, under "float32", and of their values rounded to bfloat16,
-    under "bfloat16". The first is left out if they are stored in bfloat16. Equal values have equal hashes on every
-    mesh."""
-    kinds = _FLOATS if any(leaf.dtype == _FLOATS[0] for leaf in base.values()) else _FLOATS[1:]
-    return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
+class Merged:
+    """A `Source`: the parameters of `base` with the adapters added to them."""
+
+    def __init__(self, base: Source, adapters: Adapters, shapes_of: Callable[[Config], Shapes]):
+        """`shapes_of`: returns the shapes of the weights of a model (`load.weight_shapes`)."""
+        self._base, self._adapters, self._shapes_of = base, adapters, shapes_of
+        self.path, self.tokenizer, self.averaged = adapters.path, adapters.tokenizer, adapters.averaged
+        self.kind, self.neutral, self.length = f"{base.kind} with {adapters.kind}", base.neutral, base.length
+        self.keys = _keys_of_merged(base, getattr(adapters, "described", {}))
+
+    def notes(self, config: Config) -> Sequence[str]:
+        """See `Source`."""
+        place = self._base.path
+        return [f"{self.path}: adapters, which are added to the parameters of {place}", *self._base.notes(config)]
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source`."""
+        return self._base.held(config, shapes)
+
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source`."""
+        if config[STORED]:
+            raise UserError(f"{self.path}: adapters cannot be added to quantized weights; give {STORED}=false")
+        keys = self._adapters.lora_keys(config)
+        rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
+        own = ml_collections.FrozenConfigDict({**config, **keys, QTYPE: ""})
+        found = {
+            name: checked(name, leaf, self._adapters.origin, self.path)
+            for name, leaf in self._base.leaves(config, shapes).items()
+        }
+        trained = self._adapters.leaves(own, self._shapes_of(own))
+        pairs: dict[str, dict[str, Leaf]] = {}
+        for name, leaf in trained.items():
+            if ADAPTER.search(name):
+                pairs.setdefault(kernel_of(name), {})[name.rpartition("/")[2]] = leaf
+            elif name in shapes:
+                found[name] = leaf
+        for kernel, pair in pairs.items():
+            if kernel in found:
+                store = rounded[kernel].store if kernel in rounded else None
+                found[kernel] = _merged(found[kernel], pair[A], pair[B], keys[ALPHA] / keys[RANK], store)
+        return found
 
 
-def _sums(leaf: Any, kind: str, start: int = 0) -> np.ndarray:
-    """Returns `_words` of an array, which may be in host memory."""
-    if isinstance(leaf, jax.Array):
-        leaf = jax.device_put(leaf, resharded(leaf.sharding, leaf.ndim, lambda axes: axes))
-    return np.asarray(jax.device_get(_words(leaf, jnp.dtype(kind), np.uint32(start % (1 << 32)))))
+def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of the model: those of the run, in which the base may have computed another function than before
+    (`description.FREE`). Adapters are added to floats. Modules of multi-token prediction are those of the base."""
+    own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
+    return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
-    """Returns two sums of all bits of `leaf`, uint32 [2], each with other weights by position. Sums of integers do not
-    depend on the order. `start`: the first position, if `leaf` is a part of an array."""
-    if leaf.dtype in map(jnp.dtype, _FLOATS):
-        leaf = leaf.astype(floats)
-    elif jnp.issubdtype(leaf.dtype, jnp.integer):
-        leaf = leaf.astype(jnp.int8)  # of 4 bits, too
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
-    place = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis, size in enumerate(leaf.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-    place += start
-    # Odd weights are one to one modulo 2^32, so a change of one value always changes the sum.
-    weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
-    return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
+def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
+    """Returns the leaf of `kernel` + `scale` x a b, added in float32.
 
-
-def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
-    """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of them has are not compared.
-
-    Raises:
-      UserError: names the first that differs.
+    `store`: under QLoRA, returns what is stored for the kernel. The adapter belongs to what that stands for.
     """
-    if not base.digests:
-        return
-    here, there = digests(found), base.digests
-    kind = next(kind for kind in _FLOATS if kind in here and kind in there)
-    changed = [name for name, digest in here[kind].items() if there[kind].get(name, digest) != digest]
-    if changed:
-        more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
-        raise UserError(
-            f"{where}: its adapters were trained on a base with other values: {changed[0]}{more} changed in "
-            f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
-        )
+    held: list[Any] = []  # the factors, which are small
+
+    @jax.jit
+    def rounded(value: jax.Array) -> jax.Array:
+        assert store is not None
+        return dequantize(store(value), jnp.dtype(jnp.float32))
+
+    def added(i: int) -> np.ndarray:
+        if not held:
+            held.extend(leaf.read(np.dtype(np.float32), lambda size: None) for leaf in (a, b))
+        alone = len(kernel.parts) == 1
+        one, other = (factor if alone else factor[i] for factor in held)
+        return delta(one, other, scale, len(kernel.shape) - (not alone))
+
+    def read(i: int) -> np.ndarray:
+        value = kernel.parts[i]()
+        exact = value.astype(np.float32)
+        if store is not None:
+            exact = np.asarray(rounded(exact.reshape(-1, *kernel.shape[1:]))).reshape(value.shape)
+        return (exact + added(i).reshape(value.shape)).astype(value.dtype)
+
+    def put(i: int, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        exact = jax.ShapeDtypeStruct(abstract.shape, jnp.float32, sharding=abstract.sharding)
+        more = jax.device_put(added(i).reshape(abstract.shape), abstract.sharding)
+        value = kernel.puts[i](exact)
+        return ((value if store is None else rounded(value)) + more).astype(abstract.dtype)
+
+    numbers = range(len(kernel.parts))
+    return Leaf(
+        kernel.shape,
+        kernel.dtype,
+        [functools.partial(read, i) for i in numbers],
+        [functools.partial(put, i) for i in numbers],
+        kernel.mixed,
+    )
 
 
-def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
-    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. Reading its last part raises
-    UserError if its values are others than those the base had; see `check_base`."""
-    kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
-    if not kinds:
-        return leaf
-    count, sums = len(leaf.parts), dict[int, np.ndarray]()
+class Initial:
+    """A `Source`: the initial parameters of a run that loaded none."""
 
-    def same(i: int, value: Any) -> Any:
-        exact = value.astype(np.float32) if value.dtype == np.float16 else value
-        kind = _FLOATS[0] if _FLOATS[0] in kinds and exact.dtype != jnp.bfloat16 else _FLOATS[1]
-        sums[i] = _sums(exact, kind, i * (leaf.size // count))
-        if len(sums) == count:
-            if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
-                raise UserError(
-                    f"{where}: its adapters were trained on a base with other values: {name} has changed in "
-                    f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
-                )
-            sums.clear()
-        return value
+    def __init__(self, run: RunAdapters, draw: Callable[[Config], Mapping[str, jax.Array]]):
+        """`draw`: returns the initial weights of a model of a resolved configuration by name."""
+        self.path, self.tokenizer, self.keys, self.length = run.path, run.tokenizer, run.described, run.length
+        self.kind, self.averaged = "initial parameters", False
+        self.neutral: Mapping[str, Any] = {}
+        self._draw, self._seed = draw, run.seed
 
-    def wrapped(reads: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-        return [lambda *args, i=i, read=read: same(i, read(*args)) for i, read in enumerate(reads)]
+    def notes(self, config: Config) -> Sequence[str]:
+        """See `Source`."""
+        return ()
 
-    return dataclasses.replace(leaf, parts=wrapped(leaf.parts), puts=wrapped(leaf.puts))
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source`."""
+        return [*shapes]
+
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source`."""
+        drawn = self._draw(ml_collections.FrozenConfigDict({**config, "init_weights_seed": self._seed}))
+        return {name: _in_memory(drawn[name]) for name in shapes}
 
 
-def _text(words: np.ndarray) -> str:
-    return "".join(f"{word:08x}" for word in words.tolist())
+def _in_memory(value: jax.Array) -> Leaf:
+    def put(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(value.astype(abstract.dtype), abstract.sharding)
+
+    return Leaf(value.shape, np.dtype(value.dtype), [lambda: np.asarray(value)], [put])

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from trainer.backends import make_model
-from trainer.checkpoint.adapters import check_base
+from trainer.checkpoint.base import check_base
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.open import open_adapters, open_source
 from trainer.checkpoint.placing import place, place_quantized

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from trainer.backends import make_model
-from trainer.checkpoint.adapted import Initial, Merged, RunAdapters
+from trainer.checkpoint.adapters import Initial, Merged, RunAdapters
 from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
 from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext

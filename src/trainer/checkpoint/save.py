@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from trainer.backends import Codec
-from trainer.checkpoint.adapters import without_base
+from trainer.checkpoint.base import without_base
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
 from trainer.config import Config

@@ -20,7 +20,7 @@ class Base(NamedTuple):
     """The parameters that a run reads, never changes, and does not save."""
 
     path: str  # where they are; "" for the initial values of init_weights_seed
-    digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`adapters.digests`)
+    digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`base.digests`)
 
 
 class Sidecar(NamedTuple):

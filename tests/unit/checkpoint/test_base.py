@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from trainer.checkpoint.adapters import checked, digests
+from trainer.checkpoint.base import checked, digests
 from trainer.checkpoint.sidecar import Base
 from trainer.checkpoint.source import Leaf, whole
 from trainer.config import UserError

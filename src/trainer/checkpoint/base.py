@@ -1,0 +1,157 @@
+"""Checkpoints without the base of adapters: which leaves they lack, and how the base is recognized."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.checkpoint.manager import newest
+from trainer.checkpoint.sidecar import Base
+from trainer.checkpoint.source import Leaf, resharded
+from trainer.config import UserError
+from trainer.config.paths import local_path
+from trainer.ops.paths import Path, by_path, path_of
+from trainer.runtime import storage
+
+T = TypeVar("T")
+
+_FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
+
+
+def without_base(tree: T, names: Collection[Path]) -> T:
+    """Returns a canonical train state with None for the parameters `names`, and for state that belongs to one: its path
+    ends with the path of the parameter."""
+    if not names:
+        return tree
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
+
+
+def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
+    """Returns the inverse of `without_base`.
+
+    Args:
+      saved: what it returned.
+      abstract: the complete state, with a ShapeDtypeStruct with a sharding at each leaf.
+      base: the parameters by path. Copies of islands are copies of these; the outer optimizer's state of a parameter
+        that never changes is zero.
+    """
+
+    found = by_path(saved)
+
+    def one(keypath: Any, like: Any) -> Any:
+        if (path := path_of(keypath)) in found:
+            return found[path]
+        if path[0] == "outer_opt_state":
+            return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+        owner = _owner(path, base)
+        assert owner is not None, path
+        value = base[owner]
+        if value.shape == like.shape and value.sharding == like.sharding:
+            return value
+        return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(value)
+
+    return jax.tree_util.tree_map_with_path(one, abstract)
+
+
+def _owner(path: Path, names: Collection[Path]) -> Path | None:
+    return next((path[start:] for start in range(len(path)) if path[start:] in names), None)
+
+
+def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
+    """Returns what a checkpoint says of its base: parameters that were loaded from `path`."""
+    return Base(place_of(path) if path else "", digests(base))
+
+
+def place_of(path: str) -> str:
+    """Returns the whole path of a checkpoint; of a run's folder, that of its newest one."""
+    folder = storage.folder(path)
+    place = str(newest(folder) or folder)
+    return place if "://" in place else str(local_path(place).absolute())
+
+
+def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
+    """Returns hashes of parameters by name: of their values, under "float32", and of their values rounded to bfloat16,
+    under "bfloat16". The first is left out if they are stored in bfloat16. Equal values have equal hashes on every
+    mesh."""
+    kinds = _FLOATS if any(leaf.dtype == _FLOATS[0] for leaf in base.values()) else _FLOATS[1:]
+    return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
+
+
+def _sums(leaf: Any, kind: str, start: int = 0) -> np.ndarray:
+    """Returns `_words` of an array, which may be in host memory."""
+    if isinstance(leaf, jax.Array):
+        leaf = jax.device_put(leaf, resharded(leaf.sharding, leaf.ndim, lambda axes: axes))
+    return np.asarray(jax.device_get(_words(leaf, jnp.dtype(kind), np.uint32(start % (1 << 32)))))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
+    """Returns two sums of all bits of `leaf`, uint32 [2], each with other weights by position. Sums of integers do not
+    depend on the order. `start`: the first position, if `leaf` is a part of an array."""
+    if leaf.dtype in map(jnp.dtype, _FLOATS):
+        leaf = leaf.astype(floats)
+    elif jnp.issubdtype(leaf.dtype, jnp.integer):
+        leaf = leaf.astype(jnp.int8)  # of 4 bits, too
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    place = jnp.zeros(leaf.shape, jnp.uint32)
+    for axis, size in enumerate(leaf.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+    place += start
+    # Odd weights are one to one modulo 2^32, so a change of one value always changes the sum.
+    weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
+    return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
+
+
+def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
+    """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
+    of them has are not compared.
+
+    Raises:
+      UserError: names the first that differs.
+    """
+    if not base.digests:
+        return
+    here, there = digests(found), base.digests
+    kind = next(kind for kind in _FLOATS if kind in here and kind in there)
+    changed = [name for name, digest in here[kind].items() if there[kind].get(name, digest) != digest]
+    if changed:
+        more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
+        raise UserError(
+            f"{where}: its adapters were trained on a base with other values: {changed[0]}{more} changed in "
+            f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
+        )
+
+
+def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
+    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. Reading its last part raises
+    UserError if its values are others than those the base had; see `check_base`."""
+    kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
+    if not kinds:
+        return leaf
+    count, sums = len(leaf.parts), dict[int, np.ndarray]()
+
+    def same(i: int, value: Any) -> Any:
+        exact = value.astype(np.float32) if value.dtype == np.float16 else value
+        kind = _FLOATS[0] if _FLOATS[0] in kinds and exact.dtype != jnp.bfloat16 else _FLOATS[1]
+        sums[i] = _sums(exact, kind, i * (leaf.size // count))
+        if len(sums) == count:
+            if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
+                raise UserError(
+                    f"{where}: its adapters were trained on a base with other values: {name} has changed in "
+                    f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
+                )
+            sums.clear()
+        return value
+
+    def wrapped(reads: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        return [lambda *args, i=i, read=read: same(i, read(*args)) for i, read in enumerate(reads)]
+
+    return dataclasses.replace(leaf, parts=wrapped(leaf.parts), puts=wrapped(leaf.puts))
+
+
+def _text(words: np.ndarray) -> str:
+    return "".join(f"{word:08x}" for word in words.tolist())
