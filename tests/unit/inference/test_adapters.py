@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
@@ -9,13 +10,25 @@ from trainer.backends import make_model
 from trainer.checkpoint import joined, names_of, nested, parted
 from trainer.config import UserError
 from trainer.config.lora_keys import ADAPTER
-from trainer.inference import Engine, Sampling
+from trainer.inference import Engine, MaxEngine, Sampling
 from trainer.inference.adapters import with_adapters
 from trainer.inference.served import serve
 from trainer.models.adapters import apply_lora_on_base_params
 from trainer.models.matrices import lora_kernels, matrix_names
+from trainer.ops.paths import by_name
 
 RANK, GREEDY = 2, Sampling(0.0)
+LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0}
+LATENT = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "kv_lora_rank": 8}
+LATENT |= {"q_lora_rank": 0, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_num_dense_layers": 1}
+LATENT |= {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "shared_experts": 1,
+    "base_moe_mlp_dim": 16,
+    "lora_module_path": "self_attention",
+}
+PROMPTS = [[5, 0, 17], [9, 3]]
 TINY = {"base_num_decoder_layers": 1, "max_target_length": 32, "per_device_batch_size": 4}
 
 
@@ -120,3 +133,39 @@ def test_ranks_and_patterns_of_different_adapters():
     assert (ranks.sum(axis=0) == 1).all()
     every = matrix_names(config, "enable_lora")
     assert {*lora_kernels(config, dict.fromkeys(every, (0, 0)))} == {name for name in every if "layers" in name}
+
+
+@pytest.mark.parametrize("keys", [{}, LATENT], ids=["heads", "latents"])
+def test_each_sequence_has_its_adapter(keys):
+    config = tiny_config("nnx", return_log_prob=True, **LORA | keys)
+    base = MaxEngine(config, jax.devices()[:1])
+    params, rest = base.load_params(say=lambda line: None)
+    for i, (name, leaf) in enumerate(by_name(params).items()):
+        if name.endswith("lora_b"):
+            *path, last = name.split("/")
+            node = params
+            for key in path:
+                node = node[key]
+            node[last] = jax.random.normal(jax.random.key(i), leaf.shape)
+    ranks = np.array([[False, False], [True, False], [False, True]])
+    engine, weights = Engine(base.served._replace(ranks=ranks)), (params, rest)
+
+    def after(tokens, adapter):
+        return engine.prefill(weights, engine.padded(tokens), len(tokens), sampling=GREEDY, adapter=adapter)
+
+    alone = [[after(prompt, adapter)[1].log_probs[0] for adapter in (0, 1, 2)] for prompt in PROMPTS]
+    assert len({round(float(found), 4) for each in alone for found in each}) == 6
+    _, packed = engine.prefill_concat(weights, *engine.packed(PROMPTS), sampling=GREEDY, adapters=[2, 1])
+    np.testing.assert_allclose(packed.log_probs[:2], [alone[0][2], alone[1][1]], rtol=1e-5)  # sums in another order
+    state = engine.init_decode_state()
+    firsts = []
+    for slot, (prompt, adapter) in enumerate(zip(PROMPTS, (2, 1), strict=True)):
+        prefix, first = after(prompt, adapter)
+        state = engine.insert(prefix, state, slot)
+        firsts.append(int(first.tokens[0]))
+    _, second = engine.generate(weights, state)
+    for slot, (prompt, adapter) in enumerate(zip(PROMPTS, (2, 1), strict=True)):
+        expected = after([*prompt, firsts[slot]], adapter)[1]
+        np.testing.assert_allclose(second.log_probs[slot], expected.log_probs[0], rtol=1e-4)
+    with pytest.raises(ValueError, match="adapter=3: the engine has 2 adapters"):
+        after(PROMPTS[0], 3)
