@@ -33,7 +33,7 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
         return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
     patterns = dict.fromkeys(each[PATTERN] for each in keys)
     pattern = next(iter(patterns)) if len(patterns) == 1 else "|".join(f"(?:{one or LAYERS})" for one in patterns)
-    if len({(each.get(QTYPE, ""), each.get(TILE)) for each in keys}) > 1:
+    if len({(each.get(QTYPE, ""), each.get(TILE, 0)) for each in keys}) > 1:
         raise UserError(f"adapters: {QTYPE} or {TILE} of their bases differ; serve them one by one")
     ranks = [each[RANK] for each in keys]
     # The factor lora_alpha / lora_rank of each is in its b.

@@ -124,6 +124,12 @@ def test_what_cannot_share_a_batch():
         with_adapters(config, [Named(), Named(lora_weight_qtype="int8")])
 
 
+def test_adapters_of_peft_say_nothing_about_quantization():
+    config = tiny_config(ALL_COMBINATIONS[0])
+    _, ranks = with_adapters(config, [Named(), Named(lora_weight_qtype="", lora_tile_size=0)])
+    assert ranks.shape == (3, 2 * RANK)
+
+
 def test_ranks_and_patterns_of_different_adapters():
     config, ranks = with_adapters(
         tiny_config(ALL_COMBINATIONS[0]), [Named(lora_module_path="mlp/wo"), Named(lora_rank=1), Named(lora_rank=3)]
