@@ -165,6 +165,25 @@ def test_adapters_of_initial_parameters(tmp_path):
     run(tmp_path, "seed", **keys, lora_restore_path="runs/first", init_weights_seed=5, refused=refused)
 
 
+def test_a_folder_of_peft_takes_the_place_of_a_run(folder, capsys, tmp_path, monkeypatch):
+    found, data = folder
+    monkeypatch.chdir(found)
+    peft = tmp_path / "peft"
+    export(["runs/one", str(peft), "format=peft"])
+    export([str(peft), str(tmp_path / "again"), "format=peft", "load_parameters_path=runs/base"])
+    files = [path / "adapter_model.safetensors" for path in (peft, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    capsys.readouterr()
+    assert text_of(capsys, "runs/base", f"adapters={peft}") == text_of(capsys, "runs/one")
+    keys = {"load_parameters_path": "runs/base", "lora_restore_path": peft, "enable_lora": True, **data}
+    run(found, "from-peft", steps=1, save_checkpoint_on_start=True, **keys)
+    begin = contents_of(str(found / "runs/from-peft/checkpoints/0")).tensors
+    adapters = values_of(found / "runs/one")
+    for tensor in begin:
+        if tensor.part == "params":
+            np.testing.assert_array_equal(np.concatenate([*tensor.read()]), adapters[tensor.name])
+
+
 def test_qlora_is_resumed_and_merged(folder, capsys, monkeypatch):
     """The base is quantized when it is loaded; adapters belong to the values that its codes stand for."""
     found, data = folder
