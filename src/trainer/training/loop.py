@@ -122,7 +122,7 @@ class _Loop:
         devices = list(run.mesh.devices.flat)
         self.reader = _Reader(reports.step, self._check_finite, run.computation.read, lambda: memory_in_use(devices))
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
-        self._batches, self._preemption = batches, preemption
+        self._batches, self._preemption, self._unsaved = batches, preemption, run.base_names
         self._last_evaluation: Row = {}
 
     @property
@@ -179,7 +179,7 @@ class _Loop:
             sidecar=lambda: Sidecar(
                 to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files, base=self._start.base
             ),
-            unsaved=self._run.base_names,
+            unsaved=self._unsaved,
             initial=initial,
             force=force,
             before=self._before_saving,

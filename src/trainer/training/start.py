@@ -141,7 +141,8 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 def _frozen(run: Run, params: Any) -> dict[Path, Any]:
     """Returns those of the parameters that no checkpoint has: the base of adapters."""
-    return {path: leaf for path, leaf in by_path(params).items() if path in run.base_names}
+    names = run.base_names
+    return {path: leaf for path, leaf in by_path(params).items() if path in names}
 
 
 def _placed(base: Base | None, config: Config) -> Base | None:
