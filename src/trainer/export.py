@@ -109,7 +109,7 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
 
     adapters = open_adapters(source, average=options.get("weights") == "ema")
     base = options.get(_BASE, "")
-    described = getattr(adapters, "described", None) or open_source(source, base=base).keys
+    described = adapters.described or open_source(source, base=base).keys
     config = model_config(described, words, str(adapters.path))
     check_words(described, words, config, str(adapters.path))
     lora = {name: value for name, value in adapters.lora_keys(config).items() if name not in (QTYPE, TILE)}

@@ -119,7 +119,7 @@ def _generate(
     def prepared():
         if not all(prompts):
             raise UserError("prompt is empty: give prompt=TEXT, or prompts=FILE")
-        opened = [open_adapters(path, average=not raw and open_adapters(path).averaged) for path in adapters]
+        opened = [open_adapters(path, average=False if raw else None) for path in adapters]
         engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=opened)
         tokenizer = engine.get_tokenizer()
         begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length

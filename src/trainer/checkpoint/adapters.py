@@ -33,6 +33,7 @@ class Adapters(Protocol):
     Attributes:
       path, kind, tokenizer, averaged: see `Source`.
       origin: the parameters that they belong to; without digests, if the checkpoint has none.
+      described: the model's keys that the checkpoint itself states; {} if it states none.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Adapters(Protocol):
     tokenizer: Path
     averaged: bool
     origin: Base
+    described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
         """Returns the keys of LoRA with which a model of `config`, resolved, has these adapters, and trains what was
@@ -93,11 +95,11 @@ class Merged:
     """A `Source`: the parameters of `base` with the adapters added to them."""
 
     def __init__(self, base: Source, adapters: Adapters, shapes_of: Callable[[Config], Shapes]):
-        """`shapes_of`: returns the shapes of the weights of a model (`load.weight_shapes`)."""
+        """`shapes_of`: returns the shapes of the weights of a model (`open.weight_shapes`)."""
         self._base, self._adapters, self._shapes_of = base, adapters, shapes_of
         self.path, self.tokenizer, self.averaged = adapters.path, adapters.tokenizer, adapters.averaged
         self.kind, self.neutral, self.length = f"{base.kind} with {adapters.kind}", base.neutral, base.length
-        self.keys = _keys_of_merged(base, getattr(adapters, "described", {}))
+        self.keys = _keys_of_merged(base, adapters.described)
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source`."""

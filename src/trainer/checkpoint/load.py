@@ -1,4 +1,4 @@
-"""`load_parameters_path`: recognizes the kind of a checkpoint and loads its parameters onto the devices."""
+"""Loads the parameters of a checkpoint onto the devices: load_parameters_path and lora_restore_path."""
 
 import re
 import time
@@ -12,8 +12,8 @@ from trainer.checkpoint.base import check_base
 from trainer.checkpoint.description import check_same_model
 from trainer.checkpoint.open import open_adapters, open_source
 from trainer.checkpoint.placing import place, place_quantized
-from trainer.checkpoint.source import DTYPES, filled, joined, names_of, progress
-from trainer.checkpoint.stored import quantized_on_load
+from trainer.checkpoint.source import DTYPES, Leaf, Shapes, Source, filled, joined, names_of, progress
+from trainer.checkpoint.stored import OnLoad, quantized_on_load
 from trainer.config import Config, UserError
 from trainer.config.dump import as_words
 from trainer.config.lora_keys import ADAPTER, ENABLE, MASK, RESTORE, trained_patterns
@@ -57,8 +57,9 @@ def load_parameters(
     wanted = names_of(abstract)
     check_same_model(source.keys, config, str(source.path), given, say)
     own = [name for name in wanted if config[ENABLE] and ADAPTER.search(name)]
-    shapes = {name: shape for name, shape in _whole_shapes(config, wanted).items() if name not in own}
     kernels = quantized_on_load(config)
+    whole = _whole_shapes(kernels, wanted)
+    shapes = {name: shape for name, shape in whole.items() if name not in own}
     groups = lacking(config, shapes, lambda names: source.held(config, {name: shapes[name] for name in names}))
     new = [name for names in groups.values() for name in names]
     leaves = source.leaves(config, {name: shape for name, shape in shapes.items() if name not in new})
@@ -66,18 +67,7 @@ def load_parameters(
         stored, needed = leaf.dtype.name, DTYPES[0] if name in kernels else wanted[name].dtype.name
         if stored != needed and not {stored, needed} <= {*DTYPES}:
             raise UserError(f"{source.path}: {name}: stored as {stored}, wanted {needed}: only floats can be cast")
-    stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
-    if source.length and config.max_target_length > max(source.length, stretched):
-        say(
-            f"warning: max_target_length={config.max_target_length} is beyond the {source.length} positions that the "
-            f"model at {path} was trained for: caches and activations grow with it, and text at later positions may "
-            "be poor"
-        )
-    for note in source.notes(config):
-        say(note)
-    if groups:
-        say(f"{source.path}: loaded: {_listed(dict.fromkeys('/'.join(name.split('/')[:2]) for name in leaves))}")
-        say(f"{source.path}: absent, with initial values: {_listed(groups)}")
+    _say_what_is_read(source, path, config, leaves, groups, say)
     loaded = _initial(config, {name: wanted[name] for name in (*new, *own)})
     with progress(leaves.values(), "loading", say) as tick:
         for name, leaf in leaves.items():
@@ -90,8 +80,31 @@ def load_parameters(
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
     if config[ENABLE] and config[RESTORE]:
-        loaded |= _restored_adapters(config, wanted, loaded)
+        loaded |= _restored_adapters(config, whole, wanted, loaded)
     return filled(abstract, loaded)
+
+
+def _say_what_is_read(
+    source: Source,
+    path: str,
+    config: Config,
+    leaves: Mapping[str, Leaf],
+    groups: Mapping[str, Any],
+    say: Callable[[str], Any],
+) -> None:
+    """`groups`: the weights that `source` lacks (`models.optional`)."""
+    stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
+    if source.length and config.max_target_length > max(source.length, stretched):
+        say(
+            f"warning: max_target_length={config.max_target_length} is beyond the {source.length} positions that the "
+            f"model at {path} was trained for: caches and activations grow with it, and text at later positions may "
+            "be poor"
+        )
+    for note in source.notes(config):
+        say(note)
+    if groups:
+        say(f"{source.path}: loaded: {_listed(dict.fromkeys('/'.join(name.split('/')[:2]) for name in leaves))}")
+        say(f"{source.path}: absent, with initial values: {_listed(groups)}")
 
 
 def initial_parameters(config: Config, abstract: Any) -> Any:
@@ -107,13 +120,16 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
         raise UserError(f"{adapters.path}: its adapters belong to {named}; give their place with load_parameters_path")
     wanted = names_of(abstract)
     loaded = _initial(config, wanted)
-    return filled(abstract, loaded | _restored_adapters(config, wanted, loaded))
+    whole = _whole_shapes(quantized_on_load(config), wanted)
+    return filled(abstract, loaded | _restored_adapters(config, whole, wanted, loaded))
 
 
-def _restored_adapters(config: Config, wanted: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns the weights at lora_restore_path, for a model with the weights `loaded`."""
+def _restored_adapters(
+    config: Config, whole: Shapes, wanted: Mapping[str, Any], loaded: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Returns the weights at lora_restore_path, for a model with the weights `loaded`. `whole`: see `_whole_shapes`."""
     adapters = open_adapters(config[RESTORE])
-    leaves = adapters.leaves(config, _whole_shapes(config, wanted))
+    leaves = adapters.leaves(config, whole)
     others = [name for name in leaves if not any(re.search(it, name) for it in trained_patterns(config))]
     if others:
         raise UserError(
@@ -125,9 +141,8 @@ def _restored_adapters(config: Config, wanted: Mapping[str, Any], loaded: Mappin
     return {name: place(leaf, wanted[name], lambda size: None) for name, leaf in leaves.items()}
 
 
-def _whole_shapes(config: Config, wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of weights, with those of float matrices in place of what is stored for them."""
-    kernels = quantized_on_load(config)
+def _whole_shapes(kernels: Mapping[str, OnLoad], wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the weights `wanted`, with those of float `kernels` in place of what is stored for them."""
     parts = {part for kernel in kernels.values() for part in kernel.parts}
     shapes = {name: leaf.shape for name, leaf in wanted.items() if name not in parts}
     return shapes | {name: kernel.shape for name, kernel in kernels.items()}

@@ -87,9 +87,12 @@ def _maxtexts_tree(folder: Path) -> Path | None:
     return None
 
 
-def open_adapters(path: str, *, average: bool = False, verify: bool = True) -> "RunAdapters | PeftSource":
-    """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a folder of PEFT. `average` and
-    `verify`: see `open_source`.
+def open_adapters(path: str, *, average: bool | None = False, verify: bool = True) -> "RunAdapters | PeftSource":
+    """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a folder of PEFT.
+
+    Args:
+      average: whether to read averages (`ema_decay`); None: if there are any.
+      verify: see `open_source`.
 
     Raises:
       UserError: there are none, or they are damaged.
@@ -105,7 +108,9 @@ def open_adapters(path: str, *, average: bool = False, verify: bool = True) -> "
         raise UserError(
             f"{path}: no adapters there: {what}; give a run with {ENABLE}=true, or one of its checkpoints/N"
         )
-    return RunAdapters(checkpoint, sidecar, average=average)
+    found = RunAdapters(checkpoint, sidecar)
+    averaged = found.averaged if average is None else average
+    return RunAdapters(checkpoint, sidecar, average=True) if averaged else found
 
 
 def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str, *, verify: bool) -> Source:

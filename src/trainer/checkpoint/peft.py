@@ -41,6 +41,7 @@ class PeftSource:
     averaged = False
     length = None
     keys: Mapping[str, Any] = {}  # the base says what the model is
+    described: Mapping[str, Any] = {}
     neutral: Mapping[str, Any] = {}
 
     def __init__(self, path: Path):

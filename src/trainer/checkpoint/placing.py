@@ -9,10 +9,13 @@ import jax.numpy as jnp
 
 from trainer.checkpoint.source import Leaf, Tick, names_of, nested, resharded
 
+# Given the shardings of the parts, a function from some layers of a leaf to the parts of these layers.
+Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
+
 
 def place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
     """Returns the leaf on the devices, with dtype and sharding of `abstract`."""
-    (array,) = _assembled(leaf, abstract, {"": abstract}, lambda value: {"": value}, tick).values()
+    (array,) = _assembled(leaf, abstract, {"": abstract}, lambda shardings: lambda value: {"": value}, tick).values()
     return array
 
 
@@ -29,17 +32,21 @@ def place_quantized(
     like = next(iter(parts.values()))
     on_device = resharded(like.sharding, len(leaf.shape), lambda axes: axes)
     abstract = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=on_device)
-    return _assembled(leaf, abstract, parts, lambda value: names_of(nested({name: store(value)})), tick)
+
+    def stored(value: jax.Array) -> dict[str, jax.Array]:
+        return names_of(nested({name: store(value)}))
+
+    return _assembled(leaf, abstract, parts, lambda shardings: jax.jit(stored, out_shardings=dict(shardings)), tick)
 
 
 def _assembled(
     leaf: Leaf,
     abstract: jax.ShapeDtypeStruct,
     parts: Mapping[str, jax.ShapeDtypeStruct],
-    convert: Callable[[jax.Array], Mapping[str, jax.Array]],
+    convert: Convert,
     tick: Tick,
 ) -> dict[str, jax.Array]:
-    """Returns arrays like `parts`, made of what `convert` returns for some layers of `leaf`, placed like `abstract`."""
+    """Returns arrays like `parts`, converted from some layers of `leaf` at a time, which are placed like `abstract`."""
     count, ndim = len(leaf.puts), len(leaf.shape)
 
     def of_layers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -48,29 +55,21 @@ def _assembled(
         return jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
 
     if count == 1:
-        found = _converted(convert, leaf.puts[0](abstract), {name: part.sharding for name, part in parts.items()})
+        converted = convert({name: part.sharding for name, part in parts.items()})
+        found = jax.block_until_ready(dict(converted(leaf.puts[0](abstract))))
         tick(leaf.nbytes)
         return found
-    layer = of_layers(abstract)
-    shardings = {name: of_layers(part).sharding for name, part in parts.items()}
+    layer, converted = of_layers(abstract), convert({name: of_layers(part).sharding for name, part in parts.items()})
     arrays = {
         name: jnp.zeros(part.shape, part.dtype, device=resharded(part.sharding, ndim, lambda axes: axes))
         for name, part in parts.items()
     }
     for i, put in enumerate(leaf.puts):
-        for name, part in _converted(convert, put(layer), shardings).items():
+        # Waits before the next part is read, so that the host memory of this one is free.
+        for name, part in jax.block_until_ready(dict(converted(put(layer)))).items():
             arrays[name] = _with_part(arrays[name], part, i * part.shape[0])
         tick(leaf.nbytes // count)
     return {name: jax.device_put(array, parts[name].sharding) for name, array in arrays.items()}
-
-
-def _converted(
-    convert: Callable[[jax.Array], Mapping[str, jax.Array]], value: jax.Array, shardings: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """Waits for the result, so that the host memory of `value` is free before the next part is read."""
-    if [*shardings] == [""]:
-        return {"": value.block_until_ready()}
-    return jax.block_until_ready(jax.jit(convert, out_shardings=dict(shardings))(value))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.chat_keys import TOOLS
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import parsed, read_object
 from trainer.config.paths import local_path
@@ -19,7 +20,6 @@ from trainer.data.documents import Record, text_of
 from trainer.data.text import mended
 from trainer.post_training.chat_template import MARKS
 
-TOOLS = "tools"  # the column of the tools that a conversation may call
 Message = dict[str, Any]
 # ShareGPT's names of roles.
 _SHARED = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
