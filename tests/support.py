@@ -28,6 +28,23 @@ TINY = {
     "enable_checkpointing": False,  # a run writes only what is tested
 }
 
+# Matrices of every kind: a layer with latent attention and an MLP, then one with a router, experts and a shared expert.
+EVERY_MATRIX = {
+    "decoder_block": "deepseek",
+    "attention_type": "mla",
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "base_num_kv_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 16,
+    "shared_experts": 1,
+    "first_num_dense_layers": 1,
+    "logits_via_embedding": False,
+}
+
 
 def pinned(combination: str) -> dict[str, bool]:
     """Returns the three flags of a combination, written out, so that the test does not depend on base.yml."""

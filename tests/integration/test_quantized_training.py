@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from run_cases import train
 from support import (
     ALL_COMBINATIONS,
+    EVERY_MATRIX,
     arguments,
     assert_equal_bits,
     copied,
@@ -32,23 +33,7 @@ from trainer.runtime.place import place
 from trainer.training import build
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
-# One layer with attention, a router, experts and a shared expert, after one with an MLP; and a module.
-ALL_KINDS = {
-    "decoder_block": "deepseek",
-    "attention_type": "mla",
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "base_num_kv_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "base_moe_mlp_dim": 16,
-    "shared_experts": 1,
-    "first_num_dense_layers": 1,
-    "mtp_num_layers": 1,
-    "logits_via_embedding": False,
-}
+ALL_KINDS = EVERY_MATRIX | {"mtp_num_layers": 1}
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
 EVERYTHING = {"quantize_logits_proj": True, "quantize_mtp": True}
 ROWS, LENGTH = 4, 128

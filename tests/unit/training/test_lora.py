@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    EVERY_MATRIX,
+    arguments,
+    assert_equal_bits,
+    copied,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
 
 from trainer.config import UserError, load
 from trainer.config.lora_keys import ADAPTER
@@ -16,23 +25,7 @@ from trainer.training import build
 
 FIRST = ALL_COMBINATIONS[0]
 LORA = {"enable_lora": True, "lora_rank": 3, "lora_alpha": 6.0, "learning_rate": 0.05, "warmup_steps_fraction": 0}
-# Latent attention, a router, experts, a shared expert, and a layer with an MLP.
-ALL_KINDS = {
-    "decoder_block": "deepseek",
-    "attention_type": "mla",
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "base_num_kv_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "base_moe_mlp_dim": 16,
-    "shared_experts": 1,
-    "first_num_dense_layers": 1,
-    "logits_via_embedding": False,
-}
+ALL_KINDS = EVERY_MATRIX | {"q_lora_rank": 8}
 ROWS = 8
 
 
