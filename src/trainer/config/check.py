@@ -21,6 +21,7 @@ from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
 from trainer.config.expert_keys import EXPERT_CHECKS
 from trainer.config.family import facts_of, lacks, readers
+from trainer.config.invariant_keys import INVARIANT_CHECKS
 from trainer.config.keys import Config
 from trainer.config.latent_keys import LATENT_CHECKS
 from trainer.config.lora_keys import LORA_CHECKS
@@ -360,6 +361,7 @@ CHECKS = (
             *QUANTIZATION_CHECKS,
             *SPARSITY_CHECKS,
             *LORA_CHECKS,
+            *INVARIANT_CHECKS,
         )
     ),
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.family import has_sinks
+from trainer.config.invariant_keys import KEY, OP
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.windows import has_window
@@ -30,12 +31,14 @@ class Kernel:
     head_dim_most: int | None = None
     # Whether it runs per device on local rows and heads: rows must be unsharded, and heads sharded like their kv_heads.
     per_device: bool = False
+    over_cache: bool = False  # queries and keys may be at different positions, as in decoding
 
 
 # The values of `attention` after resolve. The implementations are in ops/; tests compare each with dot_product.
 KERNELS = {
-    "dot_product": Kernel(),
+    "dot_product": Kernel(over_cache=True),
     "blockwise": Kernel(),
+    "invariant": Kernel(dropout=False, over_cache=True),  # only with batch_invariant
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
     # Segments reach cuDNN as a bias, whose gradient needs an even length. Before Hopper, head_dim is at most 128.
     "cudnn_flash_jax": Kernel(
@@ -60,6 +63,8 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
+    if values[KEY]:
+        return OP, []
     asked = values["attention"]
     if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH:
         return "dot_product", []

@@ -42,6 +42,7 @@ class Config(Mapping[str, Any]):
     base_num_kv_heads: int
     base_num_query_heads: int
     base_output_directory: str
+    batch_invariant: bool
     beta_fast: float
     beta_slow: float
     bwd_quantization_calibration_method: str

@@ -9,6 +9,7 @@ import ml_collections
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
+from trainer.config.invariant_keys import split_on
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
@@ -37,7 +38,7 @@ def resolve(
     mesh = {} if mesh_problems else mesh_axes(values)
     if mesh:
         indivisible = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
-        mistakes += indivisible or choose_tiles(values)
+        mistakes += split_on(values, mesh) or indivisible or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)

@@ -21,6 +21,7 @@ from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.cudnn import cudnn_attention
+from trainer.ops.invariant import invariant_attention
 from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
@@ -29,6 +30,7 @@ from trainer.products import Context
 OPS = {
     "dot_product": dot_product_attention,
     "blockwise": blockwise_attention,
+    "invariant": invariant_attention,
     "splash": splash_attention,
     "cudnn_flash_jax": cudnn_attention,
 }
@@ -74,6 +76,8 @@ class Scores(NamedTuple):
         )
         if self.op == "splash":
             attend = functools.partial(attend, tiles=self.tiles)
+        if self.op in ("dot_product", "blockwise"):
+            attend = functools.partial(attend, sums=sharding.sum_dtype(values))
         arrays: list[Any] = [queries, keys, values, mask]
         names: list[Any] = [QUERIES, KEYS, KEYS, MASK]
         if sinks is not None:
@@ -87,6 +91,10 @@ class Scores(NamedTuple):
         attended = run(*arrays)
         # splash names it itself, with the other residuals of its backward pass
         return attended if self.op == "splash" else checkpoint_name(attended, "context")
+
+    def over_cache(self) -> "Scores":
+        """Returns how queries attend to a cache: with an op that allows for keys at other positions."""
+        return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
         """Returns the largest logit of each head, for `layers.sown.MaxLogit`; see `ops.max_logits`."""
@@ -245,7 +253,7 @@ class Attention(nnx.Module):
             sow(self, MaxLogit, "max_logit", scores.largest(queries, keys, mask, context))
         if cache is not None:
             if cache.filled:
-                scores = scores._replace(op="dot_product")  # other ops need keys and queries at the same positions
+                scores = scores.over_cache()
             cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
         sinks = self.sinks.get_value() if self.has_sinks else None
         attended = scores.attend(queries, keys, values, mask, context, sinks)

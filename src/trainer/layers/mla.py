@@ -170,7 +170,7 @@ class LatentAttention(nnx.Module):
         self, query: jax.Array, query_rope: jax.Array, cached: LatentCache, mask: Mask, context: Context
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
-        scores = self.scores._replace(op="dot_product")
+        scores = self.scores.over_cache()
         # With adapters of its own, each row has another matrix.
         kernel = self.wkv_b.matrix(query.dtype) if context.ranks is None else None
         if kernel is None:
@@ -179,6 +179,10 @@ class LatentAttention(nnx.Module):
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
         # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one head of keys,
         # which are the latents followed by the rotated keys, and its values are the latents.
-        queries = jnp.concatenate([jnp.einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
+        queries = jnp.concatenate([_einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
         keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
-        return jnp.einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)
+        return _einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)
+
+
+def _einsum(subscripts: str, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, matrix, preferred_element_type=sharding.sum_dtype(x)).astype(x.dtype)

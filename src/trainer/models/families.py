@@ -16,6 +16,7 @@ from flax import nnx
 
 from trainer.config import Config, UserError, linen_stack, make_rules
 from trainer.config.family import Facts, imported
+from trainer.config.invariant_keys import KEY
 from trainer.config.rules import read_rules
 from trainer.layers.matrices import choose_products
 from trainer.layers.param import Buffer
@@ -26,7 +27,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
 from trainer.models.sparsity import with_masks
-from trainer.products import Context, Rules
+from trainer.products import Context, Rules, make_invariant
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
@@ -82,7 +83,8 @@ def product_rules(config: Config) -> Rules:
 
 def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization."""
-    return [*family(config.decoder_block).products(config), *quantization_rules(config)]
+    own = [*family(config.decoder_block).products(config), *quantization_rules(config)]
+    return [("", make_invariant)] if config[KEY] and not own else own
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:

@@ -5,6 +5,8 @@ Every attention op has the same signature and computes the same function: querie
 Values may have a different width, which is then also the width of the result. Scores and softmax are float32; the
 result has the queries' dtype. An op raises ValueError for anything it does not support.
 
+`sums`: the dtype in which the CPU backend adds up values (`sharding.sum_dtype`); None: theirs.
+
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
 `sinks`: float32 [h], the logit of one more key of each head, which every query attends to and whose value is zero
@@ -50,6 +52,7 @@ def dot_product_attention(
     soft_cap: float = 0.0,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    sums: jnp.dtype | None = None,
 ) -> jax.Array:
     """Computes attention: [b, t, h, d]. The reference op, which materializes all scores [b, h, t, s]."""
     keep, rate = None, 0.0
@@ -57,7 +60,7 @@ def dot_product_attention(
         rate = dropout.rate
         index = jnp.arange(query.shape[1])
         keep = attention_keep(dropout.key, dropout.row, index, query.shape[2], key.shape[1], rate)
-    return attend(query, key, value, mask, keep, rate, window, soft_cap, scale, sinks)
+    return attend(query, key, value, mask, keep, rate, window, soft_cap, scale, sinks, sums)
 
 
 def attend(
@@ -71,6 +74,7 @@ def attend(
     soft_cap: float,
     scale: float | None,
     sinks: jax.Array | None,
+    sums: jnp.dtype | None,
 ) -> jax.Array:
     """Computes attention: [b, t, h, d]. Keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 -
     rate)."""
@@ -91,8 +95,8 @@ def attend(
         weights = weights[..., :-1]
     if keep_bhts is not None:
         weights = jnp.where(keep_bhts.reshape(weights.shape), weights / (1 - rate), 0.0)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value)
-    return out.reshape(rows, length, heads, value.shape[-1])
+    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(value.dtype), value, preferred_element_type=sums)
+    return out.reshape(rows, length, heads, value.shape[-1]).astype(value.dtype)
 
 
 def scale_of(scale: float | None, width: int) -> float:

@@ -24,6 +24,7 @@ class _Static(NamedTuple):
     soft_cap: float
     scale: float | None
     rate: float
+    sums: jnp.dtype | None
 
 
 class _Context(NamedTuple):
@@ -49,6 +50,7 @@ def blockwise_attention(
     soft_cap: float = 0.0,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    sums: jnp.dtype | None = None,
     block: int = 256,
 ) -> jax.Array:
     """Computes `dot_product_attention`, one block of queries at a time. Scores take [b, h, block, s].
@@ -77,7 +79,7 @@ def blockwise_attention(
         key_position = jnp.pad(key_position, ends, constant_values=jnp.iinfo(jnp.int32).max)
         key_segment = jnp.pad(key_segment, ends)
     rate = dropout.rate if dropout else 0.0
-    static = _Static(stride, reach, mask.key_position.shape[1], window, soft_cap, scale, rate)
+    static = _Static(stride, reach, mask.key_position.shape[1], window, soft_cap, scale, rate, sums)
     context = _Context(
         jnp.arange(count * block).reshape(count, block),
         blocks(mask.query_position),
@@ -121,7 +123,8 @@ def _one_block(
         if static.stride:
             after = context.key_position.shape[1] - static.length - (static.window - 1)
             keep = _part(static, jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (static.window - 1, after))), i, axis=3)
-    return attend(query, key, value, mask, keep, static.rate, static.window, static.soft_cap, static.scale, sinks)
+    how = static.rate, static.window, static.soft_cap, static.scale, sinks, static.sums
+    return attend(query, key, value, mask, keep, *how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,11 +8,13 @@ from trainer.sharding.context import (
     mesh_axes,
     off_mesh,
     on_mesh,
+    on_platform,
     on_tpu,
     reduce_gradient_early,
     same_mesh,
     shard_mapped,
     shards,
+    sum_dtype,
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
@@ -38,6 +40,7 @@ __all__ = [
     "named_sharding",
     "off_mesh",
     "on_mesh",
+    "on_platform",
     "on_tpu",
     "reduce_gradient_early",
     "same_mesh",
@@ -46,6 +49,7 @@ __all__ = [
     "side_devices",
     "slice_count",
     "spec",
+    "sum_dtype",
     "take",
     "with_own_tiles",
 ]

@@ -1,0 +1,74 @@
+"""The key of bits that do not depend on the batch (`batch_invariant`), and its checks."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config.derived import DCN, ICI
+from trainer.config.expert_keys import drops
+from trainer.config.family import facts_of
+from trainer.config.keys import Config
+from trainer.config.lora_keys import QTYPE
+from trainer.config.sparsity_keys import M
+
+KEY, OP = "batch_invariant", "invariant"
+ROWS = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
+TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
+
+_WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which a device has whole rows, and gathers whole matrices
+
+
+def _length(config: Config) -> str | None:
+    return f"rows must be a multiple of {TILE} tokens" if config.max_target_length % TILE else None
+
+
+def _attention(config: Config) -> str | None:
+    return None if config.attention in ("autoselected", OP) else f"it has an attention op of its own, {OP}"
+
+
+def _dropout(config: Config) -> str | None:
+    dropped = config.enable_dropout and (config.dropout_rate or config.attention_dropout_rate)
+    return "training would drop values that generation does not; set enable_dropout=false" if dropped else None
+
+
+def _experts(config: Config) -> str | None:
+    return "which tokens are dropped depends on the batch; set sparse_matmul=true" if drops(config) else None
+
+
+def _blocks(config: Config) -> str | None:
+    return "the bits of your own blocks are not known" if facts_of(config) is None else None
+
+
+def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+    return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
+
+
+def _one_axis(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+    return (key,), lambda config: None if config[key] in (1, -1) else _SPLIT
+
+
+_SPLIT = "each device must have whole rows and whole matrices; use data and fsdp"
+_ALL = (
+    (("max_target_length",), _length),
+    (("attention",), _attention),
+    (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
+    (("sparse_matmul", "capacity_factor"), _experts),
+    (("decoder_block",), _blocks),
+    _left_out("quantization", "bits of quantized products are not proved"),
+    _left_out("quantize_kvcache", "training has no cache in 8 bits"),
+    _left_out(M, "bits of masked products are not proved"),
+    _left_out(QTYPE, "bits of quantized products are not proved"),
+    *(_one_axis(keys[axis]) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
+)
+
+
+def _with_key(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
+    return lambda config: problem(config) if config[KEY] else None
+
+
+INVARIANT_CHECKS = tuple(((KEY, *keys), _with_key(problem)) for keys, problem in _ALL)
+
+
+def split_on(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+    """Returns one line for each axis of a resolved `mesh` over which devices have parts of rows or of matrices."""
+    wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values[KEY] else ()
+    return [f"{KEY}=true: {axis} has {mesh[axis]} devices: {_SPLIT}" for axis in wrong]
