@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
+from trainer.config.invariant_keys import KEY, TILE
 from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
@@ -77,7 +78,7 @@ class Engine:
     @functools.cached_property
     def rows(self) -> Rows:
         """Makes rows of prompts for `prefill` and `prefill_concat`."""
-        return Rows(self.max_prefill_length, self.config.vocab_size)
+        return Rows(self.max_prefill_length, self.config.vocab_size, TILE if self.config[KEY] else 1)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
         """Returns `tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
@@ -172,10 +173,13 @@ class Engine:
           adapters: of each prompt, see `prefill`; default: none.
 
         Raises:
-          ValueError: the model has state without positions, of which a row holds that of one prompt.
+          ValueError: the model has state without positions, of which a row holds that of one prompt; or prompts begin
+            where `batch_invariant` does not allow it.
         """
         if not all(PLACES in names for names in self._cache_axes):
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
+        if self.config[KEY] and np.any(np.asarray(start_pos) % TILE):
+            raise ValueError(f"start_pos={list(map(int, start_pos))}: with {KEY} prompts begin at multiples of {TILE}")
         keys, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
         drawing = keys, sampling, self.numbered(adapters or [0] * num_prompts)
@@ -263,7 +267,7 @@ class Engine:
 
     def _no_cache(self, rows: int, length: int) -> Cache:
         with tree_mode():
-            return init_cache(self.config, rows, length)
+            return init_cache(self.config, rows, length + -length % TILE if self.config[KEY] else length)
 
     def _shardings_of(self, cache: Any) -> Any:
         leaves, structure = jax.tree.flatten(cache)

@@ -39,8 +39,9 @@ class Rows:
       buckets: the lengths of rows: powers of two, and `longest`.
     """
 
-    def __init__(self, longest: int, vocab_size: int):
-        self._vocab_size = vocab_size
+    def __init__(self, longest: int, vocab_size: int, multiple: int = 1):
+        """`multiple`: prompts that share a row begin at multiples of this number."""
+        self._vocab_size, self._multiple = vocab_size, multiple
         self.buckets = [_SMALLEST]
         while self.buckets[-1] < longest:
             self.buckets.append(2 * self.buckets[-1])
@@ -72,12 +73,16 @@ class Rows:
         """
         if not all(map(len, prompts)):
             raise ValueError("a prompt has at least one token")
-        tokens = self.padded([token for prompt in prompts for token in prompt])
         lengths = np.asarray(list(map(len, prompts)), np.int32)
-        starts = np.cumsum(lengths, dtype=np.int32) - lengths
+        room = lengths + -lengths % self._multiple
+        starts = np.cumsum(room, dtype=np.int32) - room
+        index = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
+        row = np.zeros(index[-1] + 1, np.int32)
+        row[index] = np.concatenate(prompts)
+        tokens = self.padded(row)
         positions, segments = np.zeros((2, tokens.size), np.int32)
-        positions[: lengths.sum()] = np.concatenate(list(map(np.arange, lengths)))
-        segments[: lengths.sum()] = np.repeat(np.arange(lengths.size) + 1, lengths)
+        positions[index] = np.concatenate(list(map(np.arange, lengths)))
+        segments[index] = np.repeat(np.arange(lengths.size) + 1, lengths)
         return Packed(
             padded_tokens=tokens,
             decoder_positions=jnp.asarray(positions),

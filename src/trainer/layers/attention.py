@@ -92,6 +92,11 @@ class Scores(NamedTuple):
         # splash names it itself, with the other residuals of its backward pass
         return attended if self.op == "splash" else checkpoint_name(attended, "context")
 
+    @property
+    def ring(self) -> int:
+        """The length of a cache that is a ring of the window's size; 0 for a cache of all positions."""
+        return 0 if self.op == "invariant" else self.window  # in a ring, sums would begin anywhere
+
     def over_cache(self) -> "Scores":
         """Returns how queries attend to a cache: with an op that allows for keys at other positions."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
@@ -200,7 +205,7 @@ class Attention(nnx.Module):
     def init_cache(self, rows: int, length: int) -> KVCache:
         """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
         size."""
-        size = min(length, self.scores.window) if self.scores.window else length
+        size = min(length, self.scores.ring) if self.scores.ring else length
         empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
 
@@ -254,7 +259,7 @@ class Attention(nnx.Module):
         if cache is not None:
             if cache.filled:
                 scores = scores.over_cache()
-            cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.window)
+            cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.ring)
         sinks = self.sinks.get_value() if self.has_sinks else None
         attended = scores.attend(queries, keys, values, mask, context, sinks)
         out = self.out(attended, RESIDUAL, context)

@@ -111,8 +111,8 @@ class LatentAttention(nnx.Module):
     def init_cache(self, rows: int, length: int) -> LatentCache:
         """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
         size."""
-        dtype, window = self.wkv_a.dtype, self.scores.window
-        size = min(length, window) if window else length
+        dtype, ring = self.wkv_a.dtype, self.scores.ring
+        size = min(length, ring) if ring else length
         return LatentCache(*(jnp.zeros((rows, size, width), dtype) for width in (self.kv_rank, self.rope_dim)))
 
     def cache_axes(self) -> LatentCache:
@@ -130,7 +130,7 @@ class LatentAttention(nnx.Module):
         seen, mask, filled = LatentCache(latent, key_rope), own_mask(context), False
         if cache is not None:
             filled = cache.filled
-            cache, seen, mask = cache.extend(seen, context, self.scores.window)
+            cache, seen, mask = cache.extend(seen, context, self.scores.ring)
         if filled:
             attended = self._over_cache(query, query_rope, seen, mask, context)
         else:

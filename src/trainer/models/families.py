@@ -84,7 +84,11 @@ def product_rules(config: Config) -> Rules:
 def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization."""
     own = [*family(config.decoder_block).products(config), *quantization_rules(config)]
-    return [("", make_invariant)] if config[KEY] and not own else own
+    if not config[KEY]:
+        return own
+    if own:
+        raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, whose bits are not known")
+    return [("", make_invariant)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:

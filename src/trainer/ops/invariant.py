@@ -1,8 +1,8 @@
 """Attention whose bits do not depend on the batch: for a query, they are a function of its sequence alone.
 
 XLA's CPU backend chooses how to multiply and how to sum by shape. So queries are processed in blocks of `ROWS`, and
-sums over keys are made of sums over tiles of `TILE` keys, added one after another. A tile that a query does not see adds
-zero. So the result is the same in a row of training, in a prefill, and over a cache of any length, if the sequence
+sums over keys are made of sums over tiles of `TILE` keys, added one after another. A tile that a query does not see
+adds zero. So the result is the same in a row of training, in a prefill, and over a cache of any length, if the sequence
 begins at a multiple of `TILE` in each of them.
 """
 
