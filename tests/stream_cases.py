@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from trainer.config.invariant_keys import TILE
 from trainer.data import Dataset
 from trainer.data.batches import FIELDS
 
@@ -24,3 +25,12 @@ def assert_same(left, right) -> None:
         for name in batch:
             np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
         assert position == other_position
+
+
+def assert_aligned(batch: dict[str, np.ndarray]) -> None:
+    """Checks that every sequence begins at a multiple of TILE tokens, and that all fields are 0 between sequences."""
+    segments, real = batch["inputs_segmentation"], batch["inputs_segmentation"] != 0
+    _, begins = np.nonzero(real & (np.diff(segments, prepend=0) != 0))
+    assert len(begins) >= real.any(axis=1).sum()
+    assert not (begins % TILE).any()
+    assert not any(batch[name][~real].any() for name in FIELDS)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config.errors import shortened
+from trainer.config.invariant_keys import KEY, TILE
 from trainer.config.keys import Config
 
 _RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"
@@ -45,10 +46,20 @@ def _pipeline(config: Config) -> str | None:
     return "rows are read from the memory-mapped files, so streaming is not needed; set data_pipeline=prepared"
 
 
+def _begins(config: Config) -> str | None:
+    if not (config[KEY] and token_files(config) and config.reset_attention_mask):
+        return None
+    return (
+        f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
+        "ends; set reset_attention_mask=false, so that a row is one sequence"
+    )
+
+
 TOKEN_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = (
     (("mmap_npy_split",), _split),
     (("grain_file_type", "packing"), _packing),
     (("grain_file_type", "data_pipeline"), _pipeline),
+    ((KEY, "grain_file_type", "reset_attention_mask"), _begins),
 )
 TOKEN_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     (_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),

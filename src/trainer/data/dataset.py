@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config, token_files
 from trainer.config.errors import UserError
+from trainer.config.invariant_keys import TILE
 from trainer.data.batches import RowSource
 from trainer.data.chat_files import TEMPLATE_FILE
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
@@ -123,6 +124,7 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         config.packing,
         config.max_segments_per_seq,
         config.use_truncation,
+        _align(config),
     )
 
     def encoder(corpus: "Corpus", tokenize: bool) -> "Encoder":
@@ -187,11 +189,13 @@ def _synthetic(config: Config) -> Dataset:
     from trainer.data.streams import PreparedStream
 
     seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
-    train = SyntheticRows(length, vocab_size, seed=seed)
-    evaluation = SyntheticRows(length, vocab_size, seed=seed, offset=EVAL_OFFSET, size=EVAL_ROWS)
+    align = _align(config)
+    settings = {"seed": seed, "align": align}
+    train = SyntheticRows(length, vocab_size, **settings)
+    evaluation = SyntheticRows(length, vocab_size, **settings, offset=EVAL_OFFSET, size=EVAL_ROWS)
     identity = {
         "way": "prepared",
-        "documents": f"synthetic, vocab_size {vocab_size}",
+        "documents": f"synthetic, vocab_size {vocab_size}" + (f", align {align}" if align > 1 else ""),
         "length": length,
         "order": f"seed {seed}",
     }
@@ -200,6 +204,11 @@ def _synthetic(config: Config) -> Dataset:
         return PreparedStream(train, seed=seed, shuffle=False, **settings)
 
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
+
+
+def _align(config: Config) -> int:
+    """Returns the number of tokens of which every sequence in a row begins at a multiple."""
+    return TILE if config.batch_invariant else 1
 
 
 def _order(config: Config) -> dict[str, Any]:
@@ -283,7 +292,7 @@ def _identity(
         "tokenizer": _short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
         "length": packing.length,
         # Both contain every setting, so that none is missed.
-        "packing": _words(dataclasses.asdict(packing)),
+        "packing": _words(packing.identity),
         "order": _order_words(config, order),
     }
 

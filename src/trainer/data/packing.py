@@ -3,6 +3,7 @@
 A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
 shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
 last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
+Aligned segments have padding between them, too.
 
 Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
 document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the rows that follow, which
@@ -10,7 +11,7 @@ have been returned already.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +32,27 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How documents share rows of `length` tokens. The fields are keys of the configuration."""
+    """How documents share rows of `length` tokens.
+
+    The fields are keys of the configuration, except `align`: every segment begins at a multiple of this many tokens,
+    which divides `length`.
+    """
 
     length: int
     kind: str = "concat_then_split"  # or first_fit, best_fit
     together: bool = True  # whether a row may hold several documents
     max_segments: int = -1
     truncate: bool = False
+    align: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.length % self.align == 0, "the end of a row is a place where a segment may begin"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It has every field;
+        `align` only if it is not 1, so that rows prepared before this field existed stay valid."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
 
     def rows(
         self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
@@ -46,7 +61,7 @@ class Packing:
         the first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
-            return _concat(documents, self.length, counts, skip)
+            return _concat(documents, self, counts, skip)
         return _fit(documents, self, counts, skip)
 
     @property
@@ -64,7 +79,8 @@ class Packing:
 @dataclass
 class _Row:
     length: int
-    fill: int = 0
+    align: int
+    fill: int = 0  # where the next segment begins
     segments: int = 0
     arrays: PackedRow = field(default_factory=dict)
 
@@ -79,14 +95,15 @@ class _Row:
         self.arrays["targets"][here] = document.tokens[start + 1 : stop + 1]
         self.arrays["segmentation"][here] = self.segments
         self.arrays["loss"][here] = 1 if document.loss is None else document.loss[start:stop]
-        self.fill = here.stop
+        self.fill = here.stop + -here.stop % self.align
 
 
 def _concat(
-    documents: Iterable[tuple[Any, Document]], length: int, counts: Counts, skip: int
+    documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
     """Concatenates documents and cuts them into rows."""
-    row = _Row(length)
+    length = packing.length
+    row = _Row(length, packing.align)
     for mark, document in documents:
         start, skip, pairs = skip, 0, document.pairs
         while start < pairs:
@@ -97,7 +114,7 @@ def _concat(
             start = stop
             if row.fill == length:
                 yield row.arrays, Resume(mark, start, 0)
-                row = _Row(length)
+                row = _Row(length, packing.align)
     if row.fill:
         yield row.arrays, Resume(None, 0, 0)
 
@@ -129,7 +146,7 @@ def _fit(
                 group, begin = [], after
             if not room:
                 begin = begin if group else Resume(mark, piece, 0)
-                group.append(_Row(length))
+                group.append(_Row(length, packing.align))
                 room = group[-1:]
             choose(room).add(document, piece, stop)
     yield from _given(group, begin, Resume(None, 0, 0))

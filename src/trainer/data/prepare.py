@@ -103,7 +103,7 @@ def open_rows(
         "files": [FILE, SUMS],
         "documents": [corpus.identity for corpus in corpora],
         "encoding": encoder.identity,
-        "packing": asdict(packing),
+        "packing": packing.identity,
     }
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():

@@ -15,12 +15,14 @@ class SyntheticRows:
     """Rows of `length` tokens, a pure function of (seed, offset + index).
 
     Up to four segments of unequal length share a row, and up to an eighth of it, at the end, is padding. A segment
-    starts at a random token and continues with next = (token + 7) mod vocab_size, a rule that any model can learn.
-    `size` None is endless.
+    begins at a multiple of `align` tokens, with a random token, and continues with next = (token + 7) mod vocab_size, a
+    rule that any model can learn. `size` None is endless.
     """
 
-    def __init__(self, length: int, vocab_size: int, *, seed: int, offset: int = 0, size: int | None = None):
-        self.length, self.size = length, size
+    def __init__(
+        self, length: int, vocab_size: int, *, seed: int, offset: int = 0, size: int | None = None, align: int = 1
+    ):
+        self.length, self.size, self._align = length, size, np.uint64(align)
         self._vocab_size, self._seed, self._offset = vocab_size, seed, offset
 
     def rows(self, indices: np.ndarray) -> Batch:
@@ -29,6 +31,7 @@ class SyntheticRows:
         draw = np.stack([mix(keys + np.uint64(i)) for i in range(2 * (_CUTS + 1))], axis=1)
         column = np.arange(self.length)
         cuts = draw[:, :_CUTS] % np.uint64(self.length)
+        cuts -= cuts % self._align
         segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
         # Cuts that coincide, or that are at column 0, leave ids unused. Count the changes, so that ids have no gaps.
         changes = np.diff(segment, axis=1, prepend=segment[:, :1]) != 0

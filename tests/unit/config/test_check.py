@@ -32,6 +32,8 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ("dataset_type=synthetic data_pipeline=streaming", "synthetic is generated row by row"),
         (f"{MMAP} data_pipeline=streaming", "memory-mapped files"),
         (f"{MMAP}_npy packing=false", "set packing=true"),
+        (f"{MMAP} batch_invariant=true max_target_length=256", "set reset_attention_mask=false"),
+        ("batch_invariant=true max_target_length=192", "rows must be a multiple of 128 tokens"),
         (f"{MMAP} tokenizer_type=bytes tokenizer_path=x", "no file"),
         (f"{MMAP}_npy mmap_npy_split=99", "such as 99,1"),
         (f"{MMAP}_npy mmap_npy_split=99,0", "such as 99,1"),

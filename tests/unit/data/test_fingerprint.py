@@ -26,6 +26,7 @@ IDS = {"tokenize_train_data": False, "train_data_columns": "ids"}
 CHANGES = [
     ("add_bos", False, BYTES),
     ("add_eos", False, BYTES),
+    ("batch_invariant", True, BYTES | {"max_target_length": 256}),
     ("data_pipeline", "prepared", BYTES),
     ("data_shuffle_seed", 1, BYTES),
     ("enable_data_shuffling", False, BYTES),

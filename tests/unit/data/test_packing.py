@@ -19,6 +19,10 @@ KINDS = [
     Packing(8, together=False),
     Packing(8, "first_fit", truncate=True),
     Packing(8, together=False, truncate=True),
+    Packing(12, align=4),
+    Packing(12, "first_fit", align=4),
+    Packing(12, "best_fit", align=4),
+    Packing(12, "first_fit", max_segments=2, truncate=True, align=4),
 ]
 
 
@@ -89,24 +93,47 @@ def test_a_long_document_goes_on_in_another_row_or_is_cut_and_counted():
     assert counts.notes() == ["1 of 2 documents are longer than a row and lose 7 tokens (use_truncation=true)"]
 
 
+def test_aligned_segments_have_padding_between_them():
+    texts = [1], [2, 2, 2], [3], [4]  # 2, 4, 2 and 2 pairs
+    rows = packed(Packing(6, align=3), *texts)
+    assert rows["segmentation"] == [[1, 1, 0, 2, 2, 2], [1, 0, 0, 2, 2, 0], [1, 1, 0, 0, 0, 0]]
+    assert rows["inputs"] == [[EOT, 1, 0, EOT, 2, 2], [2, 0, 0, EOT, 3, 0], [EOT, 4, 0, 0, 0, 0]]
+    assert positions(np.array(rows["segmentation"]))[:2].tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 0, 0, 1, 0]]
+    for kind in ("first_fit", "best_fit"):
+        assert packed(Packing(6, kind, align=3), *texts)["segmentation"] == [
+            [1, 1, 0, 2, 2, 0],
+            [1, 1, 1, 1, 0, 0],
+            [1, 1, 0, 0, 0, 0],
+        ]
+
+
+def test_rows_prepared_before_segments_could_be_aligned_stay_valid():
+    fields = {"length": 8, "kind": "best_fit", "together": True, "max_segments": -1, "truncate": False}
+    assert Packing(8, "best_fit").identity == fields
+    assert Packing(8, "best_fit", align=4).identity == fields | {"align": 4}
+
+
 @pytest.mark.parametrize("packing", KINDS, ids=str)
 def test_every_pair_is_in_some_row_once_and_segments_are_whole(packing: Packing):
     texts = many()
     found: list[tuple[int, int]] = []
     for row, _ in packing.rows(documents_of(*texts), Counts()):
-        segments = row["segmentation"]
-        used = int((segments != 0).sum())
-        assert (segments[:used] > 0).all()
-        assert (segments[used:] == 0).all()
-        assert (row["loss"] == (segments != 0)).all()
-        assert set(np.diff(segments[:used])) <= {0, 1}
+        segments, used = row["segmentation"], row["segmentation"] != 0
+        assert (row["loss"] == used).all()
+        assert not row["inputs"][~used].any()
+        assert not row["targets"][~used].any()
+        # Each segment begins at the first place where it may.
+        numbers, begins, sizes = np.unique(segments[used], return_index=True, return_counts=True)
+        assert numbers.tolist() == [*range(1, len(numbers) + 1)]
+        ends = -(-sizes // packing.align) * packing.align
+        assert np.flatnonzero(used)[begins].tolist() == [0, *np.cumsum(ends)[:-1]]
         assert segments.max() <= (
             1 if not packing.together else packing.max_segments if packing.max_segments > 0 else 99
         )
         for segment in range(1, segments.max() + 1):
             here = segments == segment
             assert (row["inputs"][here][1:] == row["targets"][here][:-1]).all()
-        found += zip(row["inputs"][:used].tolist(), row["targets"][:used].tolist(), strict=True)
+        found += zip(row["inputs"][used].tolist(), row["targets"][used].tolist(), strict=True)
     expected = []
     for text in texts:
         tokens = [EOT, *text, EOT]

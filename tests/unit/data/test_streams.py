@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sample_data import config_of, document, opened, write_corpus, write_records, write_tfds
-from stream_cases import ROWS, WAYS, assert_same, batches
+from stream_cases import ROWS, WAYS, assert_aligned, assert_same, batches
 
 from trainer.config import UserError
 from trainer.data import Dataset, Loader, open_dataset, train_batch
@@ -103,8 +103,11 @@ def test_synthetic_and_stdlib_resume(root: Path, tmp_path: Path, monkeypatch: py
 def test_workers_stream_and_resume(corpora, tmp_path: Path):
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{corpora('jsonl')}/*"}
     keys |= {"data_pipeline": "streaming", "tokenizer_type": "bytes"}
+    keys |= {"batch_invariant": True, "max_target_length": 256}
     dataset = opened(tmp_path, **keys, grain_worker_count=2)
     whole = batches(dataset, 8)
+    for batch, _ in whole:
+        assert_aligned(batch)
     assert_same(batches(dataset, 4, json.loads(json.dumps(whole[3][1]))), whole[4:])
     with pytest.raises(UserError, match=r"grain_worker_count=2, but here it is 0"):
         opened(tmp_path, **keys).train_stream(whole[3][1], rows=ROWS)
