@@ -7,6 +7,7 @@ the sequences are. Caches are arguments and results: the engine holds compiled f
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,14 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
-from trainer.config.invariant_keys import KEY, TILE
+from trainer.config.invariant_keys import KEY, ROWS, TILE
 from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
 from trainer.layers.cache import Cache
 from trainer.models.caches import PLACES, cache_axes, init_cache
+from trainer.ops.losses import cross_entropy
 from trainer.sharding import Axes
 
 
@@ -38,6 +40,7 @@ class Engine:
         self.served, self.config = served, served.config
         abstract = jax.eval_shape(self._empty)
         self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
+        self._parts = math.prod(served.mesh.shape[axis] for axis in served.rules["activation_batch"])
         self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
@@ -78,7 +81,8 @@ class Engine:
     @functools.cached_property
     def rows(self) -> Rows:
         """Makes rows of prompts for `prefill` and `prefill_concat`."""
-        return Rows(self.max_prefill_length, self.config.vocab_size, TILE if self.config[KEY] else 1)
+        multiples = (ROWS, TILE) if self.config[KEY] else (1, 1)
+        return Rows(self.max_prefill_length, self.config.vocab_size, *multiples)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
         """Returns `tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
@@ -283,15 +287,30 @@ class Engine:
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
         return hidden, cache.entries
 
-    def _result(self, params: Any, hidden_be: Any, sequences: Sequences) -> tuple[Sequences, Result]:
+    def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
+        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of ROWS:
+        the bits of a token are the same in rows of any such length."""
+        if not self.config[KEY]:
+            return x_b[:, None]
+        x = x_b.reshape(parts, -1, *x_b.shape[1:])
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), *((0, 0) for _ in x.shape[2:])))
+
+    def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
+        """Returns the inverse of `_together`: [count, ...]."""
+        return x_bt[:, : count // len(x_bt)].reshape(count, *x_bt.shape[2:])
+
+    def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:
         """Draws the next token of every sequence in use from its last hidden state."""
-        logits = self.served.model.apply(*params, hidden_be[:, None], method="head")[0][:, 0]
+        count = len(hidden_be)
+        logits = self.served.model.apply(*params, self._together(hidden_be, parts), method="head")[0]
         step = sequences.used.astype(jnp.int32)
-        drawn = draw(logits, sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
-        tokens = jnp.where(sequences.used, drawn.token, sequences.tokens)
+        drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
+        tokens = jnp.where(sequences.used, drawn, sequences.tokens)
         positions, lengths = sequences.positions + step, sequences.lengths + step
         after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
-        log_probs = drawn.log_prob if self.config.return_log_prob else None
+        log_probs = None
+        if self.config.return_log_prob:
+            log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 
     def _begun(
@@ -333,9 +352,11 @@ class Engine:
     def _generated(self, params, state):
         sequences = state.sequences
         sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
-        cache, live = Cache(state.cache, filled=True), sequences.used[:, None].astype(jnp.int32)
-        tokens, positions = sequences.tokens[:, None], sequences.positions[:, None]
-        of_rows = None if sequences.adapters is None else sequences.adapters[:, None]
+        count, parts = self.max_concurrent_decodes, self._parts
+        cache = Cache(state.cache, apart=count // parts if self.config[KEY] else 0, filled=True)
+        of_tokens = sequences.tokens, sequences.positions, sequences.used.astype(jnp.int32)
+        tokens, positions, live = (self._together(of_each, parts) for of_each in of_tokens)
+        of_rows = None if sequences.adapters is None else self._together(sequences.adapters, parts)
         hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
-        sequences, result = self._result(params, hidden[:, 0], sequences)
+        sequences, result = self._result(params, self._apart(hidden, count), sequences, parts)
         return DecodeState(entries, sequences), result

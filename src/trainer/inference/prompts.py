@@ -39,13 +39,14 @@ class Rows:
       buckets: the lengths of rows: powers of two, and `longest`.
     """
 
-    def __init__(self, longest: int, vocab_size: int, multiple: int = 1):
-        """`multiple`: prompts that share a row begin at multiples of this number."""
-        self._vocab_size, self._multiple = vocab_size, multiple
-        self.buckets = [_SMALLEST]
+    def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):
+        """`multiple`: buckets are multiples of this power of two. `multiple_of_starts`: prompts that share a row begin
+        at multiples of this number."""
+        self._longest, self._vocab_size, self._starts = longest, vocab_size, multiple_of_starts
+        self.buckets = [max(_SMALLEST, multiple)]
         while self.buckets[-1] < longest:
             self.buckets.append(2 * self.buckets[-1])
-        self.buckets[-1] = longest
+        self.buckets[-1] = longest + -longest % multiple
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
         """Returns `tokens`, padded to the next bucket: int32 [bucket].
@@ -54,8 +55,8 @@ class Rows:
           ValueError: there are none, or too many.
           UserError: one is not an id of the vocabulary.
         """
-        if not 0 < len(tokens) <= self.buckets[-1]:
-            raise ValueError(f"a prompt has 1 to {self.buckets[-1]} tokens; {len(tokens)} were given")
+        if not 0 < len(tokens) <= self._longest:
+            raise ValueError(f"a prompt has 1 to {self._longest} tokens; {len(tokens)} were given")
         ids = np.asarray(tokens)
         wrong = ids[(ids < 0) | (ids >= self._vocab_size)] if ids.dtype.kind in "iu" else ids
         if wrong.size:
@@ -74,7 +75,7 @@ class Rows:
         if not all(map(len, prompts)):
             raise ValueError("a prompt has at least one token")
         lengths = np.asarray(list(map(len, prompts)), np.int32)
-        room = lengths + -lengths % self._multiple
+        room = lengths + -lengths % self._starts
         starts = np.cumsum(room, dtype=np.int32) - room
         index = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
         row = np.zeros(index[-1] + 1, np.int32)

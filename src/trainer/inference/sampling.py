@@ -9,7 +9,6 @@ import numpy as np
 
 from trainer.config import Config, UserError
 from trainer.config.schema import INT32_MAX
-from trainer.ops.losses import cross_entropy
 from trainer.ops.random import SAMPLING, seed_key
 
 UINT32_MAX = 2**32 - 1
@@ -107,8 +106,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     # The same division for every row; greedy rows ignore it.
     scaled = chosen / jnp.where(temperature > 0, temperature, 1)[:, None]
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    token = jnp.where(temperature > 0, drawn, logits.argmax(axis=-1)).astype(jnp.int32)
-    return Draw(token, -cross_entropy(logits_bv, token)[0])
+    return jnp.where(temperature > 0, drawn, logits.argmax(axis=-1)).astype(jnp.int32)
 
 
 def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> jax.Array:

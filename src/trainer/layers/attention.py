@@ -259,8 +259,11 @@ class Attention(nnx.Module):
         if cache is not None:
             if cache.filled:
                 scores = scores.over_cache()
+            queries = cache.parted(queries)
             cache, (keys, values), mask = cache.extend(KVCache(keys, values), context, scores.ring)
         sinks = self.sinks.get_value() if self.has_sinks else None
         attended = scores.attend(queries, keys, values, mask, context, sinks)
+        if cache is not None:
+            attended = cache.joined(attended, x_bte.shape[1])
         out = self.out(attended, RESIDUAL, context)
         return checkpoint_name(out, "out_proj"), cache

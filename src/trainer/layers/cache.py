@@ -36,6 +36,8 @@ class Cache:
       layer: the index of the layer that this view belongs to.
       rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
         row of tokens is one segment and has its own row of the cache.
+      apart: if not 0, the first `apart` tokens of a row are of as many sequences, in order, and the others are padding.
+        So layers compute few sequences in rows of many tokens, except for their attention.
       filled: whether it contains earlier positions. If not, a call sees only its own tokens, so attention runs as in
         training, with any op.
     """
@@ -43,6 +45,7 @@ class Cache:
     entries: Any
     layer: Any = None
     rows: Any = None
+    apart: int = dataclasses.field(default=0, metadata={"static": True})
     filled: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def read(self) -> Any:
@@ -107,6 +110,10 @@ class Cache:
           The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
           these are the tokens' own entries; otherwise they include entries of earlier positions.
         """
+        if self.apart:
+            entries = jax.tree.map(self.parted, entries)
+            places = self.parted(context.positions), self.parted(context.segments)
+            context = context._replace(positions=places[0], segments=places[1])
         held = self._held(entries)
         after, own = self._written(held, context), _arrays(held)
         if not self.filled:
@@ -125,6 +132,17 @@ class Cache:
         stored = after.read()
         last = jnp.where(real, context.positions, -1).max(axis=1)
         return after, stored, _over_cache(context, last, _length(stored))
+
+    def parted(self, x: jax.Array) -> jax.Array:
+        """Returns `x` [b, t, ...] with a row for each sequence, [b * apart, 1, ...], if sequences are `apart`."""
+        return x[:, : self.apart].reshape(-1, 1, *x.shape[2:]) if self.apart else x
+
+    def joined(self, x: jax.Array, length: int) -> jax.Array:
+        """Returns the inverse of `parted`, with rows of `length` tokens, of which the others are 0."""
+        if not self.apart:
+            return x
+        x = x.reshape(-1, self.apart, *x.shape[2:])
+        return jnp.pad(x, ((0, 0), (0, length - self.apart), *((0, 0) for _ in x.shape[2:])))
 
 
 def own_mask(context: Context) -> Mask:

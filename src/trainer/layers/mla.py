@@ -130,6 +130,7 @@ class LatentAttention(nnx.Module):
         seen, mask, filled = LatentCache(latent, key_rope), own_mask(context), False
         if cache is not None:
             filled = cache.filled
+            query, query_rope = cache.parted(query), cache.parted(query_rope)
             cache, seen, mask = cache.extend(seen, context, self.scores.ring)
         if filled:
             attended = self._over_cache(query, query_rope, seen, mask, context)
@@ -139,6 +140,8 @@ class LatentAttention(nnx.Module):
             if cache is None and captures(self, MaxLogit):
                 sow(self, MaxLogit, "max_logit", self.scores.largest(queries, keys, mask, context))
             attended = self.scores.attend(queries, keys, values, mask, context)
+        if cache is not None:
+            attended = cache.joined(attended, x_bte.shape[1])
         return checkpoint_name(self.out(attended, RESIDUAL, context), "out_proj"), cache
 
     def _queries(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +175,9 @@ class LatentAttention(nnx.Module):
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores.over_cache()
         # With adapters of its own, each row has another matrix.
-        kernel = self.wkv_b.matrix(query.dtype) if context.ranks is None else None
+        # Training does not absorb, and the sums of `Scores.op` invariant are those of training.
+        absorbs = context.ranks is None and self.scores.op != "invariant"
+        kernel = self.wkv_b.matrix(query.dtype) if absorbs else None
         if kernel is None:
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)

@@ -4,6 +4,7 @@ A decoder is a list of stacks. Each stack has its own loop. Its parameters are s
 rolled or unrolled: `scan` determines how the loop is compiled, not the names of parameters.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -103,15 +104,14 @@ class Loop(NamedTuple):
       first: the number of the stack's first layer in the model.
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
-      filled, cache_rows: see `layers.cache`.
+      cache: of all stacks (`layers.cache`), or None; its entries are not read.
     """
 
     stack: Stack
     first: int
     context: Context
     types: tuple[type[nnx.Variable], ...] = ()
-    filled: bool = False
-    cache_rows: jax.Array | None = None
+    cache: Cache | None = None
 
     def numbers(self) -> list[jax.Array]:
         """Returns, for each block of the pattern, the numbers [count] of its layers."""
@@ -124,10 +124,10 @@ class Loop(NamedTuple):
         `call(x, cache, context) -> (x, cache), sown` runs the block of the layer.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        cache = None
-        if entries is not None:
+        cache = self.cache
+        if cache is not None:
             layer = (number - self.first) // len(self.stack.blocks)
-            cache = Cache(entries, layer, self.cache_rows, self.filled)
+            cache = dataclasses.replace(cache, entries=entries, layer=layer)
         (x, cache), sown = call(x, cache, self.context.at(number))
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
 

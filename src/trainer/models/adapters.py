@@ -11,12 +11,11 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
-from trainer.config.invariant_keys import KEY
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.models.quantization import named
-from trainer.products import GroupedProduct, Kernel, Product, Rules, make_invariant, make_plain, maker
+from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 from trainer.products.dequantized import Storage, dequantized
 
 
@@ -50,9 +49,8 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
-    plain = (make_invariant if config[KEY] else make_plain)(kernel, rngs=rngs)
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
-    return kind(inner, kernel, rank=config[RANK], scale=scale, plain=plain, dtype=dtype, rngs=rngs)
+    return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)
 
 
 def kernel_of(name: str) -> str:

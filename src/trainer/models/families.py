@@ -27,7 +27,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
 from trainer.models.sparsity import with_masks
-from trainer.products import Context, Rules, make_invariant
+from trainer.products import Context, Rules
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
@@ -84,11 +84,9 @@ def product_rules(config: Config) -> Rules:
 def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization."""
     own = [*family(config.decoder_block).products(config), *quantization_rules(config)]
-    if not config[KEY]:
-        return own
-    if own:
-        raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, whose bits are not known")
-    return [("", make_invariant)]
+    if own and config[KEY]:
+        raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, of unknown bits")
+    return own
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:

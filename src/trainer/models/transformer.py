@@ -170,9 +170,7 @@ def run_stacks(
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
         held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
-        loop = Loop(stack, first, context, types)
-        if cache is not None:
-            loop = loop._replace(filled=cache.filled, cache_rows=cache.rows)
+        loop = Loop(stack, first, context, types, cache)
         x, entries[stack.name], found = run(loop, x, held)
         for name, values in found.items():
             sown[name] |= values

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +11,6 @@ import numpy as np
 from flax import nnx
 
 from trainer import sharding
-from trainer.config.invariant_keys import ROWS
 from trainer.ops.grouped import grouped_matmul
 from trainer.products.context import Context
 
@@ -86,18 +84,12 @@ def maker(rules: Rules, name: str) -> MakeProduct | None:
     return next((make for pattern, make in rules if re.search(pattern, name)), None)
 
 
-@dataclass(frozen=True)
 class Plain:
     """The `Product` of two arrays. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
     operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
-
-    Attributes:
-      rows: each device multiplies a multiple of this number of rows; further rows are zeros.
     """
-
-    rows: int = 1
 
     def __call__(
         self,
@@ -109,34 +101,21 @@ class Plain:
         *,
         transposed: bool = False,
     ) -> jax.Array:
-        """See `Product`. `transposed`: `kernel` is [out, in], a matrix; a transposed copy would be slow on a CPU."""
+        """See `Product`. `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy."""
         del context
         kernel = kernel.astype(x.dtype)
         if reduce_early is not None:
             x, kernel = reduce_early(x, kernel)
-        leading, in_shape = x.shape[: x.ndim - inputs], x.shape[x.ndim - inputs :]
-        parts = sharding.shards(["activation_batch"]) if self.rows > 1 else 1
-        more = -(prod(leading) // parts) % self.rows
-        if more:
-            rows = x.reshape(parts, -1, *in_shape)
-            rows = jnp.pad(rows, ((0, 0), (0, more), *((0, 0) for _ in in_shape)))
-            out = _multiplied(rows, inputs, kernel, transposed)[:, :-more]
-            return out.reshape(*leading, *out.shape[2:])
-        return _multiplied(x, inputs, kernel, transposed)
-
-
-def _multiplied(x: jax.Array, inputs: int, kernel: jax.Array, transposed: bool) -> jax.Array:
-    if sharding.on_tpu():
-        return jnp.tensordot(x, kernel.T if transposed else kernel, inputs)
-    leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[:1] if transposed else kernel.shape[inputs:]
-    rows = x.reshape(prod(leading), -1)
-    sums = sharding.sum_dtype(x)
-    if sums is not None and len(rows) == 1:
-        rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
-    matrix = kernel if transposed else kernel.reshape(-1, prod(out_shape))
-    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-    out = jax.lax.dot_general(rows, matrix, contracted, preferred_element_type=sums)
-    return out[: prod(leading)].astype(x.dtype).reshape(*leading, *out_shape)
+        if sharding.on_tpu():
+            return jnp.tensordot(x, kernel.T if transposed else kernel, inputs)
+        leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[:1] if transposed else kernel.shape[inputs:]
+        rows, sums = x.reshape(prod(leading), -1), sharding.sum_dtype(x)
+        if sums is not None and len(rows) == 1:
+            rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
+        matrix = kernel if transposed else kernel.reshape(-1, prod(out_shape))
+        contracted = ((1,), (1 if transposed else 0,))
+        out = jax.lax.dot_general(rows, matrix, (contracted, ((), ())), preferred_element_type=sums)
+        return out[: prod(leading)].astype(x.dtype).reshape(*leading, *out_shape)
 
 
 product = Plain()
@@ -160,43 +139,18 @@ class GroupedProduct(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class GroupedPlain:
-    """The `GroupedProduct` of arrays. `rows`: see `Plain`; the zeros belong to the last group, or to each group."""
-
-    rows: int = 1
-
-    def __call__(
-        self, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
-    ) -> jax.Array:
-        """See `GroupedProduct`."""
-        del context
-        kernel, count = kernel.astype(x.dtype), x.shape[-2]
-        if more := -count % self.rows:
-            x = jnp.pad(x, (*[(0, 0)] * (x.ndim - 2), (0, more), (0, 0)))
-            sizes = None if sizes is None else sizes.at[-1].add(more)
-        if sizes is None:
-            sums = sharding.sum_dtype(x)
-            out = jnp.einsum("gmk,gkn->gmn", x, kernel, preferred_element_type=sums).astype(x.dtype)
-        else:
-            out = grouped_matmul(x, kernel, sizes)
-        return out[..., :count, :]
-
-
-grouped_product = GroupedPlain()
+def grouped_product(
+    x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+) -> jax.Array:
+    """See `GroupedProduct`."""
+    del context
+    kernel = kernel.astype(x.dtype)
+    if sizes is not None:
+        return grouped_matmul(x, kernel, sizes)
+    return jnp.einsum("gmk,gkn->gmn", x, kernel, preferred_element_type=sharding.sum_dtype(x)).astype(x.dtype)
 
 
 def make_plain(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
     """A `MakeProduct`: returns the plain product of `kernel`."""
     del rngs
     return grouped_product if kernel.groups else product
-
-
-def make_invariant(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """A `MakeProduct`: returns the plain product of `kernel` for `batch_invariant`.
-
-    XLA's CPU backend has one way to multiply few rows and another to multiply many, whose sums differ in the last bit.
-    From 64 rows on, the bits of a row do not depend on their number.
-    """
-    del rngs
-    return GroupedPlain(ROWS) if kernel.groups else Plain(ROWS)
