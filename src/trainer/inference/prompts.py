@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainer.config import UserError
@@ -24,11 +22,11 @@ class Packed(NamedTuple):
       num_prompts: the number of prompts.
     """
 
-    padded_tokens: jax.Array
-    decoder_positions: jax.Array
-    decoder_segment_ids: jax.Array
-    start_pos: jax.Array
-    true_lengths: jax.Array
+    padded_tokens: np.ndarray
+    decoder_positions: np.ndarray
+    decoder_segment_ids: np.ndarray
+    start_pos: np.ndarray
+    true_lengths: np.ndarray
     num_prompts: int
 
 
@@ -46,7 +44,7 @@ class Rows:
             self.buckets.append(2 * self.buckets[-1])
         self.buckets[-1] = longest
 
-    def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
+    def padded(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns `tokens`, padded to the next bucket: int32 [bucket].
 
         Raises:
@@ -61,7 +59,7 @@ class Rows:
             raise UserError(f"the prompt has the token {wrong[0]}: allowed: integers from 0 to {self._vocab_size - 1}")
         row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
         row[: len(tokens)] = ids
-        return jnp.asarray(row)
+        return row
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
         """Returns several prompts as one row, padded to the next bucket.
@@ -80,9 +78,9 @@ class Rows:
         segments[: lengths.sum()] = np.repeat(np.arange(lengths.size) + 1, lengths)
         return Packed(
             padded_tokens=tokens,
-            decoder_positions=jnp.asarray(positions),
-            decoder_segment_ids=jnp.asarray(segments),
-            start_pos=jnp.asarray(starts),
-            true_lengths=jnp.asarray(lengths),
+            decoder_positions=positions,
+            decoder_segment_ids=segments,
+            start_pos=starts,
+            true_lengths=lengths,
             num_prompts=len(prompts),
         )

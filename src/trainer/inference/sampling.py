@@ -24,9 +24,9 @@ class Sampling(NamedTuple):
     temperature 1. The token is drawn from softmax(logits / temperature) over the remaining tokens.
     """
 
-    temperature: jax.Array | float = 1.0  # 0: the most likely token
-    top_k: jax.Array | int = 0  # 0: all tokens
-    nucleus_p: jax.Array | float = 1.0  # 1: all tokens
+    temperature: jax.Array | np.ndarray | float = 1.0  # 0: the most likely token
+    top_k: jax.Array | np.ndarray | int = 0  # 0: all tokens
+    nucleus_p: jax.Array | np.ndarray | float = 1.0  # 1: all tokens
 
 
 class Draw(NamedTuple):
@@ -75,12 +75,17 @@ def _integers(values: np.ndarray, most: int) -> np.ndarray:
     return good & (values >= 0) & (values <= most)
 
 
-def sampling_key(seed: int, sample: int = 0) -> jax.Array:
+def sampling_key(seed: int | jax.Array, sample: int | jax.Array = 0) -> jax.Array:
     """Returns the key of a request with `seed`, or of one of its samples.
 
     The token at a position is drawn with this key folded with the position, so it does not depend on other rows.
     """
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
+
+
+def request_keys(requests_b2: jax.Array) -> jax.Array:
+    """Returns the key data of requests, uint32 [b, 2]: of each (seed, sample), those of `sampling_key`."""
+    return jax.random.key_data(jax.vmap(lambda request: sampling_key(*request))(requests_b2))
 
 
 def wrapped(data: jax.Array) -> jax.Array:

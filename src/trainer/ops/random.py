@@ -7,7 +7,7 @@ import jax.numpy as jnp
 DROPOUT, SAMPLING = 2**31 - 1, 2**31 - 2
 
 
-def seed_key(seed: int, stream: int | None = None) -> jax.Array:
+def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
     """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams. Independent of JAX's default
     generator."""
     key = jax.random.key(seed, impl="threefry2x32")

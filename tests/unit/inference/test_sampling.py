@@ -118,7 +118,7 @@ def rows_of_settings(count, size, seed):
     random = np.random.default_rng(seed)
     top_k = [0, 0, 1, 2, 50, CANDIDATES, CANDIDATES + 1, size - 1, size, size + 5, 2**31 - 1]
     sampling = Sampling(
-        jnp.asarray(random.choice([0, 0.3, 1, 2], count), jnp.float32),
+        jnp.asarray(random.choice([0, 2e-38, 0.3, 1, 2], count), jnp.float32),
         jnp.asarray(random.choice(top_k, count), jnp.int32),
         jnp.asarray(random.choice([1, 1e-6, 0.1013, 0.5037, 0.9013, 0.99], count), jnp.float32),
     )
