@@ -13,7 +13,7 @@ from trainer.ops.losses import cross_entropy
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
-CANDIDATES = 128  # most likely tokens of a row; `draw` looks at no others if these have the top k or the nucleus
+CANDIDATES = 256  # most likely tokens of a row; `draw` looks at no others if these have the top k or the nucleus
 
 
 class Sampling(NamedTuple):
