@@ -1,6 +1,7 @@
 """The key of bits that do not depend on the batch (`batch_invariant`), and its checks."""
 
 from collections.abc import Callable, Mapping
+from platform import machine
 from typing import Any
 
 from trainer.config.derived import DCN, ICI
@@ -72,3 +73,29 @@ def split_on(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each axis of a resolved `mesh` over which devices have parts of rows or of matrices."""
     wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values[KEY] else ()
     return [f"{KEY}=true: {axis} has {mesh[axis]} devices: {_SPLIT}" for axis in wrong]
+
+
+def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]:
+    """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
+    the key.
+
+    XLA's CPU backend fuses a multiplication and an addition into one rounding where both happen to be in one loop, and
+    gives sums and neighbouring operations to a library if there are enough elements. Both depend on the shape. So code
+    is made without fused multiply-add, which AVX does not have, and the library computes products only.
+    """
+    if not config[KEY] or platform != "cpu":
+        return {}
+    alone = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+    return alone | ({"xla_cpu_max_isa": "AVX"} if _is_x86() else {})
+
+
+def unchecked(config: Mapping[str, Any], platform: str) -> str:
+    """Returns what to say of bits on a platform where nobody has compared them; "" if somebody has."""
+    if not config[KEY] or (platform == "cpu" and _is_x86()):
+        return ""
+    where = f"{platform} of {machine()}" if platform == "cpu" else platform
+    return f"{KEY}=true: log-probabilities of generation and training have not been compared on {where}"
+
+
+def _is_x86() -> bool:
+    return machine().lower() in ("x86_64", "amd64")

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.backends.base import tree_mode
-from trainer.config.invariant_keys import KEY, ROWS, TILE
+from trainer.config.invariant_keys import KEY, ROWS, TILE, compiler_options
 from trainer.inference.prompts import Packed, Rows
-from trainer.inference.sampling import Sampling, check_drawing, draw, sampling_key, sampling_of, wrapped
+from trainer.inference.sampling import Sampling, check_drawing, draw, request_keys, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
 from trainer.layers.cache import Cache
@@ -44,14 +44,15 @@ class Engine:
         self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
+        compiled = functools.partial(jax.jit, compiler_options=compiler_options(self.config, served.platform))
         self._start = jax.jit(self._empty, out_shardings=self.state_shardings)
-        self._prefill = jax.jit(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
-        self._continue = jax.jit(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
-        self._pack = jax.jit(served.on_mesh(self._prefilled_packed, one_row=True))
+        self._prefill = compiled(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
+        self._continue = compiled(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
+        self._pack = compiled(served.on_mesh(self._prefilled_packed, one_row=True))
         self._insert = jax.jit(inserted, donate_argnums=1, out_shardings=self.state_shardings)
         self._release = jax.jit(released, donate_argnums=0, out_shardings=self.state_shardings)
         outputs = (self.state_shardings, served.replicated)
-        self._generate = jax.jit(served.on_mesh(self._generated), donate_argnums=1, out_shardings=outputs)
+        self._generate = compiled(served.on_mesh(self._generated), donate_argnums=1, out_shardings=outputs)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -84,7 +85,7 @@ class Engine:
         multiples = (ROWS, TILE) if self.config[KEY] else (1, 1)
         return Rows(self.max_prefill_length, self.config.vocab_size, *multiples)
 
-    def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
+    def padded(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns `tokens`, padded to the next bucket: int32 [bucket]. See `Rows.padded`."""
         return self.rows.padded(tokens)
 
@@ -99,7 +100,7 @@ class Engine:
     def prefill(
         self,
         params: Any,
-        padded_tokens: jax.Array,
+        padded_tokens: jax.Array | np.ndarray,
         true_length: int,
         *,
         existing_prefix: Prefix | None = None,
@@ -125,21 +126,21 @@ class Engine:
           ValueError: the prompt has no tokens, or more than its cache has room for; or there is no such adapter.
         """
         adapters = self.numbered([adapter] * num_samples)
-        keys, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
+        requests, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
         if not 1 <= true_length <= padded_tokens.size:
             raise ValueError(f"true_length={true_length}: the prompt has 1 to {padded_tokens.size} tokens")
         if existing_prefix is None:
             room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
             if not true_length <= room <= self.config.max_target_length:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
-            return self._prefill(params, room, padded_tokens, true_length, keys, sampling, adapters)
-        cache, before = existing_prefix.cache, existing_prefix.sequences.positions[0]
-        length, needed = max(self.places(cache)), int(before) + true_length
+            return self._prefill(params, room, padded_tokens, true_length, requests, sampling, adapters)
+        cache, before = existing_prefix.cache, int(np.asarray(existing_prefix.sequences.positions)[0])
+        length, needed = max(self.places(cache)), before + true_length
         if length < min(needed, self._cache_length):  # a ring as long as the window has room for any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
-        return self._continue(params, cache, padded_tokens, true_length, before, keys, sampling, adapters)
+        return self._continue(params, cache, padded_tokens, true_length, before, requests, sampling, adapters)
 
     def places(self, cache: Any) -> list[int]:
         """Returns for how many positions each array of `cache` has a place; 0 for state that has none, such as a sum
@@ -148,7 +149,7 @@ class Engine:
         return [leaf.shape[names.index(PLACES)] if PLACES in names else 0 for names, leaf in pairs]
 
     def prefill_multisampling(
-        self, params: Any, padded_tokens: jax.Array, true_length: int, num_samples: int, **how: Any
+        self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
         """Runs `prefill` with several samples. Their tokens are those of as many requests with the same keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
@@ -156,11 +157,11 @@ class Engine:
     def prefill_concat(
         self,
         params: Any,
-        padded_tokens: jax.Array,
-        decoder_positions: jax.Array,
-        decoder_segment_ids: jax.Array,
-        start_pos: jax.Array,
-        true_lengths: jax.Array,
+        padded_tokens: jax.Array | np.ndarray,
+        decoder_positions: jax.Array | np.ndarray,
+        decoder_segment_ids: jax.Array | np.ndarray,
+        start_pos: jax.Array | np.ndarray,
+        true_lengths: jax.Array | np.ndarray,
         num_prompts: int,
         *,
         sampling: Sampling | None = None,
@@ -184,9 +185,9 @@ class Engine:
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
         if self.config[KEY] and np.any(np.asarray(start_pos) % TILE):
             raise ValueError(f"start_pos={list(map(int, start_pos))}: with {KEY} prompts begin at multiples of {TILE}")
-        keys, sampling = self._drawing(num_prompts, sampling, seeds)
+        requests, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
-        drawing = keys, sampling, self.numbered(adapters or [0] * num_prompts)
+        drawing = requests, sampling, self.numbered(adapters or [0] * num_prompts)
         return self._pack(params, padded_tokens, decoder_positions, decoder_segment_ids, starts, lengths, *drawing)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
@@ -205,7 +206,7 @@ class Engine:
             raise ValueError(
                 f"{count} sequences need as many different slots below {self.max_concurrent_decodes}; given: {slots}"
             )
-        return self._insert(prefix, decode_state, jnp.asarray(slots, jnp.int32))
+        return self._insert(prefix, decode_state, np.asarray(slots, np.int32))
 
     def release(self, decode_state: DecodeState, slot: int) -> DecodeState:
         """Frees `slot`: returns `decode_state`, which is donated, without the sequence in it."""
@@ -246,21 +247,21 @@ class Engine:
 
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
-    ) -> tuple[jax.Array, Sampling]:
-        """Returns the keys and settings of `count` sequences. Raises UserError for values that are not allowed."""
+    ) -> tuple[np.ndarray, Sampling]:
+        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy: each operation of JAX
+        would be a program of its own. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
         repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sequences of one seed differ
-        keys = jnp.stack([jax.random.key_data(sampling_key(*request)) for request in zip(seeds, repeated, strict=True)])
-        return keys, settings(given, count)
+        return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
-    def numbered(self, numbers: Sequence[int]) -> jax.Array | None:
+    def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:
         """Returns the adapters of sequences; None for an engine without several. Raises ValueError."""
         last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
         if wrong := [number for number in numbers if not 0 <= number <= last]:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")
-        return None if self.served.ranks is None else jnp.asarray(numbers, jnp.int32)
+        return None if self.served.ranks is None else np.asarray(numbers, np.int32)
 
     def _empty(self) -> DecodeState:
         slots = self.max_concurrent_decodes
@@ -314,10 +315,10 @@ class Engine:
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 
     def _begun(
-        self, hidden_be: Any, last: Any, keys: Any, sampling: Sampling, adapters: Any, params: Any
+        self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, params: Any
     ) -> tuple[Sequences, Result]:
         """Returns the sequences after prompts whose last positions are `last`."""
-        count = len(keys)
+        count, keys = len(requests), request_keys(requests)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
         sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters)
@@ -329,24 +330,24 @@ class Engine:
     def _continued(self, params, entries, tokens, true_length, before, *drawing):
         return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
 
-    def _run_prompt(self, params, cache, tokens, true_length, before, keys, sampling, adapters):
+    def _run_prompt(self, params, cache, tokens, true_length, before, requests, sampling, adapters):
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
         positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
         of_row = None if adapters is None else adapters[:1, None]
         hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
         last = before + true_length - 1
-        sequences, result = self._begun(hidden[:, true_length - 1], last, keys, sampling, adapters, params)
+        sequences, result = self._begun(hidden[:, true_length - 1], last, requests, sampling, adapters, params)
         return Prefix(entries, sequences), result
 
-    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, keys, sampling, adapters):
+    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
         rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
-        cache = dataclasses.replace(self._no_cache(len(keys), tokens.size), rows=rows)
+        cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
         of_tokens = None if adapters is None else adapters[rows]
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
-        sequences, result = self._begun(hidden[0, ends], positions[ends], keys, sampling, adapters, params)
+        sequences, result = self._begun(hidden[0, ends], positions[ends], requests, sampling, adapters, params)
         return Prefix(entries, sequences), result
 
     def _generated(self, params, state):

@@ -11,6 +11,12 @@ import numpy as np
 from trainer.inference.state import Prefix
 
 
+@jax.jit
+def _copied(prefix: Prefix) -> Prefix:
+    """Returns a copy of all arrays, made by one program."""
+    return jax.tree.map(jnp.copy, prefix)
+
+
 class PrefixCache:
     """The most recently used prefixes of prompts, within `limit` bytes per process. `places`: see `Engine.places`."""
 
@@ -43,8 +49,8 @@ class PrefixCache:
         if best is None:
             return None, 0
         self._found.move_to_end(best)
-        prefix = jax.tree.map(jnp.copy, self._found[best][1])
-        return prefix._replace(sequences=prefix.sequences._replace(positions=jnp.full(1, shared, jnp.int32))), shared
+        prefix = _copied(self._found[best][1])
+        return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix, adapter: int = 0) -> None:
         """Keeps `prefix`, the result of prefilling `tokens` with `adapter`, and drops the least recently used."""

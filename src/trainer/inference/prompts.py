@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainer.config import UserError
@@ -24,11 +22,11 @@ class Packed(NamedTuple):
       num_prompts: the number of prompts.
     """
 
-    padded_tokens: jax.Array
-    decoder_positions: jax.Array
-    decoder_segment_ids: jax.Array
-    start_pos: jax.Array
-    true_lengths: jax.Array
+    padded_tokens: np.ndarray
+    decoder_positions: np.ndarray
+    decoder_segment_ids: np.ndarray
+    start_pos: np.ndarray
+    true_lengths: np.ndarray
     num_prompts: int
 
 
@@ -48,7 +46,7 @@ class Rows:
             self.buckets.append(2 * self.buckets[-1])
         self.buckets[-1] = longest + -longest % multiple
 
-    def padded(self, tokens: Sequence[int] | np.ndarray) -> jax.Array:
+    def padded(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns `tokens`, padded to the next bucket: int32 [bucket].
 
         Raises:
@@ -63,7 +61,7 @@ class Rows:
             raise UserError(f"the prompt has the token {wrong[0]}: allowed: integers from 0 to {self._vocab_size - 1}")
         row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
         row[: len(tokens)] = ids
-        return jnp.asarray(row)
+        return row
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
         """Returns several prompts as one row, padded to the next bucket.
@@ -78,17 +76,18 @@ class Rows:
         room = lengths + -lengths % self._starts
         starts = np.cumsum(room, dtype=np.int32) - room
         index = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
-        row = np.zeros(index[-1] + 1, np.int32)
-        row[index] = np.concatenate(prompts)
+        ids = np.concatenate(prompts)
+        row = np.zeros(index[-1] + 1, ids.dtype)
+        row[index] = ids
         tokens = self.padded(row)
         positions, segments = np.zeros((2, tokens.size), np.int32)
         positions[index] = np.concatenate(list(map(np.arange, lengths)))
         segments[index] = np.repeat(np.arange(lengths.size) + 1, lengths)
         return Packed(
             padded_tokens=tokens,
-            decoder_positions=jnp.asarray(positions),
-            decoder_segment_ids=jnp.asarray(segments),
-            start_pos=jnp.asarray(starts),
-            true_lengths=jnp.asarray(lengths),
+            decoder_positions=positions,
+            decoder_segment_ids=segments,
+            start_pos=starts,
+            true_lengths=lengths,
             num_prompts=len(prompts),
         )

@@ -9,9 +9,10 @@ import numpy as np
 
 from trainer.config import Config, UserError
 from trainer.config.schema import INT32_MAX
-from trainer.ops.random import SAMPLING, seed_key
+from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
+CANDIDATES = 256  # most likely tokens of a row; `draw` looks at no others if these have the top k or the nucleus
 
 
 class Sampling(NamedTuple):
@@ -22,16 +23,9 @@ class Sampling(NamedTuple):
     temperature 1. The token is drawn from softmax(logits / temperature) over the remaining tokens.
     """
 
-    temperature: jax.Array | float = 1.0  # 0: the most likely token
-    top_k: jax.Array | int = 0  # 0: all tokens
-    nucleus_p: jax.Array | float = 1.0  # 1: all tokens
-
-
-class Draw(NamedTuple):
-    """A token for each row, int32 [b], and the logarithm of its probability at temperature 1, float32 [b]."""
-
-    token: jax.Array
-    log_prob: jax.Array
+    temperature: jax.Array | np.ndarray | float = 1.0  # 0: the most likely token
+    top_k: jax.Array | np.ndarray | int = 0  # 0: all tokens
+    nucleus_p: jax.Array | np.ndarray | float = 1.0  # 1: all tokens
 
 
 def sampling_of(config: Config) -> Sampling:
@@ -73,7 +67,7 @@ def _integers(values: np.ndarray, most: int) -> np.ndarray:
     return good & (values >= 0) & (values <= most)
 
 
-def sampling_key(seed: int, sample: int = 0) -> jax.Array:
+def sampling_key(seed: int | jax.Array, sample: int | jax.Array = 0) -> jax.Array:
     """Returns the key of a request with `seed`, or of one of its samples.
 
     The token at a position is drawn with this key folded with the position, so it does not depend on other rows.
@@ -81,44 +75,116 @@ def sampling_key(seed: int, sample: int = 0) -> jax.Array:
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
 
 
+def request_keys(requests_b2: jax.Array) -> jax.Array:
+    """Returns the key data of requests, uint32 [b, 2]: of each (seed, sample), those of `sampling_key`."""
+    return jax.random.key_data(jax.vmap(lambda request: sampling_key(*request))(requests_b2))
+
+
 def wrapped(data: jax.Array) -> jax.Array:
     """Returns the keys [b] for key data, uint32 [b, 2]."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b: jax.Array) -> Draw:
-    """Draws the token at `position_b` of each row.
+def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
+    """Draws the token at `position_b` of each row: that with the largest sum of logit / temperature and Gumbel noise.
+
+    The noise of a token depends on the key, the position and the token alone, so a row may be drawn from all tokens or
+    only from candidates. A batch pays for what its rows need: without a temperature no number is drawn.
 
     Args:
       logits_bv: [b, v].
       sampling: arrays [b].
       keys_b: one key per row, see `sampling_key`.
     """
-    logits = logits_bv.astype(jnp.float32)
-    top_k, nucleus_p = jnp.asarray(sampling.top_k), jnp.asarray(sampling.nucleus_p)
-    chosen = jax.lax.cond(
-        ((top_k > 0) | (nucleus_p < 1)).any(),
-        lambda: jnp.where(_kept(logits, top_k, nucleus_p), logits, -jnp.inf),
-        lambda: logits,
+    temperature, top_k, nucleus_p = map(jnp.asarray, sampling)
+    size = logits_bv.shape[-1]
+    top_k = jnp.where(top_k < size, top_k, 0)
+    drawn, limited = temperature > 0, (top_k > 0) | (nucleus_p < 1)
+    divisor = jnp.where(drawn, temperature, 1)[:, None]  # the same division for every row
+    greedy = _first_of_largest(logits_bv, jnp.arange(size))
+
+    # What a branch computes from the logits is in the branch, so that the others need not keep it in memory.
+    def from_candidates() -> tuple[jax.Array, jax.Array]:
+        logits = logits_bv.astype(jnp.float32)
+        # -0 is as likely as 0, but top_k orders them.
+        ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
+        kept, enough = _kept_of_candidates(ranked, logits, top_k, nucleus_p)
+        noise = jax.vmap(gumbel_at)(_at(keys_b, position_b), candidates)
+        scores = jnp.where(kept, ranked, -jnp.inf) / divisor + noise
+        return _first_of_largest(scores, candidates), drawn & limited & enough
+
+    def from_all() -> jax.Array:
+        logits = logits_bv.astype(jnp.float32)
+        kept = _kept(logits, jnp.where(missing, top_k, 0), jnp.where(missing, nucleus_p, 1))
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), mode="low"))(_at(keys_b, position_b))
+        return _first_of_largest(jnp.where(kept, logits, -jnp.inf) / divisor + noise, jnp.arange(size))
+
+    found_token, found = jax.lax.cond((drawn & limited).any(), from_candidates, lambda: (greedy, jnp.zeros_like(drawn)))
+    missing = drawn & ~found
+    token = jax.lax.cond(missing.any(), from_all, lambda: greedy)
+    return jnp.where(missing, token, jnp.where(found, found_token, greedy))
+
+
+def _at(keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
+    """Returns the keys of the positions [b]."""
+    return jax.vmap(jax.random.fold_in)(keys_b, position_b)
+
+
+def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the smallest of the tokens whose value is the largest of the row: int32 [b]. `tokens`: [n] or [b, n]."""
+    smaller = values_bn < values_bn.max(axis=-1, keepdims=True)  # nothing is smaller than NaN
+    return jnp.where(smaller, INT32_MAX, tokens).min(axis=-1)
+
+
+def _kept_of_candidates(
+    ranked_bn: jax.Array, logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which of the n most likely tokens are kept, bool [b, n], and whether no others are: bool [b].
+
+    Args:
+      ranked_bn: the largest logits of `logits_bv`, in falling order.
+    """
+    top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
+    kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
+    largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA sorts the whole vocabulary
+    weight = jnp.where(kept, jnp.exp(ranked_bn - largest), 0)
+    # The nucleus is computed within the top k, whose probabilities add up to 1.
+    total = jnp.where(
+        top_k == 0, jnp.exp(logits_bv - largest).sum(axis=-1, keepdims=True), weight.sum(axis=-1, keepdims=True)
     )
-    temperature = jnp.asarray(sampling.temperature)
-    keys = jax.vmap(jax.random.fold_in)(keys_b, position_b)
-    # The same division for every row; greedy rows ignore it.
-    scaled = chosen / jnp.where(temperature > 0, temperature, 1)[:, None]
-    drawn = jax.vmap(jax.random.categorical)(keys, scaled)
-    return jnp.where(temperature > 0, drawn, logits.argmax(axis=-1)).astype(jnp.int32)
+    reached = jnp.cumsum(weight / total, axis=-1)
+    kept &= (nucleus_p >= 1) | (reached - weight / total < nucleus_p)
+    enough = jnp.where(top_k_b == 0, reached[:, -1] >= nucleus_p_b, top_k_b <= ranked_bn.shape[-1])
+    return kept, enough
 
 
 def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> jax.Array:
-    """Returns whether a token is in both the top k and the nucleus: bool [b, v]. Of equally likely tokens, the first
-    come first."""
-    order = jnp.argsort(logits_bv, axis=-1, descending=True, stable=True)
-    ranked = jnp.take_along_axis(logits_bv, order, axis=-1)
-    rank = jnp.arange(logits_bv.shape[-1])
-    within = (top_k_b[:, None] == 0) | (rank < top_k_b[:, None])
-    # The nucleus is computed within the top k, whose probabilities add up to 1.
-    probability = jax.nn.softmax(jnp.where(within, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    within &= (nucleus_p_b[:, None] >= 1) | (before < nucleus_p_b[:, None])
-    rows = jnp.arange(len(logits_bv))[:, None]
-    return jnp.zeros_like(within).at[rows, order].set(within)
+    """Returns whether a token is in both the top k and the nucleus: bool [b, v]."""
+    kept = _leading(logits_bv, jnp.ones_like(logits_bv), jnp.where(top_k_b > 0, top_k_b, jnp.inf))
+    probability = jax.nn.softmax(jnp.where(kept, logits_bv, -jnp.inf), axis=-1)
+    return kept & _leading(logits_bv, probability, jnp.where(nucleus_p_b < 1, nucleus_p_b, jnp.inf))
+
+
+def _leading(logits_bv: jax.Array, weight_bv: jax.Array, total_b: jax.Array) -> jax.Array:
+    """Returns the smallest set of most likely tokens whose weights add up to at least `total_b`, or all: bool [b, v].
+    Of equally likely tokens, the first come first.
+
+    The bits of the smallest logit in the set are found one by one, without sorting: a sort takes ten times as long.
+    """
+    bits = jax.lax.bitcast_convert_type(logits_bv, jnp.uint32)
+    rank = jnp.where(logits_bv < 0, ~bits, bits | jnp.uint32(2**31))  # integers in the order of the logits
+
+    def weights_of(tokens: jax.Array) -> jax.Array:
+        return jnp.where(tokens, weight_bv, 0)
+
+    def with_bit(i: jax.Array, last_b: jax.Array) -> jax.Array:
+        larger = last_b | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
+        return jnp.where(weights_of(rank >= larger[:, None]).sum(axis=-1) >= total_b, larger, last_b)
+
+    def search() -> jax.Array:
+        last = jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(len(rank), jnp.uint32))[:, None]
+        before, equal = weights_of(rank > last).sum(axis=-1, keepdims=True), weights_of(rank == last)
+        before_equal = before + jnp.cumsum(equal, axis=-1) - equal
+        return (rank > last) | (rank == last) & (before_equal < total_b[:, None])
+
+    return jax.lax.cond(jnp.isfinite(total_b).any(), search, lambda: jnp.ones(rank.shape, bool))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainer.inference.engine import Engine
@@ -162,7 +161,7 @@ class Scheduler:
         part = left[: engine.prefill_chunk_size] if chunked else left
         request.prefix, result = engine.prefill(
             self.params,
-            jnp.asarray(np.pad(part, (0, engine.prefill_chunk_size - part.size))) if chunked else engine.padded(part),
+            np.pad(part, (0, engine.prefill_chunk_size - part.size)) if chunked else engine.padded(part),
             part.size,
             existing_prefix=request.prefix,
             sampling=request.sampling,

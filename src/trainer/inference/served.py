@@ -42,6 +42,11 @@ class Served(NamedTuple):
     ranks: np.ndarray | None = None
 
     @property
+    def platform(self) -> str:
+        """The platform of the devices: cpu, gpu or tpu."""
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
     def replicated(self) -> NamedSharding:
         """The replicated sharding."""
         return NamedSharding(self.mesh, spec([], self.rules))

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from trainer.inference.sampling import Sampling
 
@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
     used: jax.Array
     keys: jax.Array
     sampling: Sampling
-    adapters: jax.Array | None = None
+    adapters: jax.Array | np.ndarray | None = None
 
 
 class Prefix(NamedTuple):
@@ -61,9 +61,9 @@ class DecodeState(NamedTuple):
 
 
 def settings(sampling: Sampling, count: int) -> Sampling:
-    """Returns `sampling` as arrays with one entry for each of `count` sequences."""
-    values = zip(sampling, (jnp.float32, jnp.int32, jnp.float32), strict=True)
-    return Sampling(*(jnp.broadcast_to(jnp.asarray(value, dtype), count) for value, dtype in values))
+    """Returns `sampling` as NumPy arrays with one entry for each of `count` sequences."""
+    values = zip(sampling, (np.float32, np.int32, np.float32), strict=True)
+    return Sampling(*(np.broadcast_to(np.asarray(value, dtype), count) for value, dtype in values))
 
 
 def inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -1,13 +1,27 @@
 """Random keys. Always Threefry, because other generators do not draw each row from its own key under vmap."""
 
 import jax
+import jax.numpy as jnp
 
 # Separate streams of one seed. Parameter initialization folds small numbers into the seed's own key.
 DROPOUT, SAMPLING = 2**31 - 1, 2**31 - 2
 
 
-def seed_key(seed: int, stream: int | None = None) -> jax.Array:
+def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
     """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams. Independent of JAX's default
     generator."""
     key = jax.random.key(seed, impl="threefry2x32")
     return key if stream is None else jax.random.fold_in(key, stream)
+
+
+def gumbel_at(key: jax.Array, index_n: jax.Array) -> jax.Array:
+    """Returns `jax.random.gumbel(key, (v,), mode="low")[index_n]`, in every bit, without drawing the others: float32
+    [n].
+
+    Threefry's bits at an index are those of the key folded with the index (jax_threefry_partitionable, the default).
+    """
+    folded = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_n))
+    bits = folded[:, 0] ^ folded[:, 1]
+    one = jnp.uint32(0x3F800000)  # the bits of 1.0; random ones are its mantissa
+    uniform = jax.lax.bitcast_convert_type(bits >> 9 | one, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

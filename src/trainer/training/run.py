@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model, TrainTree
 from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
+from trainer.config.invariant_keys import compiler_options
 from trainer.config.lora_keys import ENABLE
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields
@@ -221,7 +222,9 @@ def with_steps(run: Run) -> Run:
     evaluated = *_inputs(run, run.states.shardings), run.replicated
     return run._replace(
         step=_jitted(run, step, run.states.shardings),
-        eval_step=jax.jit(eval_step, in_shardings=evaluated, out_shardings=run.replicated),
+        eval_step=jax.jit(
+            eval_step, in_shardings=evaluated, out_shardings=run.replicated, compiler_options=_options(run)
+        ),
     )
 
 
@@ -235,7 +238,12 @@ def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str,
 
 def _jitted(run: Run, step: Callable[..., Any], stored: Any) -> Any:
     outputs = stored, run.computation.metric_shardings
-    return jax.jit(step, in_shardings=_inputs(run, stored), out_shardings=outputs, donate_argnums=0)
+    how = {"in_shardings": _inputs(run, stored), "out_shardings": outputs, "compiler_options": _options(run)}
+    return jax.jit(step, donate_argnums=0, **how)
+
+
+def _options(run: Run) -> dict[str, str]:
+    return compiler_options(run.config, run.mesh.devices.flat[0].platform)
 
 
 def _inputs(run: Run, stored: Any) -> tuple[Any, Any, Any]:

@@ -1,6 +1,8 @@
-"""How tokens are drawn: histograms against the distribution that each strategy defines."""
+"""How tokens are drawn: histograms against the distribution that each strategy defines, and the formula over all tokens
+row by row."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 from support import tiny_config
 
-from trainer.inference.sampling import Sampling, draw, sampling_key, sampling_of
+from trainer.inference import sampling as drawing
+from trainer.inference.sampling import CANDIDATES, Sampling, draw, sampling_key, sampling_of
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.5, -1.0, 1.5, -3.0])
 DRAWS = 20_000
@@ -65,7 +68,7 @@ def test_a_row_draws_the_same_whatever_strategy_the_others_have():
     keys, position = jnp.stack([sampling_key(i) for i in range(4)]), jnp.arange(4)
     plain = Sampling(jnp.full(4, 0.9), jnp.zeros(4, int), jnp.ones(4))
     mixed = Sampling(jnp.array([0.9, 0.9, 0.0, 2.0]), jnp.array([0, 0, 0, 3]), jnp.array([1.0, 1.0, 1.0, 0.5]))
-    alone, among = draw(logits, plain, keys, position).token, draw(logits, mixed, keys, position).token
+    alone, among = draw(logits, plain, keys, position), draw(logits, mixed, keys, position)
     np.testing.assert_array_equal(alone[:2], among[:2])
     assert among[2] == logits[2].argmax()
 
@@ -74,7 +77,7 @@ def test_keys_of_seeds_samples_and_positions_differ():
     logits = np.zeros((6, 1000))
     keys = [sampling_key(0), sampling_key(1), sampling_key(0, 1), sampling_key(0), sampling_key(0), sampling_key(0)]
     position = jnp.array([0, 0, 0, 1, 2, 0])
-    tokens = draw(logits, Sampling(*map(jnp.full, [6] * 3, Sampling())), jnp.stack(keys), position).token.tolist()
+    tokens = draw(logits, Sampling(*map(jnp.full, [6] * 3, Sampling())), jnp.stack(keys), position).tolist()
     assert len(set(tokens)) == 5
     assert tokens[0] == tokens[5]
 
@@ -87,3 +90,124 @@ def test_a_nucleus_ends_with_the_token_that_reaches_its_probability():
         sampling = Sampling(jnp.ones(count), jnp.zeros(count, int), jnp.full(count, p))
         tokens = draw(jnp.tile(jnp.array([0.0, 0, -jnp.inf, 0, 0]), (count, 1)), sampling, keys, jnp.zeros(count, int))
         assert set(tokens.token.tolist()) == set([0, 1, 3, 4][:kept]), p
+
+
+def definition_of_kept(logits, top_k, nucleus_p):
+    """Sorts the vocabulary."""
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    within = (top_k[:, None] == 0) | (jnp.arange(logits.shape[-1]) < top_k[:, None])
+    probability = jax.nn.softmax(jnp.where(within, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    within &= (nucleus_p[:, None] >= 1) | (before < nucleus_p[:, None])
+    return jnp.zeros_like(within).at[jnp.arange(len(logits))[:, None], order].set(within)
+
+
+@jax.jit
+def definition(logits, sampling, keys, position):
+    """Draws noise for every token of every row, as `draw` did before it looked at candidates."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.where(definition_of_kept(logits, sampling.top_k, sampling.nucleus_p), logits, -jnp.inf)
+    scaled = chosen / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
+    drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(keys, position), scaled)
+    return jnp.where(sampling.temperature > 0, drawn, logits.argmax(axis=-1))
+
+
+def rows_of_settings(count, size, seed):
+    """Probabilities of nuclei are no sums of equal shares: there the last bit of a sum decides."""
+    random = np.random.default_rng(seed)
+    top_k = [0, 0, 1, 2, 50, CANDIDATES, CANDIDATES + 1, size - 1, size, size + 5, 2**31 - 1]
+    sampling = Sampling(
+        jnp.asarray(random.choice([0, 2e-38, 0.3, 1, 2], count), jnp.float32),
+        jnp.asarray(random.choice(top_k, count), jnp.int32),
+        jnp.asarray(random.choice([1, 1e-6, 0.1013, 0.5037, 0.9013, 0.99], count), jnp.float32),
+    )
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(sampling_key(seed), jnp.arange(count))
+    return sampling, keys, jnp.arange(count) * 7
+
+
+LOGITS_OF_ROWS = {
+    "different": lambda random, x: x,
+    "ties": lambda random, x: np.round(x),
+    "rising with ties": lambda random, x: np.sort(np.round(2 * x) / 2),
+    "equal": lambda random, x: np.full_like(x, 1.5),
+    "signed zeros": lambda random, x: np.copysign(np.where(x > 0.5, x, 0), random.normal(size=x.shape)),
+    "half impossible": lambda random, x: np.where(random.random(x.shape) < 0.5, -np.inf, x),
+    "few possible": lambda random, x: np.where(random.random(x.shape) < 0.98, -np.inf, np.round(x)),
+    "impossible": lambda random, x: np.full_like(x, -np.inf),
+}
+
+
+@pytest.mark.parametrize("size", [7, CANDIDATES, 1000])
+def test_tokens_and_sets_are_those_of_the_definition_over_all_tokens(size):
+    random, count, compiled = np.random.default_rng(size), 64, jax.jit(draw)
+    for (name, change), dtype in itertools.product(LOGITS_OF_ROWS.items(), (jnp.float32, jnp.bfloat16)):
+        x = random.normal(size=(count, size)) * random.choice([0.1, 1, 5, 30], (count, 1))
+        logits = jnp.asarray(change(random, x), dtype)
+        sampling, keys, position = rows_of_settings(count, size, len(name))
+        tokens = compiled(logits, sampling, keys, position).token
+        np.testing.assert_array_equal(tokens, definition(logits, sampling, keys, position), name)
+
+        logits, possible = logits.astype(jnp.float32), np.isfinite(logits)
+        top_k = jnp.where(sampling.top_k < size, sampling.top_k, 0)
+        kept = np.asarray(definition_of_kept(logits, top_k, sampling.nucleus_p)) & possible
+        np.testing.assert_array_equal(drawing._kept(logits, top_k, sampling.nucleus_p) & possible, kept, name)
+        ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
+        found, enough = drawing._kept_of_candidates(ranked, logits, top_k, sampling.nucleus_p)
+        at_tokens = np.zeros_like(kept)
+        np.put_along_axis(at_tokens, np.asarray(candidates), np.asarray(found), -1)
+        limited = np.asarray(enough & ((top_k > 0) | (sampling.nucleus_p < 1)))
+        assert limited.any() or not possible.any()
+        np.testing.assert_array_equal((at_tokens & possible)[limited], kept[limited], name)
+
+
+def test_each_row_draws_what_it_draws_alone():
+    """Rows without settings, and those whose candidates are not enough, make a batch look at all tokens."""
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(24, 1000)) * np.resize([1, 4, 30], (24, 1)), jnp.float32)
+    sampling, keys, position = rows_of_settings(24, 1000, 3)
+    together = jax.jit(draw)(logits, sampling, keys, position)
+    one = jax.jit(draw)
+    for i in range(24):
+        row = jax.tree.map(lambda array, i=i: array[i : i + 1], (logits, sampling, keys, position))
+        assert one(*row).token[0] == together.token[i]
+
+
+def test_only_what_the_rows_need_is_computed(monkeypatch):
+    sizes = []
+
+    def counted(gumbel):
+        def call(key, what, **how):
+            noise = gumbel(key, what, **how)
+            jax.debug.callback(lambda noise: sizes.append(noise.shape[-1]), noise)
+            return noise
+
+        return call
+
+    monkeypatch.setattr(drawing, "gumbel_at", counted(drawing.gumbel_at))
+    monkeypatch.setattr(jax.random, "gumbel", counted(jax.random.gumbel))
+    compiled = jax.jit(lambda *args: draw(*args))
+    logits = jnp.asarray(np.linspace(0, [40, 0.1], 1000).T, jnp.float32)  # a nucleus of few tokens, and of many
+    keys, position = jnp.stack([sampling_key(0)] * 2), jnp.zeros(2, int)
+    cases = [
+        ([(0.0, 0, 1.0), (0.0, 5, 0.9)], set()),
+        ([(1.0, 5, 1.0), (0.0, 0, 1.0)], {CANDIDATES}),
+        ([(1.0, 0, 0.9), (1.0, CANDIDATES, 0.9)], {CANDIDATES}),
+        ([(1.0, 0, 0.9), (0.0, 0, 0.9)], {CANDIDATES}),
+        ([(1.0, 0, 1.0), (1.0, 2000, 1.0)], {1000}),
+        ([(1.0, 5, 1.0), (1.0, 0, 1.0)], {CANDIDATES, 1000}),
+        ([(1.0, CANDIDATES + 1, 1.0), (0.0, 0, 1.0)], {CANDIDATES, 1000}),
+        ([(0.0, 0, 1.0), (1.0, 0, 0.9)], {CANDIDATES, 1000}),
+    ]
+    for rows, expected in cases:
+        sizes.clear()
+        jax.block_until_ready(compiled(logits, Sampling(*map(jnp.array, zip(*rows, strict=True))), keys, position))
+        jax.effects_barrier()
+        assert set(sizes) == expected, rows
+    assert compiled._cache_size() == 1
+
+
+def test_nothing_sorts_the_vocabulary():
+    """A CPU has a fast top_k, which XLA replaces by a sort if its results are used in certain ways."""
+    sampling, keys, position = rows_of_settings(2, 1000, 0)
+    compiled = jax.jit(draw).lower(jnp.zeros((2, 1000)), sampling, keys, position).compile()
+    assert " sort(" not in compiled.as_text()

@@ -1,0 +1,112 @@
+"""What the host does in a turn of the scheduler: programs that it dispatches, and Python functions that it calls.
+
+Programs are counted in a profile, because most operations of JAX outside a program are called without any Python.
+"""
+
+import functools
+import sys
+from collections import Counter
+
+import jax
+import pytest
+from support import tiny_config
+
+from trainer.inference import MaxEngine, Sampling, Scheduler
+
+STEPS, SLOTS, PROMPT = 20, 3, [5, 0, 17]
+SAMPLING = Sampling(1.0, 5, 0.9)
+
+
+@functools.cache
+def made():
+    keys = {"per_device_batch_size": SLOTS, "max_target_length": 40, "vocab_size": 64, "return_log_prob": True}
+    engine = MaxEngine(tiny_config("nnx", **keys), jax.devices()[:1])
+    return engine, engine.load_params(say=lambda line: None)
+
+
+def submitted(scheduler, seed, limit=None):
+    scheduler.submit(PROMPT, sampling=SAMPLING, seed=seed, limit=limit)
+
+
+def running(requests=1):
+    """A scheduler with requests in `requests` slots, which has compiled all that it needs."""
+    scheduler = Scheduler(*made())
+    submitted(scheduler, 0, limit=1)
+    list(scheduler.run())
+    for seed in range(requests):
+        submitted(scheduler, seed)
+    for _ in range(requests + 2):
+        scheduler.turn()
+    return scheduler
+
+
+def python_calls(turn):
+    """Returns how often each Python function is called: {(file, name): calls}."""
+    calls = Counter()
+
+    def count(frame, event, _):
+        if event == "call":
+            calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        turn()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def programs(turn, folder):
+    """Returns how often each program is dispatched. A profile has two events for each: in and around the fast path."""
+    with jax.profiler.trace(folder):
+        turn()
+    (file,) = folder.rglob("*.xplane.pb")
+    lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
+    names = [
+        event.name.partition("(")[2].rstrip(")") for line in lines for event in line.events if "PjitF" in event.name
+    ]
+    return {name: (calls + 1) // 2 for name, calls in Counter(names).items()}
+
+
+def test_turns_trace_and_compile_nothing():
+    scheduler, events = running(), []
+    listener = lambda event, duration, **_: events.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for seed in range(STEPS):
+            if scheduler.free_slots:
+                submitted(scheduler, seed, limit=4)
+            scheduler.turn()
+        assert not [event for event in events if "/jax/core/compile/" in event]
+        jax.jit(lambda x: x + 1)(1)
+        assert {"/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/backend_compile_duration"} <= set(events)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_a_turn_dispatches_no_other_programs_than_those_of_the_engine(what, tmp_path):
+    scheduler = running()
+    expected = {"_generated": 1}
+    if what == "prefill":
+        submitted(scheduler, 1)
+        expected |= {"_prefilled": 1, "inserted": 1}
+    assert programs(scheduler.turn, tmp_path) == expected
+
+
+def test_a_turn_calls_few_python_functions():
+    """Found: 64 with one slot in use and 3 for each further one; 152 with a prefill. A trace has thousands."""
+    for slots in range(1, SLOTS + 1):
+        calls = python_calls(running(slots).turn)
+        assert sum(calls.values()) <= 80 + 4 * slots, calls
+    scheduler = running()
+    submitted(scheduler, 1)
+    calls = python_calls(scheduler.turn)
+    assert sum(calls.values()) <= 200, calls
+
+
+def test_a_decode_step_calls_nothing_but_its_program():
+    engine, params = made()
+    state = engine.generate(params, engine.generate(params, engine.init_decode_state())[0])[0]
+    calls = python_calls(lambda: engine.generate(params, state))
+    assert {name for _, name in calls} == {"<lambda>", "generate"}
