@@ -31,6 +31,10 @@ def _dropout(config: Config) -> str | None:
     return "training would drop values that generation does not; set enable_dropout=false" if dropped else None
 
 
+def _chunk(config: Config) -> str | None:
+    return f"chunks must be a multiple of {ROWS} tokens" if config.prefill_chunk_size % ROWS else None
+
+
 def _experts(config: Config) -> str | None:
     return "which tokens are dropped depends on the batch; set sparse_matmul=true" if drops(config) else None
 
@@ -54,6 +58,7 @@ _ALL = (
     (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
     (("sparse_matmul", "capacity_factor"), _experts),
     (("decoder_block",), _blocks),
+    (("prefill_chunk_size",), _chunk),
     _left_out("quantization", "bits of quantized products are not proved"),
     _left_out("quantize_kvcache", "training has no cache in 8 bits"),
     _left_out(M, "bits of masked products are not proved"),
@@ -79,14 +84,12 @@ def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]
     """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
     the key.
 
-    XLA's CPU backend fuses a multiplication and an addition into one rounding where both happen to be in one loop, and
-    gives sums and neighbouring operations to a library if there are enough elements. Both depend on the shape. So code
-    is made without fused multiply-add, which AVX does not have, and the library computes products only.
+    XLA's CPU backend gives sums, and the operations around them, to a library if there are enough elements, and the
+    library sums in another order. With the option it computes only products.
     """
     if not config[KEY] or platform != "cpu":
         return {}
-    alone = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-    return alone | ({"xla_cpu_max_isa": "AVX"} if _is_x86() else {})
+    return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
 def unchecked(config: Mapping[str, Any], platform: str) -> str:

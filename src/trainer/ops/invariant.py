@@ -7,6 +7,7 @@ begins at a multiple of `TILE` in each of them.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,8 +42,8 @@ def invariant_attention(
     # Padding keys get the largest position, so that no query sees them.
     real = jnp.arange(position.shape[1]) < mask.key_position.shape[1]
     position = jnp.where(real, position, jnp.iinfo(jnp.int32).max)
-    block = functools.partial(_block, window=window, soft_cap=soft_cap, scale=scale)
-    block = jax.checkpoint(block, prevent_cse=False)
+    how = functools.partial(_block, window=window, soft_cap=soft_cap, scale=scale)
+    block: Callable[..., jax.Array] = jax.checkpoint(how, prevent_cse=False)
 
     def step(xs: Any) -> jax.Array:
         query, query_position, query_segment = xs
@@ -50,6 +51,16 @@ def invariant_attention(
 
     out = jax.lax.map(step, tuple(map(blocks, (query, mask.query_position, mask.query_segment))))
     return out.swapaxes(0, 1).reshape(rows, -1, *out.shape[3:])[:, :length]
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """Returns `product`, float32, such that no compiler computes it and a sum that it is part of with one rounding.
+
+    XLA's CPU backend fuses a multiplication and an addition where both are in one loop, and which of two products it
+    takes depends on what else is there. Between them it cannot remove a bound that every finite number satisfies.
+    """
+    most = jnp.finfo(jnp.float32).max
+    return jnp.clip(product, -most, most)
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:
@@ -91,6 +102,6 @@ def _block(
     (out, total), _ = jax.lax.scan(lambda sum, part: (jax.tree.map(jnp.add, sum, part), None), zeros, (parts, totals))
     if sink is not None:
         total = total + jnp.exp(sink - largest)[..., 0]
-    # A query of padding sees nothing.
+    # A query of padding may see nothing.
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(rows, length, heads, -1).astype(query.dtype)

@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer.ops.invariant import rounded
+
 # The name of the cos/sin tables for rematerialization.
 ROTATION = "rotation"
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation. Each field is a key of base.yml."""
+    """Parameters of the rotation. Each field but the last is a key of base.yml.
+
+    `rounded`: both products are rounded before they are added, whatever else is in a loop (`ops.invariant.rounded`).
+    """
 
     min_timescale: float
     max_timescale: float
@@ -28,6 +33,7 @@ class Rope(NamedTuple):
     truncate: bool = True
     attention_scaling: bool = False
     interleave: bool = False
+    rounded: bool = False
 
 
 def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
@@ -44,7 +50,8 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     # The same in every layer. Because of the name, a loop over rematerialized layers computes the tables once, outside.
     cos, sin = checkpoint_name((_per_entry(cos, cos, how), _per_entry(-sin, sin, how)), ROTATION)
     partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast, which halves the bytes
-    rotated = x_bthd.astype(jnp.float32) * cos + partner * sin
+    parts = x_bthd.astype(jnp.float32) * cos, partner * sin
+    rotated = jnp.add(*map(rounded, parts) if how.rounded else parts)
     return rotated.astype(x_bthd.dtype)
 
 
