@@ -84,7 +84,7 @@ def serve(
     # Modules of multi-token prediction are for training.
     values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}
     config = resolve(values, device_count=len(devices), platform=devices[0].platform, num_slices=slices)
-    config = without_drops(config)
+    config = for_decoding(config, devices[0].platform)
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
@@ -98,14 +98,22 @@ def serve(
     return Served(config, mesh, rules, make_model(config), slots, ranks)
 
 
-def without_drops(config: Config) -> Any:
-    """Returns `config`, resolved, with experts that drop no token.
+def for_decoding(config: Config, platform: str) -> Any:
+    """Returns `config`, resolved, for a model that generates text on devices of `platform`: with the loop over layers
+    of `decoding_loop`, and with experts that drop no token.
 
     What they drop depends on the other tokens of a row, and a sequence must not depend on its padding.
     """
-    if not drops(config):
-        return config
-    return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
+    own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
+    if (scan := decoding_loop(config, platform)) != config.scan_layers:
+        own["scan_layers"] = scan
+    return ml_collections.FrozenConfigDict({**config, **own}) if own else config
+
+
+def decoding_loop(config: Config, platform: str) -> bool:
+    """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
+    otherwise each layer has its own arrays (`inference.weights`)."""
+    return config.scan_layers and platform != "cpu"
 
 
 def longest_prompt(config: Config) -> int:
