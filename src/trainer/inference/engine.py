@@ -302,7 +302,8 @@ class Engine:
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 
     def _canonical(self, params: Any) -> Any:
-        if jax.tree.structure(params) != jax.tree.structure(self._abstract_weights):
+        layouts: set[Any] = {jax.tree.structure(params), jax.tree.structure(self._abstract_weights)}
+        if len(layouts) > 1:
             raise ValueError("params are not in the layout of this engine: give what hold or load_params returned")
         return canonical(params)
 

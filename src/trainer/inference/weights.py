@@ -8,23 +8,14 @@ docs/decisions/0027-weights-of-decoding.md has the reasons and the price.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config
 from trainer.inference.served import Served
+from trainer.layers.cache import Layers
 from trainer.sharding import LAYERS
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Layers:
-    """An array of canonical variables whose first axis is LAYERS, as one array for each layer."""
-
-    arrays: Sequence[Any]
 
 
 def abstract_weights(served: Served) -> tuple[Any, Any]:
@@ -55,7 +46,7 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:
         placed = jax.device_put(array, like.sharding)
         if isinstance(held, Layers):
-            made = Layers(_cut(placed, held.arrays[0].dtype, held.arrays[0].sharding))
+            made = Layers(_cut(placed, held.each[0].dtype, held.each[0].sharding))
         else:
             made = placed.astype(held.dtype)
         if donate and made is not array:
@@ -72,7 +63,7 @@ def canonical(weights: Any) -> Any:
     """Returns the canonical variables, or a part of them, of `weights` in the form of `abstract_weights`."""
 
     def stacked(it: Any) -> Any:
-        return jnp.stack(it.arrays) if isinstance(it, Layers) else it
+        return jnp.stack(it.each) if isinstance(it, Layers) else it
 
     return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config
-from trainer.layers.cache import Cache
+from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
@@ -172,7 +172,8 @@ def run_stacks(
         held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
         loop = Loop(stack, first, context, types)
         if cache is not None:
-            loop = loop._replace(filled=cache.filled, cache_rows=cache.rows)
+            apart = isinstance(held[0], Layers)
+            loop = loop._replace(filled=cache.filled, cache_rows=cache.rows, apart=apart)
         x, entries[stack.name], found = run(loop, x, held)
         for name, values in found.items():
             sown[name] |= values
