@@ -112,8 +112,12 @@ def for_decoding(config: Config, platform: str) -> Any:
 
 def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
-    otherwise each layer has its own arrays (`inference.weights`)."""
-    return config.scan_layers and platform != "cpu"
+    otherwise each layer has its own arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
+    measurements."""
+    # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
+    copied = config.num_experts > 1 and config.attention_type != "mla"
+    unrolled = platform == "cpu" or (platform == "tpu" and copied)
+    return config.scan_layers and not unrolled
 
 
 def longest_prompt(config: Config) -> int:

@@ -39,20 +39,17 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
 
     Args:
       variables: (params, rest), arrays on these devices, on others or of NumPy.
-      donate: whether to delete each array of JAX as soon as it is converted. Arrays that are held as they are, are
-        shared.
+      donate: whether to delete each array of JAX that is cut or cast, as soon as it is. Other arrays may be shared.
     """
 
     def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:
         placed = jax.device_put(array, like.sharding)
-        if isinstance(held, Layers):
-            made = Layers(_cut(placed, held.each[0].dtype, held.each[0].sharding))
-        else:
-            made = placed.astype(held.dtype)
-        if donate and made is not array:
+        cut = isinstance(held, Layers)
+        made = Layers([_layer(placed, i, one) for i, one in enumerate(held.each)]) if cut else placed.astype(like.dtype)
+        if donate and (cut or placed.dtype != like.dtype):
             jax.block_until_ready(made)  # otherwise all leaves are under way at once
             for source in (placed, array):
-                if isinstance(source, jax.Array) and source is not made:
+                if isinstance(source, jax.Array):
                     source.delete()
         return made
 
@@ -68,6 +65,7 @@ def canonical(weights: Any) -> Any:
     return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _cut(stacked: jax.Array, dtype: Any, sharding: Any) -> list[jax.Array]:
-    return [jax.lax.with_sharding_constraint(layer.astype(dtype), sharding) for layer in jnp.unstack(stacked)]
+# One program for all layers: one with an output for each takes ten times as long to compile.
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(stacked: jax.Array, i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.lax.with_sharding_constraint(stacked[i].astype(like.dtype), like.sharding)
