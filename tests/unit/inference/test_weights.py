@@ -90,7 +90,7 @@ def test_a_step_copies_neither_weights_nor_stacks_in_any_combination(combination
         engine = engine_of(combination, **WIDE, scan_layers=scan, max_target_length=64)
         params, _ = engine.parts()["parameters"]
         layers = sum(leaf.size * 4 for leaf in jax.tree.leaves(params["decoder"]["layers"]))
-        compiled, report = engine.aot_compile()
+        _, report = engine.aot_compile()
         assert report.state["parameters"] > layers > 4 * 50_000
         assert report.memory.temporaries < layers / 8
     assert drawn(engine_of(combination), sharp("heads")) == drawn(engine_of(), sharp("heads"))
