@@ -13,6 +13,7 @@ from trainer.backends import Model, make_model
 from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
+from trainer.config.invariant_keys import KEY
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
@@ -117,7 +118,7 @@ def decoding_loop(config: Config, platform: str) -> bool:
     # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    return config.scan_layers and not unrolled
+    return config.scan_layers and (config[KEY] or not unrolled)  # with the key, bits are those of the training step
 
 
 def longest_prompt(config: Config) -> int:

@@ -129,3 +129,4 @@ def test_which_loop():
     experts = tiny_config("nnx", decoder_block="mixtral", num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8)
     assert [decoding_loop(experts, platform) for platform in ("gpu", "tpu")] == [True, False]
     assert decoding_loop(tiny_config("nnx", **EVERY_MATRIX), "tpu")
+    assert decoding_loop(type(experts)({**experts, "batch_invariant": True}), "cpu"), "as in training"
