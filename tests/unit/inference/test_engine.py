@@ -410,7 +410,7 @@ def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
     assert sizes["cache"] == 4 * 2 * 8 * length * 2 * 8 * 4  # layers, keys and values, slots, length, heads, width
     assert report.memory.temporaries < sizes["cache"] / 2
     assert report.memory.aliased >= sizes["cache"]
-    # On a CPU keys and values of a layer are sliced out before the product, which a TPU fuses.
+    # On a CPU keys and values of a layer are transposed before the product, which a TPU fuses.
     assert sizes["cache"] < report.cost.bytes_accessed < 5 * sizes["cache"]
     params = engine.load_params(say=lambda line: None)
     _, result = compiled(params, engine.init_decode_state())
