@@ -27,7 +27,7 @@ import transformers
 
 from trainer.checkpoint import Leaf, names_of, write_huggingface
 from trainer.config import load
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
 
 GREEDY = Sampling(0.0)
 DEFAULT = ["max_target_length=128"]
@@ -48,7 +48,7 @@ def engine_of(keys: list[str], slots: int) -> MaxEngine:
 
 def theirs(folder: Path, engine: MaxEngine, params: tuple) -> torch.nn.Module:
     """Returns the model of transformers with the same weights."""
-    arrays = {name: np.asarray(value) for name, value in names_of(params[0]).items()}
+    arrays = {name: np.asarray(value) for name, value in names_of(canonical(params)[0]).items()}
     leaves = {name: Leaf(value.shape, value.dtype, [lambda value=value: value]) for name, value in arrays.items()}
     folder.mkdir()
     write_huggingface(folder, engine.config, leaves, None, {})

@@ -14,7 +14,7 @@ from support import ALL_COMBINATIONS, arguments, copied
 
 from trainer import inspect, shardings
 from trainer.config import UserError, load
-from trainer.inference import MaxEngine
+from trainer.inference import MaxEngine, canonical
 from trainer.ops.paths import by_name
 
 KEYS = {"decoder_block": "stored_qwix:mixed", **FROZEN}
@@ -47,7 +47,7 @@ def test_a_run_resumes_in_another_combination_and_its_parameters_are_shown_and_l
         keys = KEYS | {"decoder_block": f"stored_qwix:{name}", "load_parameters_path": half / RUNS}
         return MaxEngine(load(arguments(LAST, **keys)).config, jax.devices()[:1])
 
-    params, _ = engine("mixed").load_params(say=print)
+    params, _ = canonical(engine("mixed").load_params(say=print))
     assert isinstance(params["decoder"]["layers"]["mlp"]["wi_1"]["kernel"], PaddedQArray)
     assert all(leaf.tobytes() == left[f"params/{name}"].tobytes() for name, leaf in by_name(copied(params)).items())
     with pytest.raises(UserError, match="wi_0/kernel/qvalue: stored as int8, wanted int4: only floats can be cast"):

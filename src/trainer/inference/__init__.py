@@ -8,6 +8,7 @@ from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Event, Scheduler
 from trainer.inference.state import DecodeState, Prefix, Result
 from trainer.inference.text import Chat, TextStream, tokens_of
+from trainer.inference.weights import canonical
 
 __all__ = [
     "Chat",
@@ -22,6 +23,7 @@ __all__ = [
     "Sampling",
     "Scheduler",
     "TextStream",
+    "canonical",
     "sample_prompt",
     "sample_text",
     "tokens_of",

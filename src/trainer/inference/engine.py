@@ -8,6 +8,7 @@ the sequences are. Caches are arguments and results: the engine holds compiled f
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, draw, request_keys, sampling_of, wrapped
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
+from trainer.inference.weights import abstract_weights, canonical, to_weights
 from trainer.layers.cache import Cache
 from trainer.models.caches import PLACES, cache_axes, init_cache
 from trainer.ops.losses import cross_entropy
@@ -33,11 +35,12 @@ from trainer.sharding import Axes
 class Engine:
     """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
-    `params` is everywhere the pair (params, rest) of canonical variables.
+    `params` is everywhere what `hold` returns: (params, rest), canonical variables in the layout of the programs.
     """
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
+        self._abstract_weights = abstract_weights(served)
         abstract = jax.eval_shape(self._empty)
         self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
         self._parts = math.prod(served.mesh.shape[axis] for axis in served.rules["activation_batch"])
@@ -92,6 +95,11 @@ class Engine:
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
         """Returns several prompts as one row, padded to the next bucket. See `Rows.packed`."""
         return self.rows.packed(prompts)
+
+    def hold(self, params: Any, rest: Any, *, donate: bool = False) -> Any:
+        """Returns canonical variables, such as those of a trainer, as the argument `params` of the other methods. See
+        `weights.to_weights`."""
+        return to_weights((params, rest), self.served, donate)
 
     def init_decode_state(self) -> DecodeState:
         """Returns the state with no slot in use."""
@@ -228,7 +236,7 @@ class Engine:
         state = jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self.state_shardings
         )
-        return {"parameters": self.served.abstract_variables, "cache": state.cache, "sequences": state.sequences}
+        return {"parameters": self._abstract_weights, "cache": state.cache, "sequences": state.sequences}
 
     def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
         """Compiles `generate` without parameters and without a cache, also for devices that are not here.
@@ -283,7 +291,7 @@ class Engine:
         self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
     ) -> tuple[Any, Any]:
         """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
-        rows = jnp.arange(len(tokens))
+        params, rows = self._canonical(params), jnp.arange(len(tokens))
         ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
         return hidden, cache.entries
@@ -303,7 +311,8 @@ class Engine:
     def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:
         """Draws the next token of every sequence in use from its last hidden state."""
         count = len(hidden_be)
-        logits = self.served.model.apply(*params, self._together(hidden_be, parts), method="head")[0]
+        rows = self._together(hidden_be, parts)
+        logits = self.served.model.apply(*self._canonical(params), rows, method="head")[0]
         step = sequences.used.astype(jnp.int32)
         drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
         tokens = jnp.where(sequences.used, drawn, sequences.tokens)
@@ -313,6 +322,15 @@ class Engine:
         if self.config.return_log_prob:
             log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
+
+    def _canonical(self, params: Any) -> Any:
+        """Returns the canonical variables that a program is traced with."""
+        layout, ours, stacked = map(jax.tree.structure, (params, self._abstract_weights, self.served.abstract_variables))
+        if layout not in (ours, stacked):
+            raise ValueError("params are of another model: give what hold or load_params returned")
+        if layout != ours:
+            warnings.warn("params are stacked, so each step cuts its layers out of them; hold returns faster ones")
+        return canonical(params)
 
     def _begun(
         self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, params: Any

@@ -54,17 +54,19 @@ class MaxEngine(Engine):
         say: Callable[[str], Any] = print,
         given: Collection[str] = (),
         average: bool = False,
+        donate: bool = False,
     ) -> Any:
-        """Returns the variables (params, rest) for all methods, sharded over the devices.
+        """Returns the argument `params` of all methods, sharded over the devices (`Engine.hold`).
 
-        They are `params`, a canonical nested dict of all weights: parameters, and biases of routers (`joined`). Without
-        `params`, they come from load_parameters_path. Without that key, they are initial ones, drawn from
-        init_weights_seed.
+        The values are those of `params`, a canonical nested dict of all weights: parameters, and biases of routers
+        (`joined`). Without `params`, they come from load_parameters_path. Without that key, they are initial ones,
+        drawn from init_weights_seed.
 
         Args:
           say: see `checkpoint.load_parameters`.
           given: the keys that the user set; see there.
           average: whether to load the parameter average of a run with ema_decay.
+          donate: whether to delete the arrays of `params` as they are converted.
 
         Raises:
           UserError: see `checkpoint.load_parameters`.
@@ -75,15 +77,15 @@ class MaxEngine(Engine):
         if params is None and not path:
             say("load_parameters_path is empty: the parameters are initial ones, drawn at random")
             shardings = jax.tree.map(lambda leaf: leaf.sharding, variables)
-            return jax.jit(self.served.model.init, out_shardings=shardings)(seed_key(config.init_weights_seed))
+            initial = jax.jit(self.served.model.init, out_shardings=shardings)(seed_key(config.init_weights_seed))
+            return self.hold(*initial, donate=True)
         if params is None:
+            donate = True
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
             if self.served.ranks is not None:
                 params = nested(loaded(config, self._adapters, names_of(params)))
-        else:
-            params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding).astype(like.dtype), params, abstract)
-        return parted(params, variables[1])
+        return self.hold(*parted(params, variables[1]), donate=donate)
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.

@@ -10,7 +10,7 @@ from trainer.config import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
-from trainer.inference.served import Served, longest_prompt, without_drops
+from trainer.inference.served import Served, for_decoding, longest_prompt
 from trainer.inference.text import Chat, tokens_of
 from trainer.models.caches import takes_cache
 
@@ -53,13 +53,12 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt
         params, rest = run.computation.trained(run.codec.unpack(state))
         return jax.lax.with_sharding_constraint(params, run.param_shardings.compute), rest
 
-    config = without_drops(run.config)
+    config = for_decoding(run.config, run.mesh.devices.flat[0].platform)
     model = run.model if config is run.config else make_model(config)
     slots = run.mesh.size  # one per device, so that any mesh can shard the batch
-    scheduler = Scheduler(
-        Engine(Served(config, run.mesh, run.rules, model, slots)),
-        jax.jit(run.sharded(variables), donate_argnums=0)(state),
-    )
+    engine = Engine(Served(config, run.mesh, run.rules, model, slots))
+    weights = engine.hold(*jax.jit(run.sharded(variables), donate_argnums=0)(state), donate=True)
+    scheduler = Scheduler(engine, weights)
     scheduler.submit(prompt.tokens, stop=prompt.stop)
     drawn = [event.token for event in scheduler.run() if event.token is not None]
     return tokenizer.decode([*prompt.tokens, *drawn])

@@ -13,6 +13,7 @@ from trainer.backends import Model, make_model
 from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
+from trainer.config.invariant_keys import KEY
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
@@ -89,7 +90,7 @@ def serve(
     # Modules of multi-token prediction are for training.
     values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}
     config = resolve(values, device_count=len(devices), platform=devices[0].platform, num_slices=slices)
-    config = without_drops(config)
+    config = for_decoding(config, devices[0].platform)
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
@@ -103,14 +104,26 @@ def serve(
     return Served(config, mesh, rules, make_model(config), slots, ranks)
 
 
-def without_drops(config: Config) -> Any:
-    """Returns `config`, resolved, with experts that drop no token.
+def for_decoding(config: Config, platform: str) -> Any:
+    """Returns `config`, resolved, for a model that generates text on devices of `platform`: with the loop over layers
+    of `decoding_loop`, and with experts that drop no token.
 
     What they drop depends on the other tokens of a row, and a sequence must not depend on its padding.
     """
-    if not drops(config):
-        return config
-    return ml_collections.FrozenConfigDict(dict(config.items()) | {"sparse_matmul": True, "capacity_factor": -1.0})
+    own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
+    if (scan := decoding_loop(config, platform)) != config.scan_layers:
+        own["scan_layers"] = scan
+    return ml_collections.FrozenConfigDict({**config, **own}) if own else config
+
+
+def decoding_loop(config: Config, platform: str) -> bool:
+    """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
+    otherwise each layer has its own arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
+    measurements."""
+    # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
+    copied = config.num_experts > 1 and config.attention_type != "mla"
+    unrolled = platform == "cpu" or (platform == "tpu" and copied)
+    return config.scan_layers and (config[KEY] or not unrolled)  # with the key, bits are those of the training step
 
 
 def longest_prompt(config: Config) -> int:

@@ -1,8 +1,8 @@
 """Caches: the data of earlier positions that blocks keep during generation.
 
 A block makes its own cache, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other arrays
-whose first axis is the rows). A stack holds the caches of all its layers, stacked on axis 0, and gives each block a
-view. A write changes only the entries that are written, so a loop over tokens updates its caches in place.
+whose first axis is the rows). A stack holds the caches of all its layers, stacked on axis 0 or as `Layers`, and gives
+each block a view. A write changes only the entries that are written, so a loop over tokens updates its caches in place.
 
 The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
 window needs only a cache as long as the window, which is a ring.
@@ -13,6 +13,7 @@ computes does not depend on how its prompt was divided into calls.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,20 @@ _NOWHERE = -1  # the segment of an entry without a token
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Layers:
+    """What a stack holds for each of its layers, by itself, for an unrolled loop: `each` has a pytree per layer."""
+
+    each: Sequence[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Cache:
     """One layer's view of the caches of a stack, or of all stacks (`layer` is None then).
 
     Attributes:
-      entries: arrays [layers, b, ...] of a stack, each an array or a `Scaled`; or those of all stacks, by name.
+      entries: arrays [layers, b, ...] of a stack, each an array or a `Scaled`; or those of all stacks, by name. An
+        unrolled loop holds them as `Layers` of arrays [1, b, ...].
       layer: the index of the layer that this view belongs to.
       rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
         row of tokens is one segment and has its own row of the cache.

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from trainer.config.remat import LAYER_INPUT
-from trainer.layers.cache import Cache
+from trainer.layers.cache import Cache, Layers
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, capture, with_output
 from trainer.products import Context
@@ -105,6 +105,7 @@ class Loop(NamedTuple):
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
       cache: of all stacks (`layers.cache`), or None; its entries are not read.
+      by_layer: whether the entries of its caches are `Layers`.
     """
 
     stack: Stack
@@ -112,6 +113,7 @@ class Loop(NamedTuple):
     context: Context
     types: tuple[type[nnx.Variable], ...] = ()
     cache: Cache | None = None
+    by_layer: bool = False
 
     def numbers(self) -> list[jax.Array]:
         """Returns, for each block of the pattern, the numbers [count] of its layers."""
@@ -126,7 +128,7 @@ class Loop(NamedTuple):
         x = checkpoint_name(x, LAYER_INPUT)
         cache = self.cache
         if cache is not None:
-            layer = (number - self.first) // len(self.stack.blocks)
+            layer = 0 if self.by_layer else (number - self.first) // len(self.stack.blocks)
             cache = dataclasses.replace(cache, entries=entries, layer=layer)
         (x, cache), sown = call(x, cache, self.context.at(number))
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
@@ -165,7 +167,7 @@ def run_stack(
       variables: the stacked variables: parameters, and separately all others; each is a list with one entry per block
         of the pattern.
       x: the first block's input.
-      entries: the stacked cache of each block of the pattern, or None.
+      entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer`, without `scan`.
       scan: whether to roll the loop or to unroll it.
       remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
       cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
@@ -190,16 +192,21 @@ def run_stack(
         variables, numbers = turn
         return loop.turn(list(map(functools.partial, layers, zip(*variables, strict=True))), carry, numbers)
 
-    carry, stacked = (x, list(entries)), (list(variables), loop.numbers())
+    stacked = list(variables), loop.numbers()
     if scan:
-        (x, entries), sown = jax.lax.scan(body, carry, stacked)
+        (x, entries), sown = jax.lax.scan(body, (x, list(entries)), stacked)
         return x, entries, sown
-    outputs = []
+    outputs, apart = [], []
     for i in range(loop.stack.count):
+        held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
         # Sliced outside of the checkpointed layer, so that the backward pass keeps no second copy of the parameters.
-        carry, output = body(carry, jax.tree.map(lambda a, i=i: a[i], stacked))
+        (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
-    return *carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
+        apart.append(held)
+        entries = entries if loop.by_layer else held
+    if loop.by_layer:
+        entries = [Layers(list(each)) for each in zip(*apart, strict=True)]
+    return x, entries, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
 
 
 def run_layer(

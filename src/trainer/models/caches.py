@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config
-from trainer.layers.cache import Cache
+from trainer.layers.cache import Cache, Layers
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, blocks, stacks
 from trainer.ops.scaled import Scaled, scaled
@@ -19,7 +19,11 @@ PLACES = "activation_kv_length"  # the axis of a cache with a place for each pos
 
 
 def init_cache(config: Config, rows: int, length: int) -> Cache:
-    """Returns empty caches for all layers, for `rows` rows of up to `length` positions."""
+    """Returns empty caches for all layers, for `rows` rows of up to `length` positions.
+
+    They are stacked if the loop over layers is rolled. An unrolled loop has `Layers`: before it read the cache of a
+    layer in a stack, it would copy it.
+    """
 
     def empty(block: Any, count: int) -> Any:
         def held(names: Axes, array: jax.Array) -> Any:
@@ -27,7 +31,11 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
             return scaled(array, jnp.dtype(DTYPES[config.kv_quant_dtype]), shared) if shared else array
 
         one = jax.tree.map(held, _names(block), block.init_cache(rows, length), is_leaf=_is_axes)
-        return jax.tree.map(lambda array: jnp.broadcast_to(array, (count, *array.shape)), one)
+
+        def stacked(layers: int) -> Any:
+            return jax.tree.map(lambda array: jnp.broadcast_to(array, (layers, *array.shape)), one)
+
+        return stacked(count) if config.scan_layers else Layers([stacked(1) for _ in range(count)])
 
     return Cache(_of_blocks(config, empty))
 
@@ -47,7 +55,8 @@ def cache_axes(config: Config) -> Any:
             scale = Axes(None if axis - len(stacked) in shared else name for axis, name in enumerate(stacked))
             return Scaled(stacked, scale)  # type: ignore[arg-type]  # in place of arrays
 
-        return jax.tree.map(held, _names(block), _shapes(block, 1), is_leaf=_is_axes)
+        one = jax.tree.map(held, _names(block), _shapes(block, 1), is_leaf=_is_axes)
+        return one if config.scan_layers else Layers([one] * count)
 
     return _of_blocks(config, named)
 

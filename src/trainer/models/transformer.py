@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config
-from trainer.layers.cache import Cache
+from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
 from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
@@ -170,7 +170,7 @@ def run_stacks(
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
         held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
-        loop = Loop(stack, first, context, types, cache)
+        loop = Loop(stack, first, context, types, cache, by_layer=isinstance(held[0], Layers))
         x, entries[stack.name], found = run(loop, x, held)
         for name, values in found.items():
             sown[name] |= values

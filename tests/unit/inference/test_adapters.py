@@ -10,7 +10,7 @@ from trainer.backends import make_model
 from trainer.checkpoint import joined, names_of, nested, parted
 from trainer.config import UserError
 from trainer.config.lora_keys import ADAPTER
-from trainer.inference import Engine, MaxEngine, Sampling
+from trainer.inference import Engine, MaxEngine, Sampling, canonical
 from trainer.inference.adapters import with_adapters
 from trainer.inference.served import serve
 from trainer.models.adapters import apply_lora_on_base_params
@@ -81,7 +81,7 @@ def test_a_batch_of_prompts_with_different_adapters(combination):
     keys = iter(jax.random.split(jax.random.key(1), len(weights)))
     for name in adapters_of(engine):
         weights[name] = jax.random.normal(next(keys), weights[name].shape)
-    variables = parted(nested(weights), rest)
+    variables = engine.hold(*parted(nested(weights), rest))
     prompts, chosen = [[5, 9, 3], [5, 9, 3], [7, 7]], [1, 2, 0]
     packed, result = engine.prefill_concat(variables, *engine.packed(prompts), sampling=GREEDY, adapters=chosen)
     alone = [
@@ -109,7 +109,7 @@ def _token(engine, weights, row, number):
             own |= {a: weights[a][..., ranks], b: jnp.moveaxis(jnp.moveaxis(weights[b], axis, 0)[ranks], 0, axis)}
         base = names_of(apply_lora_on_base_params(nested(base), nested(own), 1.0))
     plain = engine_with(0)
-    variables = parted(nested(base), plain.served.model.abstract[1])
+    variables = plain.hold(*parted(nested(base), plain.served.model.abstract[1]))
     return int(plain.prefill(variables, plain.padded(row), len(row), sampling=GREEDY)[1].tokens[0])
 
 
@@ -145,7 +145,7 @@ def test_ranks_and_patterns_of_different_adapters():
 def test_each_sequence_has_its_adapter(keys):
     config = tiny_config("nnx", return_log_prob=True, **LORA | keys)
     base = MaxEngine(config, jax.devices()[:1])
-    params, rest = base.load_params(say=lambda line: None)
+    params, rest = canonical(base.load_params(say=lambda line: None))
     for i, (name, leaf) in enumerate(by_name(params).items()):
         if name.endswith("lora_b"):
             *path, last = name.split("/")
@@ -154,7 +154,8 @@ def test_each_sequence_has_its_adapter(keys):
                 node = node[key]
             node[last] = jax.random.normal(jax.random.key(i), leaf.shape)
     ranks = np.array([[False, False], [True, False], [False, True]])
-    engine, weights = Engine(base.served._replace(ranks=ranks)), (params, rest)
+    engine = Engine(base.served._replace(ranks=ranks))
+    weights = engine.hold(params, rest)
 
     def after(tokens, adapter):
         return engine.prefill(weights, engine.padded(tokens), len(tokens), sampling=GREEDY, adapter=adapter)

@@ -12,7 +12,7 @@ import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.backends import make_model
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
 from trainer.layers.cache import Cache
 from trainer.models.caches import PLACES, cache_axes, init_cache
 from trainer.ops.scaled import Scaled
@@ -150,7 +150,7 @@ def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_wh
     engine = MaxEngine(config, jax.devices())
     params = engine.load_params(say=lambda line: None)
     one = tiny_config("nnx", **keys)
-    model, alone = make_model(one), jax.device_get(params)
+    model, alone = make_model(one), jax.device_get(canonical(params))
 
     @jax.jit
     def whole(tokens):

@@ -22,7 +22,7 @@ from trainer.checkpoint.huggingface import layouts_of, tensors_of
 from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
-from trainer.inference import MaxEngine, Scheduler
+from trainer.inference import MaxEngine, Scheduler, canonical
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
 from trainer.models.families import RESERVED, axis_rules, place, stacks
@@ -179,7 +179,7 @@ def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
 def test_it_is_sampled_from_through_caches_of_both_kinds():
     config = tiny_config("nnx", **OWN, max_target_length=6, decode_sampling_strategy="greedy")
     engine = MaxEngine(config, jax.devices()[:1])
-    model, (params, rest) = engine.served.model, engine.load_params(say=lambda line: None)
+    model, (params, rest) = engine.served.model, canonical(engine.load_params(say=lambda line: None))
     params["decoder"]["decoder_norm"]["scale"] *= 8 * np.sign(np.random.default_rng(0).normal(size=16))
 
     def forward(params, tokens):
@@ -187,7 +187,7 @@ def test_it_is_sampled_from_through_caches_of_both_kinds():
         hidden, _, _ = model.apply(params, rest, tokens, positions, jnp.ones_like(tokens), jnp.arange(1))
         return model.apply(params, rest, hidden, method="head")[0]
 
-    scheduler = Scheduler(engine, (params, rest))
+    scheduler = Scheduler(engine, engine.hold(params, rest))
     scheduler.submit([3, 1, 4])
     tokens = np.array([[3, 1, 4, *(event.token for event in scheduler.run())]])
     logits = np.asarray(jax.jit(forward)(params, tokens))

@@ -14,7 +14,7 @@ from support import ALL_COMBINATIONS, arguments, tiny_config
 from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.config import UserError, load, resolve
-from trainer.inference import MaxEngine, Scheduler
+from trainer.inference import MaxEngine, Scheduler, canonical
 from trainer.layers.attention import Attention
 from trainer.layers.moe import MoE
 from trainer.models.llama2 import facts
@@ -102,7 +102,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
     keys |= {"per_device_batch_size": 2, "enable_prefix_caching": True, "prefix_caching_hbm_byte": 10**8}
     keys |= {"use_chunked_prefill": True, "prefill_chunk_size": 4, "decode_sampling_strategy": "greedy"}
     engine = MaxEngine(tiny_config("nnx", **OWN | keys), jax.devices()[:1])
-    params, rest = engine.load_params(say=lambda line: None)
+    params, rest = canonical(engine.load_params(say=lambda line: None))
     params["decoder"]["layers"]["mix"]["kernel"] *= 20  # so that the mean decides
     assert sorted(set(engine.places(engine.init_decode_state().cache))) == [0, LENGTH]
 
@@ -112,7 +112,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
         hidden = engine.served.model.apply(params, rest, tokens, positions, jnp.ones_like(positions), jnp.zeros(1, int))
         return engine.served.model.apply(params, rest, hidden[0], method="head")[0][0].argmax(-1)
 
-    scheduler = Scheduler(engine, (params, rest))
+    scheduler = Scheduler(engine, engine.hold(params, rest))
     prompts = [[5, 0, 17, 3, 9, 1], [5, 0, 17, 44], [5, 0, 17, 3, 9, 1, 30], [5, 0, 17, 3, 9, 1]]
     for prompt in prompts:  # one after the other, so that each may begin with an earlier one
         number = scheduler.submit(prompt, limit=6)

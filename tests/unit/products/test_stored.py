@@ -174,9 +174,7 @@ def test_generation_with_integers(combination):
     def tokens(params, **keys):
         devices = jax.devices()[:2]
         engine = MaxEngine(load(arguments(combination, **keys)).config, devices)
-        shapes, _ = engine.served.abstract_variables
-        params = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), params, shapes)
-        scheduler = Scheduler(engine, (params, {}))
+        scheduler = Scheduler(engine, engine.load_params(params))
         scheduler.submit([5, 0, 17])
         return [event.token for event in scheduler.run()]
 

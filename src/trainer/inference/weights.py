@@ -1,0 +1,71 @@
+"""The weights as a decode step reads them.
+
+A decode step reads every weight once, so each product should read its weights where they are. A rolled loop copies the
+weights of a layer out of the stacked arrays before it multiplies. If the loop is unrolled, each layer has arrays of its
+own (`Layers`): a program stacks them where the model expects stacks, the model cuts them again, and XLA removes both.
+docs/decisions/0027-weights-of-decoding.md has the reasons and the price.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.inference.served import Served
+from trainer.layers.cache import Layers
+from trainer.sharding import LAYERS
+
+
+def abstract_weights(served: Served) -> tuple[Any, Any]:
+    """Returns (params, rest) as the programs of `served` take them, a ShapeDtypeStruct with a sharding at each leaf:
+    the canonical variables with `Layers` in place of stacked arrays, unless the loop over layers is rolled."""
+
+    def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
+        if served.config.scan_layers or names[:1] != (LAYERS,):
+            return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=served.sharding(names, it.shape))
+        shape = it.shape[1:]
+        one = jax.ShapeDtypeStruct(shape, it.dtype, sharding=served.sharding(names[1:], shape))
+        return Layers([one] * it.shape[0])
+
+    return jax.tree.map(held, served.model.abstract, (served.model.param_axes, served.model.rest_axes))
+
+
+def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
+    """Returns canonical variables in the form of `abstract_weights`, in its dtypes and shardings.
+
+    Leaves are converted one by one, so there is one leaf at a time that is not converted yet and converted already.
+
+    Args:
+      variables: (params, rest), arrays on these devices, on others or of NumPy.
+      donate: whether to delete each array of JAX that is cut or cast, as soon as it is. Other arrays may be shared.
+    """
+
+    def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:
+        placed = jax.device_put(array, like.sharding)
+        cut = isinstance(held, Layers)
+        made = Layers([_layer(placed, i, one) for i, one in enumerate(held.each)]) if cut else placed.astype(like.dtype)
+        if donate and (cut or placed.dtype != like.dtype):
+            jax.block_until_ready(made)  # otherwise all leaves are under way at once
+            for source in (placed, array):
+                if isinstance(source, jax.Array):
+                    source.delete()
+        return made
+
+    return jax.tree.map(convert, served.abstract_variables, abstract_weights(served), variables)
+
+
+def canonical(weights: Any) -> Any:
+    """Returns the canonical variables, or a part of them, of `weights` in the form of `abstract_weights`."""
+
+    def stacked(it: Any) -> Any:
+        return jnp.stack(it.each) if isinstance(it, Layers) else it
+
+    return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
+
+
+# One program for all layers: one with an output for each takes ten times as long to compile.
+@functools.partial(jax.jit, static_argnums=2)
+def _layer(stacked: jax.Array, i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.lax.with_sharding_constraint(stacked[i].astype(like.dtype), like.sharding)

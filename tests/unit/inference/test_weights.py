@@ -1,0 +1,136 @@
+"""What a decode step reads: each layer's arrays by themselves, or stacks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, copied, tiny_config
+
+from trainer.config import load
+from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.inference.served import decoding_loop
+from trainer.layers.cache import Layers
+
+WIDE = {"base_emb_dim": 64, "base_mlp_dim": 256, "base_num_decoder_layers": 3, "per_device_batch_size": 1}
+PATTERN = {"decoder_block": "gemma2", "base_num_decoder_layers": 4, "sliding_window_size": 8}
+KINDS = {
+    "heads": {},
+    "two stacks, latents, experts": EVERY_MATRIX
+    | {"base_num_decoder_layers": 3, "routed_bias": True, "routed_score_func": "sigmoid"},
+    "two blocks in turn": PATTERN,
+    "stored as integers": {"checkpoint_is_quantized": True, "quantization": "int8", "logits_via_embedding": False},
+    "adapters": {"lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 4.0},
+}
+MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+def engine_of(combination="nnx", devices=1, **keys):
+    keys = {"per_device_batch_size": 2, "decode_sampling_strategy": "greedy"} | keys
+    return MaxEngine(tiny_config(combination, devices=devices, **keys), jax.devices()[:devices])
+
+
+def drawn(engine, variables):
+    scheduler = Scheduler(engine, engine.hold(*variables))
+    numbers = [scheduler.submit(prompt, limit=6) for prompt in ([5, 0, 17], [9, 3, 3, 8, 1])]
+    events = list(scheduler.run())
+    return [[event.token for event in events if event.request == number] for number in numbers]
+
+
+@functools.cache
+def sharp(kind):
+    """Random variables that are large, so that tokens differ."""
+    abstract = engine_of(**KINDS[kind]).served.model.abstract
+    rng = np.random.default_rng(0)
+
+    def random(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return rng.integers(-7, 8, leaf.shape).astype(leaf.dtype)
+        return rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(random, abstract)
+
+
+@functools.cache
+def expected(kind):
+    return drawn(engine_of(**KINDS[kind]), sharp(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_no_bit_changes(kind):
+    for devices, mesh in ((1, {}), (8, MESH)):
+        engine = engine_of(devices=devices, **KINDS[kind], **mesh)
+        params, rest = sharp(kind)
+        weights = engine.hold(params, rest)
+        assert_equal_bits(copied(canonical(weights)), (params, rest))
+        stacks = [leaf for leaf in jax.tree.leaves(weights, is_leaf=_is_layers) if _is_layers(leaf)]
+        assert len(stacks) > 4
+        jax.tree.map(_check_description, engine.parts()["parameters"], weights)
+
+
+def _check_description(described, held):
+    assert (described.shape, described.dtype) == (held.shape, held.dtype)
+    assert described.sharding.is_equivalent_to(held.sharding, held.ndim)
+
+
+def _is_layers(it):
+    return isinstance(it, Layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_does_not_depend_on_the_loop(kind, monkeypatch):
+    assert len({token for row in expected(kind) for token in row}) > 1
+    monkeypatch.setattr("trainer.inference.served.decoding_loop", lambda config, platform: True)
+    rolled = engine_of(**KINDS[kind])
+    assert not any(map(_is_layers, jax.tree.leaves(rolled.parts(), is_leaf=_is_layers)))
+    assert drawn(rolled, sharp(kind)) == expected(kind)
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_a_step_copies_neither_weights_nor_stacks_in_any_combination(combination):
+    """With stacked arrays, each layer's weights and cache were copied: more than all weights of the layers."""
+    engine, unrolled = (engine_of(combination, **WIDE, scan_layers=scan) for scan in (True, False))
+    assert engine.config == unrolled.config, "so their programs are the same"
+    params, _ = engine.parts()["parameters"]
+    layers = sum(leaf.size * 4 for leaf in jax.tree.leaves(params["decoder"]["layers"]))
+    _, report = engine.aot_compile()
+    assert report.state["parameters"] > layers > 4 * 50_000
+    assert report.memory.temporaries < layers / 8
+    assert drawn(engine_of(combination), sharp("heads")) == expected("heads")
+
+
+def test_a_round_of_a_rollout_compiles_nothing_and_leaves_no_second_copy():
+    engine = engine_of(weight_dtype="bfloat16")
+    trained = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, jnp.float32), engine.served.model.abstract)
+    engine.hold(*trained)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(trained)), "they belong to the trainer"
+    before = _compilations()
+    weights = engine.hold(*trained, donate=True)
+    assert _compilations() == before
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(weights)} == {"bfloat16"}
+    weights = engine.load_params(canonical(weights)[0])
+    assert engine.generate(weights, engine.init_decode_state())[1].tokens.shape == (2,)
+
+
+def _compilations():
+    from trainer.inference import weights
+
+    return weights._layer._cache_size()
+
+
+def test_variables_in_another_layout_are_refused_by_name():
+    engine = engine_of()
+    with pytest.raises(ValueError, match="params are not in the layout of this engine: give what hold or load_params"):
+        engine.prefill(sharp("heads"), engine.padded([1]), 1, sampling=Sampling(0.0))
+
+
+def test_which_loop():
+    for scan in (True, False):
+        config = load(["base.yml", f"scan_layers={scan}"]).config
+        assert [decoding_loop(config, platform) for platform in ("cpu", "gpu", "tpu")] == [False, scan, scan]
+    experts = tiny_config("nnx", decoder_block="mixtral", num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8)
+    assert [decoding_loop(experts, platform) for platform in ("gpu", "tpu")] == [True, False]
+    assert decoding_loop(tiny_config("nnx", **EVERY_MATRIX), "tpu")
+    assert decoding_loop(type(experts)({**experts, "batch_invariant": True}), "cpu"), "as in training"
