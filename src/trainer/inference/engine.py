@@ -325,11 +325,13 @@ class Engine:
 
     def _canonical(self, params: Any) -> Any:
         """Returns the canonical variables that a program is traced with."""
-        layout, ours, stacked = map(jax.tree.structure, (params, self._abstract_weights, self.served.abstract_variables))
-        if layout not in (ours, stacked):
+        layouts: list[Any] = [self._abstract_weights, self.served.abstract_variables]
+        fits = [jax.tree.structure(params) == jax.tree.structure(layout) for layout in layouts]
+        if not any(fits):
             raise ValueError("params are of another model: give what hold or load_params returned")
-        if layout != ours:
-            warnings.warn("params are stacked, so each step cuts its layers out of them; hold returns faster ones")
+        if not fits[0]:
+            said = "params are stacked, so every step cuts its layers out of them; Engine.hold returns faster ones"
+            warnings.warn(said, stacklevel=2)
         return canonical(params)
 
     def _begun(

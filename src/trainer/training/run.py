@@ -238,8 +238,8 @@ def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str,
 
 def _jitted(run: Run, step: Callable[..., Any], stored: Any) -> Any:
     outputs = stored, run.computation.metric_shardings
-    how = {"in_shardings": _inputs(run, stored), "out_shardings": outputs, "compiler_options": _options(run)}
-    return jax.jit(step, donate_argnums=0, **how)
+    inputs, options = _inputs(run, stored), _options(run)
+    return jax.jit(step, in_shardings=inputs, out_shardings=outputs, donate_argnums=0, compiler_options=options)
 
 
 def _options(run: Run) -> dict[str, str]:

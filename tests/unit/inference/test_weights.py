@@ -120,10 +120,15 @@ def _compilations():
     return weights._layer._cache_size()
 
 
-def test_variables_in_another_layout_are_refused_by_name():
+def test_stacked_variables_serve_with_a_warning_and_other_ones_are_refused():
     engine = engine_of()
-    with pytest.raises(ValueError, match="params are not in the layout of this engine: give what hold or load_params"):
-        engine.prefill(sharp("heads"), engine.padded([1]), 1, sampling=Sampling(0.0))
+    how, variables = {"sampling": Sampling(0.0)}, sharp("heads")
+    _, expected = engine.prefill(engine.hold(*variables), engine.padded([1]), 1, **how)
+    with pytest.warns(UserWarning, match="Engine.hold returns faster ones"):
+        _, found = engine.prefill(variables, engine.padded([1]), 1, **how)
+    assert found.tokens == expected.tokens
+    with pytest.raises(ValueError, match="params are of another model: give what hold or load_params returned"):
+        engine.prefill((variables[0], {"other": variables[1]}), engine.padded([1]), 1, **how)
 
 
 def test_which_loop():

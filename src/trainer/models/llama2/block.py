@@ -29,8 +29,8 @@ def make_rope(config: Config, window: int = 0) -> Rope:
     """Returns the RoPE of the layers with that window (0: none), for a resolved configuration."""
     if window and config.local_rope_max_timescale > 0:
         longest = config.local_rope_max_timescale
-        how = {"interleave": config.rope_interleave, "rounded": config.batch_invariant}
-        return Rope(config.rope_min_timescale, longest, **how)
+        interleave, rounded = config.rope_interleave, config.batch_invariant
+        return Rope(config.rope_min_timescale, longest, interleave=interleave, rounded=rounded)
     return Rope(
         min_timescale=config.rope_min_timescale,
         max_timescale=config.rope_max_timescale,
