@@ -10,6 +10,7 @@ from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
 from trainer.config.errors import shortened
+from trainer.config.invariant_keys import KEY
 from trainer.config.maxtext_command import Command, has_variable
 from trainer.config.maxtext_convert import (
     DECIDING,

@@ -326,7 +326,8 @@ class Engine:
     def _canonical(self, params: Any) -> Any:
         """Returns the canonical variables that a program is traced with."""
         layouts: list[Any] = [self._abstract_weights, self.served.abstract_variables]
-        fits = [jax.tree.structure(params) == jax.tree.structure(layout) for layout in layouts]
+        given: Any = jax.tree.structure(params)
+        fits = [given == jax.tree.structure(layout) for layout in layouts]
         if not any(fits):
             raise ValueError("params are of another model: give what hold or load_params returned")
         if not fits[0]:

@@ -15,7 +15,7 @@ computes does not depend on how its prompt was divided into calls.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from trainer.products import Context
 _NOWHERE = -1  # the segment of an entry without a token
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Layers:
+class Layers(NamedTuple):  # which JAX takes apart and puts together without Python
     """What a stack holds for each of its layers, by itself, for an unrolled loop: `each` has a pytree per layer."""
 
     each: Sequence[Any]

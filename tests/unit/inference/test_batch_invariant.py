@@ -1,0 +1,249 @@
+"""With batch_invariant, the log-probability of a drawn token is the one that training computes for it, in every bit.
+
+The difference is taken from what was returned when the token was drawn.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
+from trainer.backends import make_model
+from trainer.config import UserError, load
+from trainer.config.invariant_keys import TILE, compiler_options, unchecked
+from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.objectives import hidden_states, target_log_probs
+from trainer.ops.attention import Mask, dot_product_attention
+from trainer.ops.invariant import invariant_attention, rounded
+from trainer.sharding import on_mesh
+
+LENGTH, VOCABULARY = 256, 307
+MODEL = {
+    "base_emb_dim": 64,
+    "head_dim": 16,
+    "base_mlp_dim": 176,
+    "vocab_size": VOCABULARY,
+    "max_target_length": LENGTH,
+    "return_log_prob": True,
+    "batch_invariant": True,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 96}
+# Norms before and after, windows and soft caps; latent attention, dense layers and experts; a table of positions.
+KINDS = {
+    "llama2": {},
+    "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0},
+    "deepseek": EVERY_MATRIX,
+    "mixtral": {"decoder_block": "mixtral", **EXPERTS},
+    "gpt3": {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": LENGTH},
+    "lora": {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8},
+    "unrolled": {"scan_layers": False, "rope_type": "yarn"},
+}
+HOW = {
+    "chunks": {"use_chunked_prefill": True, "prefill_chunk_size": 64},
+    "prefixes": {"enable_prefix_caching": True},
+}
+
+
+def engine_of(*, devices=1, **keys):
+    config = tiny_config("nnx", devices=devices, **MODEL | keys)
+    return MaxEngine(config, jax.devices()[:devices])
+
+
+def requests(count, seed=0):
+    """Returns prompts of 3 to 120 tokens, some of which begin with the same 70, and how many tokens follow each."""
+    random = np.random.default_rng(seed)
+    common = random.integers(0, VOCABULARY, 70).tolist()
+    prompts = [random.integers(0, VOCABULARY, random.integers(3, 120)).tolist() for _ in range(count)]
+    prompts[::3] = [common + prompt[:30] for prompt in prompts[::3]]
+    return prompts, random.integers(3, 40, count).tolist()
+
+
+def rollouts(engine, params, prompts, limits):
+    """Returns the tokens and log-probabilities that follow each prompt, with more requests than slots."""
+    scheduler = Scheduler(engine, params)
+    for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        scheduler.submit(prompt, limit=limit, sampling=Sampling(1.0), seed=seed)
+    found = [([], []) for _ in prompts]
+    for event in scheduler.run():
+        found[event.request][0].append(event.token)
+        found[event.request][1].append(event.log_prob)
+    return found
+
+
+def rows_of(texts, together):
+    """Returns a batch of training rows with `texts`, and the row and the place of each text's first token."""
+    rows, places = [], []
+    for text in texts:
+        pairs = len(text) - 1
+        if not (together and rows and rows[-1]["end"] + pairs <= LENGTH):
+            rows.append({"end": 0, "array": np.zeros((4, LENGTH), np.int32)})
+        row, start = rows[-1], rows[-1]["end"]
+        segment = row["array"][3].max() + 1
+        row["array"][:, start : start + pairs] = text[:-1], text[1:], np.arange(pairs), np.full(pairs, segment)
+        row["end"] = -(-(start + pairs) // TILE) * TILE
+        places.append((len(rows) - 1, start))
+    inputs, targets, positions, segments = map(jnp.asarray, np.stack([row["array"] for row in rows], axis=1))
+    batch = {"inputs": inputs, "targets": targets, "inputs_position": positions, "inputs_segmentation": segments}
+    return batch | {"row": jnp.arange(len(rows))}, places
+
+
+def training_log_probs(model, params, batch, mesh=None, rules=None):
+    """Returns the log-probabilities of the targets in the forward pass of a training step: float32 [b, t]."""
+
+    def loss(params, rest):
+        hidden, _ = hidden_states(model.apply, params, rest, batch, None, ())
+        found = target_log_probs(model.apply, params, rest, hidden, batch["targets"]).target
+        return jnp.sum(jnp.where(batch["inputs_segmentation"] != 0, found, 0)), found
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    step = step if mesh is None else on_mesh(mesh, rules)(step)
+    (_, found), _ = jax.jit(step, compiler_options=compiler_options(model.config, "cpu"))(*params)
+    return np.asarray(found)
+
+
+def differing(model, params, prompts, found, together, **mesh):
+    """Returns how many log-probabilities of rollouts have other bits in training."""
+    texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
+    batch, places = rows_of(texts, together)
+    log_probs = training_log_probs(model, params, batch, **mesh)
+    wrong = 0
+    for prompt, text, (_, drawn), (row, start) in zip(prompts, texts, found, places, strict=True):
+        expected = log_probs[row, start + len(prompt) - 1 : start + len(text) - 1]
+        wrong += np.sum(np.asarray(drawn, np.float32).view(np.int32) != expected.view(np.int32))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
+    engine = engine_of(dtype=dtype, **KINDS[kind])
+    params, model = engine.load_params(say=print), engine.served.model
+    if kind == "lora":
+        change = lambda leaf: leaf + jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) / 8  # noqa: E731
+        params = jax.tree.map(change, params)
+    prompts, limits = requests(7)
+    found = rollouts(engine, params, prompts, limits)
+    for together in (True, False):
+        assert differing(model, canonical(params), prompts, found, together) == 0
+
+
+@functools.cache
+def plain():
+    engine = engine_of(dtype="float32")
+    return engine, engine.load_params(say=print)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_chunks_and_prefixes_leave_the_bits(how):
+    params, (prompts, limits) = plain()[1], requests(7)
+    expected = rollouts(plain()[0], params, prompts, limits)
+    assert rollouts(engine_of(dtype="float32", **HOW[how]), params, prompts, limits) == expected
+
+
+def test_a_request_is_the_same_alone_and_among_others():
+    engine, params = plain()
+    prompts, limits = requests(6, seed=1)
+    assert rollouts(engine, params, prompts, limits)[0] == rollouts(engine, params, prompts[:1], limits[:1])[0]
+    one = engine_of(dtype="float32", per_device_batch_size=1)
+    assert rollouts(one, params, prompts[:1], limits[:1]) == rollouts(engine, params, prompts[:1], limits[:1])
+
+
+def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
+    engine, params = plain()
+    prompts = requests(2)[0]
+    packed = engine.packed(prompts)
+    assert packed.start_pos.tolist() == [0, TILE]
+    _, together = engine.prefill_concat(params, *packed, seeds=[3, 4])
+    for i, prompt in enumerate(prompts):
+        _, alone = engine.prefill(params, engine.padded(prompt), len(prompt), seed=3 + i)
+        assert (alone.tokens[0], alone.log_probs[0]) == (together.tokens[i], together.log_probs[i])
+    with pytest.raises(ValueError, match=r"start_pos=\[0, 5\]: with batch_invariant prompts begin at multiples of 128"):
+        engine.prefill_concat(params, *packed._replace(start_pos=np.array([0, 5])))
+
+
+def test_devices_with_whole_rows_and_gathered_matrices():
+    engine, params = engine_of(devices=4, ici_data_parallelism=2, per_device_batch_size=1, dtype="float32"), plain()[1]
+    prompts, limits = requests(6)
+    params = engine.load_params(params=canonical(params)[0])
+    found = rollouts(engine, params, prompts, limits)
+    assert found == rollouts(*plain(), prompts, limits)
+    where = {"mesh": engine.served.mesh, "rules": engine.served.rules}
+    prompts, found = prompts * 2, found * 2  # rows that four devices share
+    assert differing(engine.served.model, canonical(params), prompts, found, together=False, **where) == 0
+
+
+def test_without_the_key_bits_differ():
+    """So the tests above compare something."""
+    engine = engine_of(batch_invariant=False, dtype="bfloat16")
+    params, (prompts, limits) = engine.load_params(say=print), requests(7)
+    assert differing(engine.served.model, canonical(params), prompts, rollouts(engine, params, prompts, limits), True)
+
+
+def test_combinations_have_the_same_bits():
+    batch = rows_of([*requests(5)[0]], together=True)[0]
+    found = []
+    for combination in ALL_COMBINATIONS:
+        model = make_model(tiny_config(combination, **MODEL | {"dtype": "float32"}))
+        found.append(training_log_probs(model, jax.jit(model.init)(jax.random.key(0)), batch))
+    assert all(np.array_equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 20}, {"soft_cap": 5.0}, {"sinks": True}])
+def test_attention_is_that_of_the_reference(how):
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, key = (jax.random.normal(k, (2, 150, heads, 8)) for k, heads in zip(keys, (4, 2), strict=False))
+    value, gradient = jax.random.normal(keys[2], (2, 150, 2, 6)), jax.random.normal(keys[3], (2, 150, 4, 6))
+    index = jnp.broadcast_to(jnp.arange(150), (2, 150))
+    mask = Mask(index % 64, index % 64, 1 + index // 64, 1 + index // 64)
+    how = how | ({"sinks": jax.random.normal(keys[4], (4,))} if "sinks" in how else {})
+    found, pull = jax.vjp(lambda *arrays: invariant_attention(*arrays, mask, **how), query, key, value)
+    expected, pull_expected = jax.vjp(lambda *arrays: dot_product_attention(*arrays, mask, **how), query, key, value)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),  # sums in another order
+        (found, pull(gradient)),
+        (expected, pull_expected(gradient)),
+    )
+
+
+def test_a_rounded_product_is_rounded_before_it_is_added():
+    a, b, c = (jax.random.normal(key, (4096,)) for key in jax.random.split(jax.random.key(0), 3))
+    found = jax.jit(lambda a, b, c: rounded(a * b) + c)(a, b, c)
+    np.testing.assert_array_equal(found, np.asarray(a) * np.asarray(b) + np.asarray(c))
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        ({"max_target_length": 200}, "rows must be a multiple of 128 tokens"),
+        ({"attention": "dot_product"}, "it has an attention op of its own, invariant"),
+        ({"dropout_rate": 0.1}, "training would drop values that generation does not"),
+        ({"quantization": "int8"}, "bits of quantized products are not proved"),
+        ({"quantize_kvcache": True}, "training has no cache in 8 bits"),
+        ({"ici_tensor_parallelism": 2}, "each device must have whole rows and whole matrices"),
+        ({"ici_expert_parallelism": 2}, "each device must have whole rows and whole matrices"),
+        ({"prefill_chunk_size": 100}, "chunks must be a multiple of 64 tokens"),
+        ({"decoder_block": "team_block:TeamBlock"}, "the bits of your own blocks are not known"),
+        (
+            {"decoder_block": "mixtral", **EXPERTS, "sparse_matmul": False, "capacity_factor": 1.5},
+            "which tokens are dropped depends on the batch",
+        ),
+    ],
+)
+def test_what_is_not_proved_is_refused_by_name(keys, problem):
+    words = [f"{key}={value}" for key, value in (pinned("nnx") | MODEL | {"dataset_type": "synthetic"} | keys).items()]
+    with pytest.raises(UserError, match=problem):
+        load(["base.yml", *words])
+
+
+def test_a_mesh_that_is_filled_in_is_refused_too():
+    with pytest.raises(UserError, match="batch_invariant=true: tensor has 2 devices: each device must have whole rows"):
+        tiny_config("nnx", devices=2, **MODEL, ici_fsdp_parallelism=1, ici_tensor_parallelism=-1)
+
+
+def test_what_nobody_has_compared_is_said():
+    config = tiny_config("nnx", **MODEL)
+    assert not unchecked(config, "cpu") and not unchecked({"batch_invariant": False}, "tpu")
+    assert "have not been compared on tpu" in unchecked(config, "tpu")
