@@ -169,15 +169,14 @@ def agreement(tokens: np.ndarray, model: Any, prompts: Sequence[list[int]], tie:
     """Returns whether greedy `tokens` [b, n] are those of transformers, up to the first near tie of each row."""
     found = theirs(model, prompts, DRAWING["greedy"], output_logits=True, return_dict_in_generate=True)(NEW)
     expected = found.sequences[:, LENGTH:].numpy()
-    ties = 0
+    ties = []
     for row in np.flatnonzero((tokens != expected).any(axis=1)):
         at = np.flatnonzero(tokens[row] != expected[row])[0]
         logits = found.logits[at][row].float().numpy()
-        apart = (logits.max() - logits[tokens[row, at]]) / np.abs(logits).max()
-        if apart > tie:
-            return f"row {row} differs at token {at}, by {apart:.2g} of the largest logit"
-        ties += 1
-    return f"the same up to {ties} near ties" if ties else "the same"
+        ties.append((logits.max() - logits[tokens[row, at]]) / np.abs(logits).max())
+        if ties[-1] > tie:
+            return f"row {row} differs at token {at}, by {ties[-1]:.1%} of the largest logit"
+    return f"the same up to near ties in {len(ties)} rows, of {max(ties):.1%}" if ties else "the same"
 
 
 def print_head(*columns: str) -> None:
@@ -192,8 +191,10 @@ def print_row(*cells: object) -> None:
 
 def print_speed(words: argparse.Namespace, scratch: Path) -> None:
     """Prints the table of speed."""
-    measures = [f"{what}, ms of CPU | transformers | ratio | ratio of elapsed time" for what in ("prompts", "step")]
-    print_head("model", "dtype", "batch", "drawing", "scan_layers", *measures, "tokens")
+    measures = [
+        (f"{what}, ms of CPU", "transformers", "ratio", "ratio of elapsed time") for what in ("prompts", "step")
+    ]
+    print_head("model", "dtype", "batch", "drawing", "scan_layers", *itertools.chain(*measures), "tokens")
     for model, dtype in itertools.product(words.models, words.dtypes):
         reference = loaded(exported(scratch / f"{model}-{dtype}", engine_of(model, dtype, 1)), dtype)
         for batch in words.batches:
@@ -264,7 +265,8 @@ def main() -> None:
     import torch
     import transformers
 
-    print(f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+    versions = f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{versions}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         for table in words.tables:
             TABLES[table](words, Path(folder))
