@@ -9,9 +9,9 @@ Tables:
   slots: tokens/s of elapsed time with every slot in use, float32.
   starts: complete processes of `trainer.generate`, without and with JAX's cache of compiled programs.
 
-Programs take turns in one process, and the least time of the repeats counts. Except in the starts, compilation is not in
-the times. CPU time is that of all threads of the process. Run this on an idle machine: another program made a decode step
-of transformers six times as long, in CPU time and in elapsed time, and one of ours hardly longer. The load is printed.
+Programs take turns in one process, and the least time of the repeats counts. Except in the starts, compilation is not
+in the times. CPU time is that of all threads of the process. Run this on an idle machine: with other programs on two
+cores, a float32 step of transformers took two to six times as long, in CPU time, too. The load is printed.
 """
 
 import argparse
