@@ -94,6 +94,11 @@ def serve(
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
+    if config[KEY] and mesh.shape["fsdp"] > 1:
+        raise UserError(
+            f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; generate "
+            "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
+        )
     slots = round(config.per_device_batch_size * mesh.size)
     if sequences is not None:
         parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
+
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.invariant_keys import TILE, compiler_options, unchecked
 from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.models.families import axis_rules
 from trainer.objectives import hidden_states, target_log_probs
 from trainer.ops.attention import Mask, dot_product_attention
 from trainer.ops.invariant import invariant_attention, rounded
-from trainer.sharding import on_mesh
+from trainer.sharding import make_mesh, named_sharding, on_mesh
 
 LENGTH, VOCABULARY = 256, 307
 MODEL = {
@@ -93,14 +94,19 @@ def rows_of(texts, together):
 def training_log_probs(model, params, batch, mesh=None, rules=None):
     """Returns the log-probabilities of the targets in the forward pass of a training step: float32 [b, t]."""
 
-    def loss(params, rest):
+    def loss(params, rest, batch):
         hidden, _ = hidden_states(model.apply, params, rest, batch, None, ())
         found = target_log_probs(model.apply, params, rest, hidden, batch["targets"]).target
         return jnp.sum(jnp.where(batch["inputs_segmentation"] != 0, found, 0)), found
 
     step = jax.value_and_grad(loss, has_aux=True)
-    step = step if mesh is None else on_mesh(mesh, rules)(step)
-    (_, found), _ = jax.jit(step, compiler_options=compiler_options(model.config, "cpu"))(*params)
+    if mesh is not None:
+        step = on_mesh(mesh, rules)(step)
+        axes = model.param_axes, model.rest_axes
+        place = lambda array, names: jax.device_put(array, named_sharding(mesh, names, array.shape, rules))  # noqa: E731
+        params = jax.tree.map(place, params, axes)
+        batch = {name: place(it, ("activation_batch", None)[: it.ndim]) for name, it in batch.items()}
+    (_, found), _ = jax.jit(step, compiler_options=compiler_options(model.config, "cpu"))(*params, batch)
     return np.asarray(found)
 
 
@@ -164,15 +170,22 @@ def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
         engine.prefill_concat(params, *packed._replace(start_pos=np.array([0, 5])))
 
 
-def test_devices_with_whole_rows_and_gathered_matrices():
-    engine, params = engine_of(devices=4, ici_data_parallelism=2, per_device_batch_size=1, dtype="float32"), plain()[1]
-    prompts, limits = requests(6)
-    params = engine.load_params(params=canonical(params)[0])
-    found = rollouts(engine, params, prompts, limits)
+def test_devices_with_whole_rows_and_whole_matrices():
+    _, params = plain()
+    keys = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 1, "per_device_batch_size": 1, "dtype": "float32"}
+    engine, (prompts, limits) = engine_of(devices=4, **keys), requests(6)
+    found = rollouts(engine, engine.load_params(params=canonical(params)[0]), prompts, limits)
     assert found == rollouts(*plain(), prompts, limits)
-    where = {"mesh": engine.served.mesh, "rules": engine.served.rules}
-    prompts, found = prompts * 2, found * 2  # rows that four devices share
-    assert differing(engine.served.model, canonical(params), prompts, found, together=False, **where) == 0
+    training = mesh_of(ici_data_parallelism=2, ici_fsdp_parallelism=2)
+    assert differing(engine.served.model, canonical(params), prompts * 2, found * 2, together=False, **training) == 0
+    with pytest.raises(UserError, match="batch_invariant=true: fsdp has 4 devices, which would share the one row"):
+        engine_of(devices=4)
+
+
+def mesh_of(**keys):
+    """Returns a mesh of four devices for training, and its rules."""
+    config = tiny_config("nnx", devices=4, **MODEL | keys)
+    return {"mesh": make_mesh(config, jax.devices()[:4]), "rules": axis_rules(config)}
 
 
 def test_without_the_key_bits_differ():
@@ -215,7 +228,7 @@ def test_a_rounded_product_is_rounded_before_it_is_added():
 
 
 @pytest.mark.parametrize(
-    "keys, problem",
+    ("keys", "problem"),
     [
         ({"max_target_length": 200}, "rows must be a multiple of 128 tokens"),
         ({"attention": "dot_product"}, "it has an attention op of its own, invariant"),
@@ -245,5 +258,6 @@ def test_a_mesh_that_is_filled_in_is_refused_too():
 
 def test_what_nobody_has_compared_is_said():
     config = tiny_config("nnx", **MODEL)
-    assert not unchecked(config, "cpu") and not unchecked({"batch_invariant": False}, "tpu")
+    assert not unchecked(config, "cpu")
+    assert not unchecked({"batch_invariant": False}, "tpu")
     assert "have not been compared on tpu" in unchecked(config, "tpu")
