@@ -12,6 +12,7 @@ from typing import Any
 from trainer.config import Config, Loaded, UserError, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
+from trainer.config.invariant_keys import unchecked
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
@@ -161,6 +162,8 @@ def _opened(loaded: Loaded, kind: Kind):
         if by_hand(where := loaded.changed.get(key, "")):
             loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train uses the available devices")
     run, dataset, prompt = agreed(lambda: _prepare(loaded, kind, console))
+    if note := unchecked(run.config, run.mesh.devices.flat[0].platform):
+        console.say(note)
     check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
     check_same("the configuration", config_yml)

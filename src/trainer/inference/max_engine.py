@@ -8,7 +8,9 @@ import jax
 from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
+from trainer.checkpoint.adapters import Merged
 from trainer.config import Config, UserError
+from trainer.config.invariant_keys import KEY, unchecked
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import JsonTokenizer, Tokenizer
@@ -74,6 +76,8 @@ class MaxEngine(Engine):
         config, variables = self.config, self.served.abstract_variables
         abstract = joined(*variables)
         path = config.load_parameters_path
+        if note := unchecked(config, self.served.platform):
+            say(note)
         if params is None and not path:
             say("load_parameters_path is empty: the parameters are initial ones, drawn at random")
             shardings = jax.tree.map(lambda leaf: leaf.sharding, variables)
@@ -81,11 +85,20 @@ class MaxEngine(Engine):
             return self.hold(*initial, donate=True)
         if params is None:
             donate = True
+            self._refuse_merged(path)
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
             if self.served.ranks is not None:
                 params = nested(loaded(config, self._adapters, names_of(params)))
         return self.hold(*parted(params, variables[1]), donate=donate)
+
+    def _refuse_merged(self, path: str) -> None:
+        """Refuses adapters that would be added to their base, if training computed their products."""
+        if self.config[KEY] and isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
+            raise UserError(
+                f"{KEY}=true: {path} has adapters, which training did not add to their base; generate from the base, "
+                f"with adapters={path}"
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.

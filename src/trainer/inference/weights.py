@@ -65,7 +65,7 @@ def canonical(weights: Any) -> Any:
     return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
 
 
-# One program for all layers: one with an output for each takes ten times as long to compile.
+# One program for all layers: one with an output for each takes several times as long to compile.
 @functools.partial(jax.jit, static_argnums=2)
 def _layer(stacked: jax.Array, i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.lax.with_sharding_constraint(stacked[i].astype(like.dtype), like.sharding)
