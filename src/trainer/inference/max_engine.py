@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
+from trainer.checkpoint.adapters import Merged
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
-from trainer.checkpoint.adapters import Merged
 from trainer.config import Config, UserError
 from trainer.config.invariant_keys import KEY, unchecked
 from trainer.config.json_files import read_object
