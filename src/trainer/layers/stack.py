@@ -104,7 +104,7 @@ class Loop(NamedTuple):
       first: the number of the stack's first layer in the model.
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
-      cache: of all stacks (`layers.cache`), or None; its entries are not read.
+      cache: how caches are used (`layers.cache`); its own entries are not read.
       by_layer: whether the entries of its caches are `Layers`.
     """
 
@@ -112,7 +112,7 @@ class Loop(NamedTuple):
     first: int
     context: Context
     types: tuple[type[nnx.Variable], ...] = ()
-    cache: Cache | None = None
+    cache: Cache = Cache(None)
     by_layer: bool = False
 
     def numbers(self) -> list[jax.Array]:
@@ -126,10 +126,10 @@ class Loop(NamedTuple):
         `call(x, cache, context) -> (x, cache), sown` runs the block of the layer.
         """
         x = checkpoint_name(x, LAYER_INPUT)
-        cache = self.cache
-        if cache is not None:
+        cache = None
+        if entries is not None:
             layer = 0 if self.by_layer else (number - self.first) // len(self.stack.blocks)
-            cache = dataclasses.replace(cache, entries=entries, layer=layer)
+            cache = dataclasses.replace(self.cache, entries=entries, layer=layer)
         (x, cache), sown = call(x, cache, self.context.at(number))
         return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
 

@@ -170,7 +170,7 @@ def run_stacks(
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
         held = [None] * len(stack.blocks) if cache is None else cache.entries[stack.name]
-        loop = Loop(stack, first, context, types, cache, by_layer=isinstance(held[0], Layers))
+        loop = Loop(stack, first, context, types, cache or Cache(None), by_layer=isinstance(held[0], Layers))
         x, entries[stack.name], found = run(loop, x, held)
         for name, values in found.items():
             sown[name] |= values
