@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
             filled = cache.filled
             query, query_rope = cache.parted(query), cache.parted(query_rope)
             cache, seen, mask = cache.extend(seen, context, self.scores.ring)
-        if filled:
+        if cache is not None and filled:
             ranks = None if context.ranks is None else cache.parted(context.ranks)
             attended = self._over_cache(query, query_rope, seen, mask, context._replace(ranks=ranks))
         else:
