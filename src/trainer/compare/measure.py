@@ -19,6 +19,7 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import UserError
+from trainer.config.invariant_keys import compiler_options
 from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.models import families
@@ -140,10 +141,12 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
     return program.run.codec.pack(jax.tree.unflatten(jax.tree.structure(rest), leaves)._replace(params=tree.params))
 
 
-def _compiled(known: Shared, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Compiles `fn` for arguments such as `args`, or returns the executable of the same program in `known`."""
-    lowered = jax.jit(fn).lower(*args)
-    key = (lowered.as_text(), lowered.in_tree, lowered.out_tree)
+def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Compiles `fn` on the mesh of `run` for arguments such as `args`, as the step is compiled, or returns the
+    executable of the same program in `known`."""
+    options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
+    lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
+    key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
     if key not in known.executables:
         known.executables[key] = lowered.compile()
     return known.executables[key]
@@ -176,7 +179,7 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
         return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in values.items()}
 
     on_devices = place(batch, run.batch_shardings)
-    return Measured({"activations": _compiled(known, run.sharded(forward), tree, on_devices)(tree, on_devices)})
+    return Measured({"activations": _compiled(known, run, forward, tree, on_devices)(tree, on_devices)})
 
 
 def _forward(run: Run, native: Any) -> TrainTree:
@@ -199,7 +202,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     args = tree, place(batch, run.batch_shardings), run.frozen.make()
-    got = _compiled(known, run.sharded(fn), *args)(*args)
+    got = _compiled(known, run, fn, *args)(*args)
     return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(by_name(got.grads))})
 
 

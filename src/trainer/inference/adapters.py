@@ -4,7 +4,8 @@ The product of an adapter is a sum over its ranks, so a row that uses only the r
 that adapter (`products.Context.ranks`).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 
 from trainer.checkpoint import Adapters, check_base, weight_shapes
 from trainer.config import Config, UserError
+from trainer.config.invariant_keys import KEY
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, RESTORE, TILE, B
 from trainer.models.adapters import kernel_of
 from trainer.models.matrices import lora_kernels, matrix_names
@@ -26,9 +28,11 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
       config: of the base, resolved.
 
     Raises:
-      UserError: rows cannot use different adapters in the same products.
+      UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
     """
     keys = [found.lora_keys(config) for found in adapters]
+    if config[KEY]:
+        _check_bits(adapters, keys)
     if len(adapters) == 1:
         return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
     patterns = dict.fromkeys(each[PATTERN] for each in keys)
@@ -47,6 +51,20 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
         raise UserError(f"adapters: the output head {head} has the same matrix for all rows; serve them one by one")
     owner = np.repeat(np.arange(1, len(ranks) + 1), ranks)
     return config, np.arange(len(ranks) + 1)[:, None] == owner
+
+
+def _check_bits(adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses adapters whose products would not have the bits of their training."""
+    for found, each in zip(adapters, keys, strict=True):
+        if each.get(QTYPE):
+            raise UserError(f"{KEY}=true: {found.path} has {QTYPE}={each[QTYPE]}: its bits are not proved")
+        scale = each[ALPHA] / each[RANK]
+        # Training multiplies x a by it; among several, b has it, and only a power of two rounds the same in both.
+        if len(adapters) > 1 and math.frexp(scale)[0] != 0.5:
+            raise UserError(
+                f"{KEY}=true: {found.path} has {ALPHA} / {RANK} = {scale:g}, which is no power of two, so beside other "
+                "adapters its bits differ from training; serve it alone"
+            )
 
 
 def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]) -> dict[str, Any]:

@@ -291,7 +291,7 @@ class Engine:
         self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
     ) -> tuple[Any, Any]:
         """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
-        params, rows = self._canonical(params), jnp.arange(len(tokens))
+        rows = jnp.arange(len(tokens))
         ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
         return hidden, cache.entries
@@ -312,7 +312,7 @@ class Engine:
         """Draws the next token of every sequence in use from its last hidden state."""
         count = len(hidden_be)
         rows = self._together(hidden_be, parts)
-        logits = self.served.model.apply(*self._canonical(params), rows, method="head")[0]
+        logits = self.served.model.apply(*params, rows, method="head")[0]
         step = sequences.used.astype(jnp.int32)
         drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
         tokens = jnp.where(sequences.used, drawn, sequences.tokens)
@@ -352,6 +352,7 @@ class Engine:
         return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
 
     def _run_prompt(self, params, cache, tokens, true_length, before, requests, sampling, adapters):
+        params = self._canonical(params)
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
         positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
@@ -362,6 +363,7 @@ class Engine:
         return Prefix(entries, sequences), result
 
     def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
+        params = self._canonical(params)
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
         rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
@@ -372,6 +374,7 @@ class Engine:
         return Prefix(entries, sequences), result
 
     def _generated(self, params, state):
+        params = self._canonical(params)
         sequences = state.sequences
         sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
         count, parts = self.max_concurrent_decodes, self._parts

@@ -132,8 +132,9 @@ class LatentAttention(nnx.Module):
             filled = cache.filled
             query, query_rope = cache.parted(query), cache.parted(query_rope)
             cache, seen, mask = cache.extend(seen, context, self.scores.ring)
-        if filled:
-            attended = self._over_cache(query, query_rope, seen, mask, context)
+        if cache is not None and filled:
+            ranks = None if context.ranks is None else cache.parted(context.ranks)
+            attended = self._over_cache(query, query_rope, seen, mask, context._replace(ranks=ranks))
         else:
             queries = jnp.concatenate([query, query_rope], axis=-1)
             keys, values = self._keys_and_values(*seen, context)
