@@ -38,7 +38,7 @@ class Kernel:
 KERNELS = {
     "dot_product": Kernel(over_cache=True),
     "blockwise": Kernel(),
-    "invariant": Kernel(dropout=False, over_cache=True),  # only with batch_invariant
+    "invariant": Kernel(dropout=False, over_cache=True),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
     # Segments reach cuDNN as a bias, whose gradient needs an even length. Before Hopper, head_dim is at most 128.
     "cudnn_flash_jax": Kernel(

@@ -70,8 +70,8 @@ class Rows:
           ValueError: one has no tokens, or all together have too many.
           UserError: see `padded`.
         """
-        if not all(map(len, prompts)):
-            raise ValueError("a prompt has at least one token")
+        if not prompts or not all(map(len, prompts)):
+            raise ValueError("a prompt has at least one token, and there is at least one prompt")
         lengths = np.asarray(list(map(len, prompts)), np.int32)
         room = lengths + -lengths % self._starts
         starts = np.cumsum(room, dtype=np.int32) - room

@@ -35,7 +35,7 @@ def abstract_weights(served: Served) -> tuple[Any, Any]:
 def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     """Returns canonical variables in the form of `abstract_weights`, in its dtypes and shardings.
 
-    Leaves are converted one by one, so there is one leaf at a time that is not converted yet and converted already.
+    Leaves are converted one by one, so at most one leaf exists in both forms.
 
     Args:
       variables: (params, rest), arrays on these devices, on others or of NumPy.

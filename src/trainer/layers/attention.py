@@ -98,7 +98,7 @@ class Scores(NamedTuple):
         return 0 if self.op == "invariant" else self.window  # in a ring, sums would begin anywhere
 
     def over_cache(self) -> "Scores":
-        """Returns how queries attend to a cache: with an op that allows for keys at other positions."""
+        """Returns how queries attend to a cache: with an op whose keys may be at other positions than the queries."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:

@@ -27,7 +27,7 @@ from trainer.products import Context
 _NOWHERE = -1  # the segment of an entry without a token
 
 
-class Layers(NamedTuple):  # which JAX takes apart and puts together without Python
+class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
     """What a stack holds for each of its layers, by itself, for an unrolled loop: `each` has a pytree per layer."""
 
     each: Sequence[Any]
@@ -44,8 +44,8 @@ class Cache:
       layer: the index of the layer that this view belongs to.
       rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
         row of tokens is one segment and has its own row of the cache.
-      apart: if not 0, the first `apart` tokens of a row are of as many sequences, in order, and the others are padding.
-        So layers compute few sequences in rows of many tokens, except for their attention.
+      apart: if not 0, each of the first `apart` tokens of a row belongs to a sequence of its own, and the others are
+        padding. So layers compute few sequences in rows of many tokens, except for their attention.
       filled: whether it contains earlier positions. If not, a call sees only its own tokens, so attention runs as in
         training, with any op.
     """

@@ -83,10 +83,10 @@ def product_rules(config: Config) -> Rules:
 
 def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization."""
-    own = [*family(config.decoder_block).products(config), *quantization_rules(config)]
+    own = family(config.decoder_block).products(config)
     if own and config[KEY]:
         raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, of unknown bits")
-    return own
+    return [*own, *quantization_rules(config)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:
