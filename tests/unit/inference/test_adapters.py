@@ -176,3 +176,41 @@ def test_each_sequence_has_its_adapter(keys):
         np.testing.assert_allclose(second.log_probs[slot], expected.log_probs[0], rtol=1e-4)
     with pytest.raises(ValueError, match="adapter=3: the engine has 2 adapters"):
         after(PROMPTS[0], 3)
+
+
+def test_sequences_of_several_adapters_do_not_change_each_others_bits():
+    keys = {key: value for key, value in LATENT.items() if key != "lora_module_path"}
+    keys |= {"max_target_length": 128, "batch_invariant": True, "return_log_prob": True, "base_num_decoder_layers": 2}
+    served = serve(tiny_config(ALL_COMBINATIONS[0], **TINY | keys), jax.devices()[:1])
+    config, ranks = with_adapters(served.config, [Named(lora_module_path="self_attention") for _ in range(2)])
+    engine = Engine(served._replace(config=config, model=make_model(config), ranks=ranks))
+    variables = jax.jit(engine.served.model.init)(jax.random.key(0))
+    params = engine.hold(*jax.tree.map(lambda leaf: leaf + jax.random.normal(jax.random.key(1), leaf.shape), variables))
+
+    def steps(adapters):
+        state, found = engine.init_decode_state(), []
+        for slot, number in enumerate(adapters):
+            prefix, _ = engine.prefill(params, engine.padded(PROMPTS[0]), 3, sampling=GREEDY, adapter=number)
+            state = engine.insert(prefix, state, slot)
+        for _ in range(3):
+            state, result = engine.generate(params, state)
+            found.append(np.asarray(result.log_probs))
+        return np.stack(found)
+
+    together = steps([1, 2])
+    assert not np.array_equal(together[:, 0], together[:, 1])
+    for slot, number in enumerate([1, 2]):
+        np.testing.assert_array_equal(steps([number])[:, 0], together[:, slot])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"lora_alpha": 3.0}, r"lora_alpha / lora_rank = 1.5, which is no power of two"),
+        ({"lora_weight_qtype": "nf4"}, r"lora_weight_qtype=nf4: its bits are not proved"),
+    ],
+)
+def test_adapters_without_the_bits_of_training_are_refused(keys, said):
+    config = tiny_config(ALL_COMBINATIONS[0], **TINY | {"max_target_length": 128, "batch_invariant": True})
+    with pytest.raises(UserError, match=f"batch_invariant=true: there has {said}"):
+        with_adapters(config, [Named(**keys)] * 2)
