@@ -19,6 +19,7 @@ from trainer.config.quantization_keys import OF_STORED
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.config.trust import code_of_checkpoint
 from trainer.observe.runs import runs_to_resume
+from trainer.runtime import storage
 from trainer.runtime.agreement import agreed
 from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import entries, is_remote, mirror
@@ -104,6 +105,18 @@ def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]
         f"warning: {_PATH} is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, whose tokens "
         "the model has never seen"
     ]
+
+
+def keys_of_run(path: str) -> Mapping[str, Any]:
+    """Returns the keys with which the run at `path` made its newest checkpoint; {} if there is no run.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    checkpoint = newest(storage.folder(path))
+    if checkpoint is None or written_by_maxtext(checkpoint):
+        return {}
+    return read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
 
 
 def _of_own_run(begun: Begun) -> Description | None:

@@ -12,6 +12,7 @@ from trainer.config.lora_keys import QTYPE
 from trainer.config.sparsity_keys import M
 
 KEY, OP = "batch_invariant", "invariant"
+OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
 ROWS = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
 

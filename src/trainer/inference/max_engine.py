@@ -7,10 +7,12 @@ import jax
 
 from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
 from trainer.checkpoint.adapters import Merged
+from trainer.checkpoint.described import keys_of_run
 from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.tokenizer import GENERATION
 from trainer.config import Config, UserError
-from trainer.config.invariant_keys import KEY, unchecked
+from trainer.config.dump import to_flow
+from trainer.config.invariant_keys import KEY, OF_BITS, unchecked
 from trainer.config.json_files import read_object
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import JsonTokenizer, Tokenizer
@@ -85,20 +87,27 @@ class MaxEngine(Engine):
             return self.hold(*initial, donate=True)
         if params is None:
             donate = True
-            self._refuse_merged(path)
+            self._check_bits(path)
             # Generation needs no modules of multi-token prediction.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
             if self.served.ranks is not None:
                 params = nested(loaded(config, self._adapters, names_of(params)))
         return self.hold(*parted(params, variables[1]), donate=donate)
 
-    def _refuse_merged(self, path: str) -> None:
-        """Refuses adapters that would be added to their base, if training computed their products."""
-        if self.config[KEY] and isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
+    def _check_bits(self, path: str) -> None:
+        """Refuses, with batch_invariant, what training computes in another way: products with adapters that would be
+        added to their base, another loop over layers, another dtype."""
+        if not self.config[KEY]:
+            return
+        if isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
             raise UserError(
                 f"{KEY}=true: {path} has adapters, which training did not add to their base; generate from the base, "
                 f"with adapters={path}"
             )
+        saved = keys_of_run(path)
+        words = [f"{key}={to_flow(saved[key])}" for key in OF_BITS if saved.get(KEY) and saved[key] != self.config[key]]
+        if words:
+            raise UserError(f"{KEY}=true: {path} was trained with {' '.join(words)}; give the same to generate")
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.

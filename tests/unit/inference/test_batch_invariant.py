@@ -14,7 +14,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.invariant_keys import TILE, compiler_options, unchecked
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.inference import MaxEngine, Sampling, Scheduler, canonical, max_engine
 from trainer.models.families import axis_rules
 from trainer.objectives import hidden_states, target_log_probs
 from trainer.ops.attention import Mask, dot_product_attention
@@ -254,6 +254,18 @@ def test_what_is_not_proved_is_refused_by_name(keys, problem):
 def test_a_mesh_that_is_filled_in_is_refused_too():
     with pytest.raises(UserError, match="batch_invariant=true: tensor has 2 devices: each device must have whole rows"):
         tiny_config("nnx", devices=2, **MODEL, ici_fsdp_parallelism=1, ici_tensor_parallelism=-1)
+
+
+def test_another_loop_than_that_of_the_training_is_refused(monkeypatch):
+    saved = {"batch_invariant": True, "scan_layers": False, "dtype": "float32"}
+    monkeypatch.setattr(max_engine, "open_source", lambda *args, **how: None)
+    monkeypatch.setattr(max_engine, "keys_of_run", lambda path: saved)
+    with pytest.raises(
+        UserError, match="batch_invariant=true: there was trained with scan_layers=false; give the same"
+    ):
+        plain()[0]._check_bits("there")
+    saved["batch_invariant"] = False  # then no forward pass of its training has these bits
+    plain()[0]._check_bits("there")
 
 
 def test_what_nobody_has_compared_is_said():
