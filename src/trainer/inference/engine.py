@@ -5,30 +5,24 @@ token to every slot in use. Prefill is compiled once for each padded length, and
 the sequences are. Caches are arguments and results: the engine holds compiled functions and no state.
 """
 
-import dataclasses
 import functools
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
-from trainer.backends.base import tree_mode
 from trainer.config.invariant_keys import KEY, ROWS, TILE, compiler_options
+from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows
-from trainer.inference.sampling import Sampling, check_drawing, draw, request_keys, sampling_of, wrapped
+from trainer.inference.sampling import Sampling, check_drawing, sampling_of
 from trainer.inference.served import Served, longest_prompt
-from trainer.inference.state import DecodeState, Prefix, Result, Sequences, inserted, released, settings
-from trainer.inference.weights import abstract_weights, canonical, to_weights
-from trainer.layers.cache import Cache
-from trainer.models.caches import PLACES, cache_axes, init_cache
-from trainer.ops.losses import cross_entropy
+from trainer.inference.state import DecodeState, Prefix, Result, inserted, released, settings
+from trainer.inference.weights import to_weights
+from trainer.models.caches import PLACES, cache_axes
 from trainer.sharding import Axes
 
 
@@ -40,22 +34,21 @@ class Engine:
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
-        self._abstract_weights = abstract_weights(served)
-        abstract = jax.eval_shape(self._empty)
+        self._programs = programs = Programs(served)
+        abstract = jax.eval_shape(programs.empty)
         self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
-        self._parts = math.prod(served.mesh.shape[axis] for axis in served.rules["activation_batch"])
         self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
         compiled = functools.partial(jax.jit, compiler_options=compiler_options(self.config, served.platform))
-        self._start = jax.jit(self._empty, out_shardings=self.state_shardings)
-        self._prefill = compiled(served.on_mesh(self._prefilled, one_row=True), static_argnums=1)
-        self._continue = compiled(served.on_mesh(self._continued, one_row=True), donate_argnums=1)
-        self._pack = compiled(served.on_mesh(self._prefilled_packed, one_row=True))
+        self._start = jax.jit(programs.empty, out_shardings=self.state_shardings)
+        self._prefill = compiled(served.on_mesh(programs.prefilled, one_row=True), static_argnums=1)
+        self._continue = compiled(served.on_mesh(programs.continued, one_row=True), donate_argnums=1)
+        self._pack = compiled(served.on_mesh(programs.prefilled_packed, one_row=True))
         self._insert = jax.jit(inserted, donate_argnums=1, out_shardings=self.state_shardings)
         self._release = jax.jit(released, donate_argnums=0, out_shardings=self.state_shardings)
         outputs = (self.state_shardings, served.replicated)
-        self._generate = compiled(served.on_mesh(self._generated), donate_argnums=1, out_shardings=outputs)
+        self._generate = compiled(served.on_mesh(programs.generated), donate_argnums=1, out_shardings=outputs)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -232,11 +225,11 @@ class Engine:
 
     def parts(self) -> dict[str, Any]:
         """Returns the arguments of `generate` by name, ShapeDtypeStructs with shardings, for `aot.report`."""
-        shapes = jax.eval_shape(self._empty)
+        shapes = jax.eval_shape(self._programs.empty)
         state = jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self.state_shardings
         )
-        return {"parameters": self._abstract_weights, "cache": state.cache, "sequences": state.sequences}
+        return {"parameters": self._programs.abstract_weights, "cache": state.cache, "sequences": state.sequences}
 
     def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
         """Compiles `generate` without parameters and without a cache, also for devices that are not here.
@@ -271,117 +264,7 @@ class Engine:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")
         return None if self.served.ranks is None else np.asarray(numbers, np.int32)
 
-    def _empty(self) -> DecodeState:
-        slots = self.max_concurrent_decodes
-        zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
-        unused, keys = jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32)
-        sequences = Sequences(zeros, zeros, zeros, unused, keys, sampling, self.numbered([0] * slots))
-        return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
-
-    def _no_cache(self, rows: int, length: int) -> Cache:
-        with tree_mode():
-            return init_cache(self.config, rows, length + -length % TILE if self.config[KEY] else length)
-
     def _shardings_of(self, cache: Any) -> Any:
         leaves, structure = jax.tree.flatten(cache)
         pairs = zip(self._cache_axes, leaves, strict=True)
         return jax.tree.unflatten(structure, [self.served.sharding(names, leaf.shape) for names, leaf in pairs])
-
-    def _hidden(
-        self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
-    ) -> tuple[Any, Any]:
-        """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
-        rows = jnp.arange(len(tokens))
-        ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
-        hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
-        return hidden, cache.entries
-
-    def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
-        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of ROWS:
-        the bits of a token are the same in rows of any such length."""
-        if not self.config[KEY]:
-            return x_b[:, None]
-        x = x_b.reshape(parts, -1, *x_b.shape[1:])
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), *((0, 0) for _ in x.shape[2:])))
-
-    def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
-        """Returns the inverse of `_together`: [count, ...]."""
-        return x_bt[:, : count // len(x_bt)].reshape(count, *x_bt.shape[2:])
-
-    def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:
-        """Draws the next token of every sequence in use from its last hidden state."""
-        count = len(hidden_be)
-        rows = self._together(hidden_be, parts)
-        logits = self.served.model.apply(*params, rows, method="head")[0]
-        step = sequences.used.astype(jnp.int32)
-        drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
-        tokens = jnp.where(sequences.used, drawn, sequences.tokens)
-        positions, lengths = sequences.positions + step, sequences.lengths + step
-        after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
-        log_probs = None
-        if self.config.return_log_prob:
-            log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
-        return after, Result(tokens, sequences.used, after.lengths, log_probs)
-
-    def _canonical(self, params: Any) -> Any:
-        """Returns the canonical variables that a program is traced with."""
-        layouts: list[Any] = [self._abstract_weights, self.served.abstract_variables]
-        given: Any = jax.tree.structure(params)
-        fits = [given == jax.tree.structure(layout) for layout in layouts]
-        if not any(fits):
-            raise ValueError("params are of another model: give what hold or load_params returned")
-        if not fits[0]:
-            said = "params are stacked, so every step cuts its layers out of them; Engine.hold returns faster ones"
-            warnings.warn(said, stacklevel=2)
-        return canonical(params)
-
-    def _begun(
-        self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, params: Any
-    ) -> tuple[Sequences, Result]:
-        """Returns the sequences after prompts whose last positions are `last`."""
-        count, keys = len(requests), request_keys(requests)
-        last = jnp.broadcast_to(last, count).astype(jnp.int32)
-        zeros = jnp.zeros(count, jnp.int32)
-        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters)
-        return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), sequences)
-
-    def _prefilled(self, params, room, tokens, true_length, *drawing):
-        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, *drawing)
-
-    def _continued(self, params, entries, tokens, true_length, before, *drawing):
-        return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
-
-    def _run_prompt(self, params, cache, tokens, true_length, before, requests, sampling, adapters):
-        params = self._canonical(params)
-        index = jnp.arange(tokens.size)[None]
-        real = index < true_length
-        positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
-        of_row = None if adapters is None else adapters[:1, None]
-        hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
-        last = before + true_length - 1
-        sequences, result = self._begun(hidden[:, true_length - 1], last, requests, sampling, adapters, params)
-        return Prefix(entries, sequences), result
-
-    def _prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
-        params = self._canonical(params)
-        ends = starts + lengths - 1
-        indices = jnp.arange(tokens.size)[:, None]
-        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
-        cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
-        of_tokens = None if adapters is None else adapters[rows]
-        hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
-        sequences, result = self._begun(hidden[0, ends], positions[ends], requests, sampling, adapters, params)
-        return Prefix(entries, sequences), result
-
-    def _generated(self, params, state):
-        params = self._canonical(params)
-        sequences = state.sequences
-        sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
-        count, parts = self.max_concurrent_decodes, self._parts
-        cache = Cache(state.cache, apart=count // parts if self.config[KEY] else 0, filled=True)
-        of_tokens = sequences.tokens, sequences.positions, sequences.used.astype(jnp.int32)
-        tokens, positions, live = (self._together(of_each, parts) for of_each in of_tokens)
-        of_rows = None if sequences.adapters is None else self._together(sequences.adapters, parts)
-        hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
-        sequences, result = self._result(params, self._apart(hidden, count), sequences, parts)
-        return DecodeState(entries, sequences), result

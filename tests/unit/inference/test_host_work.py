@@ -87,10 +87,10 @@ def test_turns_trace_and_compile_nothing():
 @pytest.mark.parametrize("what", ["decode", "prefill"])
 def test_a_turn_dispatches_no_other_programs_than_those_of_the_engine(what, tmp_path):
     scheduler = running()
-    expected = {"_generated": 1}
+    expected = {"generated": 1}
     if what == "prefill":
         submitted(scheduler, 1)
-        expected |= {"_prefilled": 1, "inserted": 1}
+        expected |= {"prefilled": 1, "inserted": 1}
     assert programs(scheduler.turn, tmp_path) == expected
 
 

@@ -1,0 +1,148 @@
+"""What an engine computes: its prefills and decode steps, as functions that it compiles."""
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.backends.base import tree_mode
+from trainer.config.invariant_keys import KEY, ROWS, TILE
+from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
+from trainer.inference.served import Served
+from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings
+from trainer.inference.weights import abstract_weights, canonical
+from trainer.layers.cache import Cache
+from trainer.models.caches import init_cache
+from trainer.ops.losses import cross_entropy
+
+
+class Programs:
+    """The functions of an engine for the model of `served`, traced on its mesh. For their arguments see `Engine`.
+
+    Attributes:
+      abstract_weights: their argument `params`, a ShapeDtypeStruct with a sharding at each leaf.
+    """
+
+    def __init__(self, served: Served):
+        self.served, self.config = served, served.config
+        self.abstract_weights = abstract_weights(served)
+        self._parts = math.prod(served.mesh.shape[axis] for axis in served.rules["activation_batch"])
+
+    def empty(self) -> DecodeState:
+        """Returns the state with no slot in use."""
+        slots = self.served.slots
+        zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
+        adapters = None if self.served.ranks is None else zeros
+        unused, keys = jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32)
+        sequences = Sequences(zeros, zeros, zeros, unused, keys, sampling, adapters)
+        return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
+
+    def prefilled(self, params, room, tokens, true_length, *drawing):
+        """A prompt on an empty cache of `room` positions."""
+        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, *drawing)
+
+    def continued(self, params, entries, tokens, true_length, before, *drawing):
+        """The next part of a prompt, on the cache of the parts before, which has `before` positions."""
+        return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
+
+    def prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
+        """Several prompts in one row."""
+        params = self._canonical(params)
+        ends = starts + lengths - 1
+        indices = jnp.arange(tokens.size)[:, None]
+        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
+        cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
+        of_tokens = None if adapters is None else adapters[rows]
+        hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
+        sequences, result = self._begun(hidden[0, ends], positions[ends], requests, sampling, adapters, params)
+        return Prefix(entries, sequences), result
+
+    def generated(self, params, state):
+        """A token for every slot in use."""
+        params = self._canonical(params)
+        sequences = state.sequences
+        sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
+        count, parts = self.served.slots, self._parts
+        cache = Cache(state.cache, apart=count // parts if self.config[KEY] else 0, filled=True)
+        of_tokens = sequences.tokens, sequences.positions, sequences.used.astype(jnp.int32)
+        tokens, positions, live = (self._together(of_each, parts) for of_each in of_tokens)
+        of_rows = None if sequences.adapters is None else self._together(sequences.adapters, parts)
+        hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
+        sequences, result = self._result(params, self._apart(hidden, count), sequences, parts)
+        return DecodeState(entries, sequences), result
+
+    def _no_cache(self, rows: int, length: int) -> Cache:
+        with tree_mode():
+            return init_cache(self.config, rows, length + -length % TILE if self.config[KEY] else length)
+
+    def _hidden(
+        self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
+    ) -> tuple[Any, Any]:
+        """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
+        rows = jnp.arange(len(tokens))
+        ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
+        hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
+        return hidden, cache.entries
+
+    def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
+        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of ROWS:
+        the bits of a token are the same in rows of any such length."""
+        if not self.config[KEY]:
+            return x_b[:, None]
+        x = x_b.reshape(parts, -1, *x_b.shape[1:])
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), *((0, 0) for _ in x.shape[2:])))
+
+    def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
+        """Returns the inverse of `_together`: [count, ...]."""
+        return x_bt[:, : count // len(x_bt)].reshape(count, *x_bt.shape[2:])
+
+    def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:
+        """Draws the next token of every sequence in use from its last hidden state."""
+        count = len(hidden_be)
+        rows = self._together(hidden_be, parts)
+        logits = self.served.model.apply(*params, rows, method="head")[0]
+        step = sequences.used.astype(jnp.int32)
+        drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
+        tokens = jnp.where(sequences.used, drawn, sequences.tokens)
+        positions, lengths = sequences.positions + step, sequences.lengths + step
+        after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
+        log_probs = None
+        if self.config.return_log_prob:
+            log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
+        return after, Result(tokens, sequences.used, after.lengths, log_probs)
+
+    def _canonical(self, params: Any) -> Any:
+        """Returns the canonical variables that a program is traced with."""
+        layouts: list[Any] = [self.abstract_weights, self.served.abstract_variables]
+        given: Any = jax.tree.structure(params)
+        fits = [given == jax.tree.structure(layout) for layout in layouts]
+        if not any(fits):
+            raise ValueError("params are of another model: give what hold or load_params returned")
+        if not fits[0]:
+            said = "params are stacked, so every step cuts its layers out of them; Engine.hold returns faster ones"
+            warnings.warn(said, stacklevel=2)
+        return canonical(params)
+
+    def _begun(
+        self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, params: Any
+    ) -> tuple[Sequences, Result]:
+        """Returns the sequences after prompts whose last positions are `last`."""
+        count, keys = len(requests), request_keys(requests)
+        last = jnp.broadcast_to(last, count).astype(jnp.int32)
+        zeros = jnp.zeros(count, jnp.int32)
+        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters)
+        return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), sequences)
+
+    def _run_prompt(self, params, cache, tokens, true_length, before, requests, sampling, adapters):
+        params = self._canonical(params)
+        index = jnp.arange(tokens.size)[None]
+        real = index < true_length
+        positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
+        of_row = None if adapters is None else adapters[:1, None]
+        hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
+        last = before + true_length - 1
+        sequences, result = self._begun(hidden[:, true_length - 1], last, requests, sampling, adapters, params)
+        return Prefix(entries, sequences), result
