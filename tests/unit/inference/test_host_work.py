@@ -58,7 +58,9 @@ def python_calls(turn):
 
 def programs(turn, folder):
     """Returns how often each program is dispatched. A profile has two events for each: in and around the fast path."""
-    with jax.profiler.trace(folder):
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it can crash a process with other Python threads
+    with jax.profiler.trace(folder, profiler_options=options):
         turn()
     (file,) = folder.rglob("*.xplane.pb")
     lines = [line for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines]
