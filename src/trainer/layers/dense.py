@@ -14,7 +14,7 @@ from trainer import sharding
 from trainer.config import UserError
 from trainer.layers.matrices import WithMatrices
 from trainer.layers.param import param
-from trainer.products import Context, EarlyReduction, Kernel, Plain, Product, product, stored
+from trainer.products import Context, EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
@@ -155,8 +155,8 @@ class Embed(WithMatrices):
             return x_bte, table.T
 
         x_bte = sharding.for_product(x_bte.astype(self.dtype), ROWS, TABLE[1:])
-        if isinstance(self.product, Plain):
-            logits = self.product(x_bte, 1, self._table(), reduce_early, transposed=True)
+        if self.product is product:
+            logits = product(x_bte, 1, self._table(), reduce_early, transposed=True)
         else:
             logits = self.product(x_bte, 1, stored(self.product, self._table().T), of_transposed, None)
         logits = sharding.for_product(logits, ROWS, TABLE[:1])

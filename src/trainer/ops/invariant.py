@@ -54,7 +54,7 @@ def invariant_attention(
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """Returns `product`, float32, such that no compiler computes it and a sum that it is part of with one rounding.
+    """Returns `product`, float32, rounded before anything is added to it: no compiler fuses it with a sum.
 
     XLA's CPU backend fuses a multiplication and an addition where both are in one loop, and which of two products it
     takes depends on what else is there. Between them it cannot remove a bound that every finite number satisfies.

@@ -84,41 +84,36 @@ def maker(rules: Rules, name: str) -> MakeProduct | None:
     return next((make for pattern, make in rules if re.search(pattern, name)), None)
 
 
-class Plain:
-    """The `Product` of two arrays. The kernel is cast to the dtype of `x`.
+def product(
+    x: jax.Array,
+    inputs: int,
+    kernel: jax.Array,
+    reduce_early: EarlyReduction | None = None,
+    context: Context | None = None,
+    *,
+    transposed: bool = False,
+) -> jax.Array:
+    """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
     operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
+
+    `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy.
     """
-
-    def __call__(
-        self,
-        x: jax.Array,
-        inputs: int,
-        kernel: jax.Array,
-        reduce_early: EarlyReduction | None = None,
-        context: Context | None = None,
-        *,
-        transposed: bool = False,
-    ) -> jax.Array:
-        """See `Product`. `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy."""
-        del context
-        kernel = kernel.astype(x.dtype)
-        if reduce_early is not None:
-            x, kernel = reduce_early(x, kernel)
-        if sharding.on_tpu():
-            return jnp.tensordot(x, kernel.T if transposed else kernel, inputs)
-        leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[:1] if transposed else kernel.shape[inputs:]
-        rows, sums = x.reshape(prod(leading), -1), sharding.sum_dtype(x)
-        if sums is not None and len(rows) == 1:
-            rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
-        matrix = kernel if transposed else kernel.reshape(-1, prod(out_shape))
-        contracted = ((1,), (1 if transposed else 0,))
-        out = jax.lax.dot_general(rows, matrix, (contracted, ((), ())), preferred_element_type=sums)
-        return out[: prod(leading)].astype(x.dtype).reshape(*leading, *out_shape)
-
-
-product = Plain()
+    del context
+    kernel = kernel.astype(x.dtype)
+    if reduce_early is not None:
+        x, kernel = reduce_early(x, kernel)
+    if sharding.on_tpu():
+        return jnp.tensordot(x, kernel.T if transposed else kernel, inputs)
+    leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[:1] if transposed else kernel.shape[inputs:]
+    rows, sums = x.reshape(prod(leading), -1), sharding.sum_dtype(x)
+    if sums is not None and len(rows) == 1:
+        rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
+    matrix = kernel if transposed else kernel.reshape(-1, prod(out_shape))
+    contracted = ((1,), (1 if transposed else 0,))
+    out = jax.lax.dot_general(rows, matrix, (contracted, ((), ())), preferred_element_type=sums)
+    return out[: prod(leading)].astype(x.dtype).reshape(*leading, *out_shape)
 
 
 class GroupedProduct(Protocol):
