@@ -106,9 +106,15 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
 
-def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
+def check_base(
+    found: Mapping[Path, jax.Array],
+    base: Base,
+    where: Any,
+    what: str = "its adapters were trained on a base",
+    instead: str = "the unchanged base",
+) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of them has are not compared.
+    of them has are not compared. `what`, `instead`: how a message names the base.
 
     Raises:
       UserError: names the first that differs.
@@ -121,8 +127,8 @@ def check_base(found: Mapping[Path, jax.Array], base: Base, where: Any) -> None:
     if changed:
         more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
         raise UserError(
-            f"{where}: its adapters were trained on a base with other values: {changed[0]}{more} changed in "
-            f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
+            f"{where}: {what} with other values: {changed[0]}{more} changed in "
+            f"{base.path or 'the initial parameters'}; give {instead} with load_parameters_path"
         )
 
 

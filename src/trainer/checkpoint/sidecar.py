@@ -32,6 +32,7 @@ class Sidecar(NamedTuple):
     tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty in checkpoints that do not tell
     base: Base | None = None  # of a run with adapters, whose checkpoints lack the parameters of its base
+    reference: Base | None = None  # of a run with a reference model: its parameters that the run trains
 
 
 class SidecarFiles:
@@ -57,8 +58,9 @@ class SidecarFiles:
         folder = await directory.await_creation()
         sidecar, index = self.read(), _process_index()
         data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint, "versions": dict(sidecar.versions)}
-        if sidecar.base is not None:
-            data["base"] = sidecar.base._asdict()
+        for name in ("base", "reference"):
+            if (found := getattr(sidecar, name)) is not None:
+                data[name] = found._asdict()
         (folder / _data_file(index)).write_text(json.dumps(data) + "\n", encoding="utf-8")
         if index != 0:
             return
@@ -82,9 +84,8 @@ def read_sidecar(folder: Any) -> Sidecar:
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise damaged(folder, DATA, "has versions that are not strings by name")
     tokenizer = {path.name: read_bounded(path) for path in entries(folder / TOKENIZER) if path.name[0] != "."}
-    return Sidecar(
-        read_config(folder), data.get("position"), data["fingerprint"], tokenizer, versions, _base(folder, data)
-    )
+    others = (_base(folder, data, name) for name in ("base", "reference"))
+    return Sidecar(read_config(folder), data.get("position"), data["fingerprint"], tokenizer, versions, *others)
 
 
 def read_config(folder: Any) -> str:
@@ -95,14 +96,14 @@ def read_config(folder: Any) -> str:
         raise damaged(folder, CONFIG, f"cannot be read ({error})") from error
 
 
-def _base(folder: Any, data: Mapping[str, Any]) -> Base | None:
-    if (found := data.get("base")) is None:
+def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
+    if (found := data.get(name)) is None:
         return None
     path, digests = (found.get("path"), found.get("digests")) if isinstance(found, dict) else (None, None)
     if not isinstance(path, str) or not isinstance(digests, dict) or "bfloat16" not in digests:
-        raise damaged(folder, DATA, "does not say what its base is")
+        raise damaged(folder, DATA, f"does not say what its {name} is")
     if not all(isinstance(of_names, dict) for of_names in digests.values()):
-        raise damaged(folder, DATA, "has no hashes of its base by name")
+        raise damaged(folder, DATA, f"has no hashes of its {name} by name")
     return Base(path, digests)
 
 

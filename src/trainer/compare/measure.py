@@ -201,7 +201,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
-    args = tree, place(batch, run.batch_shardings), run.frozen.make()
+    args = tree, place(batch, run.batch_shardings), run.frozen.make(tree.params)
     got = _compiled(known, run, fn, *args)(*args)
     return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(by_name(got.grads))})
 
@@ -214,7 +214,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     """
     run = program.run
     text = _text(program)
-    compiled, frozen = run.compile(), run.frozen.make()
+    compiled, frozen = run.compile(), run.frozen.make(_forward(run, state(program, snapshot)).params)
 
     def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
         native, _ = compiled(state(program, begin), place(batch, run.batch_shardings), frozen)

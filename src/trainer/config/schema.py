@@ -17,7 +17,7 @@ INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
 # MaxText's groups of keys: `lora.lora_rank` is another spelling of `lora_rank`.
-GROUPS = ("lora",)
+GROUPS = ("lora", "dpo", "rl")
 
 _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "any": object}
 _TYPE_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a dict"}
@@ -104,9 +104,11 @@ def schema() -> Schema:
 
 
 def plain_name(name: str) -> str:
-    """Returns the key that `name` spells: without the name of its group, if it has one."""
+    """Returns the key that `name` spells. A key of a group has the group's name among its words: lora.lora_rank spells
+    `lora_rank`, and dpo.algo spells `dpo_algo`."""
     group, dot, rest = name.partition(".")
-    return rest if dot and group in GROUPS and group in rest.split("_") and rest in schema().keys else name
+    key = rest if group in rest.split("_") else f"{group}_{rest}"
+    return key if dot and group in GROUPS and key in schema().keys else name
 
 
 def parse(text: str) -> Schema:

@@ -4,6 +4,7 @@ from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Mean, Obje
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
+from trainer.objectives.reference import first_parameters, reference_parameters
 from trainer.objectives.registry import make_objective
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "TokenLogProbs",
     "Weights",
     "batch_fields",
+    "first_parameters",
     "hidden_states",
     "make_objective",
+    "reference_parameters",
     "target_log_probs",
 ]

@@ -79,12 +79,13 @@ class Frozen(NamedTuple):
       abstract: a pytree with a ShapeDtypeStruct at each leaf.
       axes: the same tree with a `sharding.Axes` at each leaf.
       make: returns the arrays, given `abstract` with a sharding at each leaf. No checkpoint has them, so it is called
-        at the beginning of every process, and must return the same arrays in a run that resumes.
+        at the beginning of every process, and must return the same arrays in a run that resumes. None: the arrays are
+        the parameters with which the run began (`first_parameters`).
     """
 
     abstract: Any
     axes: Any
-    make: Callable[[Any], Any]
+    make: Callable[[Any], Any] | None
 
 
 class Objective(Protocol):

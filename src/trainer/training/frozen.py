@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from trainer.objectives import Objective
@@ -15,11 +16,20 @@ from trainer.state import Tensor
 
 class FrozenArrays(NamedTuple):
     """The argument `frozen` of a step: one pytree, which is not donated, differentiated, selected, mapped over islands
-    or saved. It is () unless the objective declares it."""
+    or saved. It is () unless the objective declares it.
 
-    abstract: Any = ()  # shapes with shardings
-    tensors: Any = ()  # a `state.Tensor` for every leaf
-    make: Callable[[], Any] = tuple  # returns the arrays; called once at the beginning of each process
+    Attributes:
+      abstract: shapes with shardings.
+      tensors: a `state.Tensor` for every leaf.
+      make: returns the arrays, given the parameters with which the run began, which may be None unless
+        `of_parameters`. Called once at the beginning of each process.
+      of_parameters: whether the arrays are copies of these parameters.
+    """
+
+    abstract: Any = ()
+    tensors: Any = ()
+    make: Callable[..., Any] = lambda params=None: ()
+    of_parameters: bool = False
 
 
 def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArrays:
@@ -40,4 +50,16 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract = jax.tree.map(placed, declared.abstract, tensors)
-    return FrozenArrays(abstract, tensors, lambda: declared.make(abstract))
+    if declared.make is not None:
+        make = declared.make
+        return FrozenArrays(abstract, tensors, lambda params=None: make(abstract))
+    return FrozenArrays(abstract, tensors, lambda params: _copied(abstract, params), of_parameters=True)
+
+
+def _copied(abstract: Any, params: Any) -> Any:
+    """Returns copies of those of the parameters that are in `abstract`."""
+    at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    kept = jax.tree.map(
+        lambda like, leaf: None if like is None else leaf, abstract, params, is_leaf=lambda like: like is None
+    )
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=at)(kept)

@@ -177,7 +177,12 @@ class _Loop:
             config=config,
             codec=self._run.codec,
             sidecar=lambda: Sidecar(
-                to_yaml(config), self._position, dataset.fingerprint, dataset.tokenizer_files, base=self._start.base
+                to_yaml(config),
+                self._position,
+                dataset.fingerprint,
+                dataset.tokenizer_files,
+                base=self._start.base,
+                reference=self._start.reference,
             ),
             unsaved=self._unsaved,
             initial=initial,

@@ -59,6 +59,7 @@ class Start(NamedTuple):
     resumed: bool = False  # whether an earlier process began this run
     frozen: Any = ()  # what the objective reads beside the state; see `FrozenArrays`
     base: Base | None = None  # of a run with adapters
+    reference: Base | None = None  # of a run with a reference model
 
 
 def start(
@@ -82,14 +83,36 @@ def start(
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.
     """
     config = run.config
+    if run.frozen.of_parameters and config.load_full_state_path:
+        raise UserError(
+            "load_full_state_path cannot give the reference model, which is the model with which the run began; give "
+            "load_parameters_path"
+        )
     if manager is not None and manager.latest is not None:
-        begin = _continued(run, dataset, manager.path(manager.latest), say, schedule_given, given)
-    elif config.load_full_state_path:
+        path = manager.path(manager.latest)
+        frozen = _reference(run, say, given) if run.frozen.of_parameters else run.frozen.make()
+        begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
+        if begin.reference is not None:
+            check_base(by_path(frozen), begin.reference, path, "its reference was a model", "the model of that time")
+        return begin
+    if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
         _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
     else:
         begin = _new(run, say, given)
-    return begin._replace(frozen=run.frozen.make())
+    if not run.frozen.of_parameters:
+        return begin._replace(frozen=run.frozen.make())
+    frozen = run.frozen.make(_parameters(run, begin.state))
+    return begin._replace(frozen=frozen, reference=base_of(config.load_parameters_path, by_path(frozen)))
+
+
+def _reference(run: Run, say: Say, given: Collection[str]) -> Any:
+    """Returns the parameters with which the run began, made as at that time."""
+    return run.frozen.make(_parameters(run, _new(run, lambda line: say(f"reference model: {line}"), given).state))
+
+
+def _parameters(run: Run, state: Any) -> Any:
+    return run.states.first(run.codec.unpack(state)).params
 
 
 def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: bool, given: Collection[str]) -> Start:
@@ -115,9 +138,10 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     if config.reset_optimizer and not fresh:
         say("reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed")
     for key in ("load_parameters_path", "load_full_state_path", RESTORE):
-        if config[key] and not (config[ENABLE] and key == "load_parameters_path"):
+        if config[key] and not (key == "load_parameters_path" and (config[ENABLE] or run.frozen.of_parameters)):
             say(f"{key} is ignored: the run has its own checkpoint")
-    return Start(state, updates, sidecar.position, resumed=True, base=_placed(sidecar.base, config))
+    bases = (_placed(base, config) for base in (sidecar.base, sidecar.reference))
+    return Start(state, updates, sidecar.position, True, (), *bases)
 
 
 def _new(run: Run, say: Say, given: Collection[str]) -> Start:
@@ -135,7 +159,7 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
         _check_finite(run, state, f"{RESTORE}={config[RESTORE]}")
     else:
         state = run.init()
-    frozen = _frozen(run, run.states.first(run.codec.unpack(state)).params)
+    frozen = _frozen(run, _parameters(run, state))
     return Start(state, base=base_of(config.load_parameters_path, frozen) if frozen else None)
 
 
@@ -167,7 +191,7 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
         weights = load_parameters(place, own, joined(params, rest), say, given)
         found = _frozen(run, parted(weights, rest)[0])
     else:
-        found = _frozen(run, run.states.first(run.codec.unpack(run.init())).params)
+        found = _frozen(run, _parameters(run, run.init()))
     check_base(found, sidecar.base, path)
     return found
 

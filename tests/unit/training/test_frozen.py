@@ -15,10 +15,21 @@ from trainer.aot.compilation import compile_step
 from trainer.aot.text import report_text
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.checkpoint.contents import contents_of
-from trainer.config import load, to_yaml
+from trainer.config import UserError, load, to_yaml
 from trainer.data import open_dataset
-from trainer.objectives import Evaluation, Frozen, Mean, NextToken, Sums, Weights, hidden_states
+from trainer.objectives import (
+    Evaluation,
+    Frozen,
+    Mean,
+    NextToken,
+    Sums,
+    Weights,
+    first_parameters,
+    hidden_states,
+    reference_parameters,
+)
 from trainer.objectives.router import WithRouters
+from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
 from trainer.runtime.place import place
 from trainer.training import Reports, build, fit, start
@@ -71,6 +82,21 @@ class Anchored(NextToken):
         sums, tokens = self.sums(params, rest, batch, None, frozen=frozen), self.weights(batch).tokens
         nats, kl = (Mean(sums.minimized[name], tokens) for name in ("lm_loss", "kl"))
         return Evaluation(tokens, nats, nats, {"kl": kl})
+
+
+@dataclass(frozen=True)
+class AnchoredToBeginning(Anchored):
+    """The same, with the reference that the run has anyway."""
+
+    config: Any = None
+
+    @property
+    def frozen(self):
+        return first_parameters(self.config, self.model)
+
+    def sums(self, params, rest, batch, key, capture=(), sampled=None, *, frozen):
+        reference = reference_parameters(params, frozen)
+        return super().sums(params, rest, batch, key, capture, sampled, frozen=reference)
 
 
 def made(combination="nnx", devices=1, **keys):
@@ -213,3 +239,55 @@ def test_router_losses_pass_it_on():
     assert both.frozen is Inner.frozen
     assert both.sums(None, None, {}, None, frozen=3).minimized == {"frozen": 3}
     assert both.evaluation(None, None, {}, frozen=4) == 4
+
+
+def begun(folder, **keys):
+    """Returns a run whose reference is its beginning, and its state after two updates."""
+    keys = {"steps": 2, "dataset_type": "synthetic", "eval_interval": -1, "checkpoint_period": 1} | keys
+    config = load(arguments("nnx", **SGD | keys)).config
+    run = build(
+        config,
+        jax.devices()[:1],
+        make_objective=lambda config, model: AnchoredToBeginning(model.apply, model=model, config=config),
+    )
+    dataset, rows = open_dataset(run.config, print), []
+    with CheckpointManager(folder, run.config, print) as manager:
+        begin = start(run, dataset, manager, print, schedule_given=False)
+        frozen = copied(begin.frozen)
+        reports = Reports(rows.append, rows.append, lambda: None)
+        end = fit(run, run.compile_on_leaves(), begin, dataset, reports, manager)
+    return run, frozen, rows, end.state
+
+
+def test_the_reference_is_the_beginning_also_in_a_run_that_resumes(tmp_path):
+    run, frozen, rows, _ = begun(tmp_path / "whole")
+    assert_equal_bits(frozen, run.codec.unpack(run.init()).params)
+    assert abs(rows[0]["kl"]) < 1e-6 < rows[1]["kl"]
+    begun(tmp_path / "cut", steps=1)
+    _, again, resumed, _ = begun(tmp_path / "cut")
+    assert_equal_bits(again, frozen)
+    assert resumed[0]["loss"] == rows[1]["loss"]
+
+
+def test_the_reference_of_adapters_has_only_the_first_adapters():
+    adapters = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0}
+    config = load(arguments("nnx", **SGD | adapters)).config
+    run = build(
+        config,
+        jax.devices()[:1],
+        make_objective=lambda config, model: AnchoredToBeginning(model.apply, model=model, config=config),
+    )
+    params = run.codec.unpack(run.init()).params
+    frozen = run.frozen.make(params)
+    assert {name.rpartition("/")[2] for name in by_name(frozen)} == {"lora_a", "lora_b"}
+    assert_equal_bits(reference_parameters(params, frozen), params)
+
+
+def test_a_reference_that_changed_is_refused(tmp_path):
+    model = {"load_parameters_path": str(tmp_path / "model")}
+    begun(tmp_path / "model", steps=1)
+    begun(tmp_path / "run", steps=1, **model)
+    begun(tmp_path / "run", steps=2, **model)
+    begun(tmp_path / "model", steps=2)
+    with pytest.raises(UserError, match="its reference was a model with other values"):
+        begun(tmp_path / "run", steps=3, **model)

@@ -1,0 +1,34 @@
+"""A reference model: the policy as it was at the beginning of the run."""
+
+from typing import Any
+
+import jax
+
+from trainer.config import Config
+from trainer.objectives.base import Frozen
+from trainer.optim import trainable
+
+
+def first_parameters(config: Config, model: Any) -> Frozen:
+    """Returns what an objective declares as `frozen` to read the parameters with which the run began.
+
+    Only those that are trained are in it: None stands for the others, which the train state still has. With adapters,
+    the reference is therefore the base with the first adapters, and costs the memory of the adapters only.
+
+    Args:
+      config: resolved.
+      model: a `backends.Model`.
+    """
+    params, axes = model.abstract[0], model.param_axes
+    mask = trainable(config)(params)
+    abstract, names = (jax.tree.map(lambda keep, leaf: leaf if keep else None, mask, tree) for tree in (params, axes))
+    return Frozen(abstract, names, make=None)
+
+
+def reference_parameters(params: Any, frozen: Any) -> Any:
+    """Returns all parameters of the reference model, of which `frozen` has those that are trained. They have no
+    gradient."""
+    joined = jax.tree.map(
+        lambda now, first: now if first is None else first, params, frozen, is_leaf=lambda leaf: leaf is None
+    )
+    return jax.lax.stop_gradient(joined)
