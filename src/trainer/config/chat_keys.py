@@ -22,7 +22,9 @@ def other_command(config: Config, own: str = "") -> str | None:
     for key, (command, what) in METHODS.items():
         if config[key] and key != own:
             return f"{key}=true: {what} is another command: python -m {command}, same words"
-    return f"{own}=false: python -m {METHODS[own][0]} needs it; trainer.train trains on documents" if own and not config[own] else None
+    if own and not config[own]:
+        return f"{own}=false: {METHODS[own][0]} is for {METHODS[own][1]}; trainer.train trains on documents"
+    return None
 
 
 def _one_method(config: Config) -> str | None:
