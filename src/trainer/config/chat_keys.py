@@ -6,7 +6,8 @@ from collections.abc import Callable
 from trainer.config.keys import Config
 from trainer.config.token_keys import token_files
 
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
+# The path of a function: package.module:function.
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
 TOOLS = "tools"  # the column of the tools that a conversation may call
 # The defaults of trainer.sft where they differ from those of base.yml: a conversation stays in one row.
 SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
@@ -18,7 +19,7 @@ def _one_template(config: Config) -> str | None:
 
 def _function(config: Config) -> str | None:
     path = config.formatting_func_path
-    return None if not path or _FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
+    return None if not path or FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
 
 
 def _no_template_text(config: Config) -> str | None:
@@ -36,6 +37,10 @@ CHAT_CHECKS = (
 def columns_problem(config: Config, key: str) -> str | None:
     """Returns why the columns do not hold documents, or conversations with use_sft; None if they can."""
     columns = config[key]
+    if config.use_grpo:
+        return (
+            None if columns and all(columns) else "must be the column of prompts, and those that reward functions read"
+        )
     if config.use_sft and config.formatting_func_path:
         return None if columns and all(columns) else "must be the columns that the function reads"
     said = [column for column in columns if not config.use_sft or column != TOOLS]
