@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import Config, UserError, begin, command_line, exit_on_user_error
-from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
+from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.errors import report
 from trainer.train import Kind, run_command
 
@@ -19,21 +19,28 @@ SHOW = "--show"
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    words, count = _without_show(command_line(argv))
+    run(command_line(argv), SFT, _show)
+
+
+def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[[str], None]], None]) -> None:
+    """Trains as the command line says, or, with --show N, prints the first N records with `show`.
+
+    Raises:
+      UserError: it cannot.
+    """
+    words, count = _without_show(words)
     if count is None:
-        run_command(words, SFT)
+        run_command(words, kind)
         return
-    begun = begin(words, os.environ, SFT_DEFAULTS)
-    _check(begun.config)
+    begun = begin(words, os.environ, kind.defaults)
+    kind.check(begun.config)
     if begun.path:
         from trainer.checkpoint import with_model
 
         config = with_model(begun).config
     else:
         config = begun.end().config
-    _with_tokenizer(config, _say)
-    from trainer.post_training.chat_show import show
-
+    with_tokenizer(config, _say)
     show(config, count, _say)
 
 
@@ -45,20 +52,22 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
         if option == SHOW:
             given = [text] if equals else words[i + 1 : i + 2]
             if not given or not given[0].isdecimal() or not int(given[0]):
-                raise UserError(f"{SHOW} needs a number of conversations, such as {SHOW} 3")
+                raise UserError(f"{SHOW} needs a number of records, such as {SHOW} 3")
             return [*words[:i], *words[i + (1 if equals else 2) :]], int(given[0])
     return words, count
 
 
-def _check(config: Config) -> None:
-    mistakes = not_conversations(config)
-    if not config.use_sft:
-        mistakes.append("use_sft=false: trainer.sft fine-tunes on conversations; trainer.train trains on documents")
-    if mistakes:
+def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
+    """Raises UserError if a configuration is not for the command of the key `own`, or has `mistakes`."""
+    if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
 
-def _with_tokenizer(config: Config, say: Callable[[str], None]) -> None:
+def _check(config: Config) -> None:
+    check_kind(config, "use_sft", not_conversations(config))
+
+
+def with_tokenizer(config: Config, say: Callable[[str], None]) -> None:
     """Sets tokenizer_path to the tokenizer of the model that the run starts from, if there is no other."""
     if config.tokenizer_path or config.tokenizer_type == "bytes":
         return
@@ -72,19 +81,26 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def _show(config: Config, count: int, say: Callable[[str], None]) -> None:
+    from trainer.post_training import chat_show
+
+    chat_show.conversations(config, count, say)
+
+
 def _encoder() -> Any:
     from trainer.post_training.chat_encoder import chat_encoder
 
     return chat_encoder
 
 
-def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
+def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
+    """Returns what encodes the prompt of the sample, see `train.Kind`."""
     from trainer.post_training.chat_encoder import Prompts
 
     return Prompts(config, tokenizer, say)
 
 
-SFT = Kind(_check, SFT_DEFAULTS, _with_tokenizer, _encoder, _prompts)
+SFT = Kind(_check, SFT_DEFAULTS, with_tokenizer, _encoder, prompts)
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, Loaded, UserError, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
+from trainer.config.chat_keys import other_command
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.invariant_keys import unchecked
@@ -41,15 +42,15 @@ class Kind:
     prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
 
 
-def _no_conversations(config: Config) -> None:
-    if config.use_sft:
-        raise UserError("use_sft=true: supervised fine-tuning is another command: python -m trainer.sft, same words")
+def _of_documents(config: Config) -> None:
+    if other := other_command(config):
+        raise UserError(other)
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    run_command(command_line(argv), Kind(_no_conversations))
+    run_command(command_line(argv), Kind(_of_documents))
 
 
 def run_command(words: Sequence[str], kind: Kind) -> None:

@@ -116,7 +116,7 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no conversations; take grain, hf or tfds"),
         ({"grain_file_type": "text"}, "grain_file_type=text has no conversations"),
         ({"tokenize_train_data": False}, "tokenize_train_data=false: conversations are text"),
-        ({"use_sft": False}, "use_sft=false: trainer.sft fine-tunes on conversations"),
+        ({"use_sft": False}, "use_sft=false: trainer.sft is for supervised fine-tuning"),
         ({"tokenizer_type": "auto"}, "a tokenizer is not trained on conversations"),
         ({"train_data_columns": "[a,b,c]"}, "must be one column of messages, or two"),
         ({"chat_template": "x", "chat_template_path": "y"}, "give only one of them"),
@@ -125,7 +125,7 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"formatting_func_path": "f"}, "not the path of a function, package.module:function"),
         ({"train_data_columns": "gone"}, "there is no column gone"),
         ({"max_target_length": 16}, "nothing to learn from"),
-        ({"--show": "x"}, "--show needs a number of conversations"),
+        ({"--show": "x"}, "--show needs a number of records"),
     ],
 )
 def test_what_is_refused(words, said):

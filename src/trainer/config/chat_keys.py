@@ -1,4 +1,4 @@
-"""Checks of the keys of supervised fine-tuning and of chat templates."""
+"""Checks of the keys of supervised fine-tuning and of chat templates, and which commands train on something else."""
 
 import re
 from collections.abc import Callable
@@ -8,9 +8,29 @@ from trainer.config.token_keys import token_files
 
 # The path of a function: package.module:function.
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
+# The keys of other trainings than that on documents, each with the command that sets it, and what it does.
+METHODS = {
+    "use_sft": ("trainer.sft", "supervised fine-tuning"),
+    "use_dpo": ("trainer.dpo", "preference optimization"),
+    "use_grpo": ("trainer.grpo", "reinforcement learning"),
+}
 TOOLS = "tools"  # the column of the tools that a conversation may call
 # The defaults of trainer.sft where they differ from those of base.yml: a conversation stays in one row.
 SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
+
+
+def other_command(config: Config, own: str = "") -> str | None:
+    """Returns why a configuration is not for the command of the key `own`, "" for trainer.train; None if it is."""
+    for key, (command, what) in METHODS.items():
+        if config[key] and key != own:
+            return f"{key}=true: {what} is another command: python -m {command}, same words"
+    if own and not config[own]:
+        return f"{own}=false: {METHODS[own][0]} is for {METHODS[own][1]}; trainer.train trains on documents"
+    return None
+
+
+def _one_method(config: Config) -> str | None:
+    return "a run trains in one of these ways" if sum(config[key] for key in METHODS) > 1 else None
 
 
 def _one_template(config: Config) -> str | None:
@@ -28,6 +48,7 @@ def _no_template_text(config: Config) -> str | None:
 
 
 CHAT_CHECKS = (
+    (tuple(METHODS), _one_method),
     (("chat_template", "chat_template_path"), _one_template),
     (("chat_template",), _no_template_text),
     (("formatting_func_path",), _function),
@@ -53,37 +74,42 @@ def columns_problem(config: Config, key: str) -> str | None:
 
 def not_conversations(config: Config) -> list[str]:
     """Returns one message for each key that prevents trainer.sft from reading conversations."""
+    return not_texts(
+        config, "conversations", "/data/chats.jsonl train_data_columns=messages eval_data_columns=messages"
+    )
+
+
+def not_texts(config: Config, what: str, example: str) -> list[str]:
+    """Returns one message for each key that prevents a command from reading `what`, which a template and a tokenizer
+    make to tokens. `example`: files and columns."""
     lines = []
     if config.dataset_type in ("stdlib", "synthetic"):
         lines.append(
-            f"dataset_type={config.dataset_type} has no conversations; take grain, hf or tfds, such as "
-            "dataset_type=grain grain_file_type=jsonl grain_train_files=/data/chats.jsonl train_data_columns=messages "
-            "eval_data_columns=messages"
+            f"dataset_type={config.dataset_type} has no {what}; take grain, hf or tfds, such as "
+            f"dataset_type=grain grain_file_type=jsonl grain_train_files={example}"
         )
     elif token_files(config) or (config.dataset_type == "grain" and config.grain_file_type == "text"):
-        lines.append(
-            f"grain_file_type={config.grain_file_type} has no conversations; take jsonl, parquet or arrayrecord"
-        )
+        lines.append(f"grain_file_type={config.grain_file_type} has no {what}; take jsonl, parquet or arrayrecord")
     else:
         lines += [
-            f"{key}=false: conversations are text, which a template and the tokenizer make to tokens; set {key}=true"
+            f"{key}=false: {what} are text, which a template and the tokenizer make to tokens; set {key}=true"
             for key in ("tokenize_train_data", "tokenize_eval_data")
             if not config[key]
         ]
     if not config.tokenizer_path and config.tokenizer_type != "bytes" and not config.load_parameters_path:
         lines.append(
-            "tokenizer_path is empty, and a tokenizer is not trained on conversations; give the model to "
+            f"tokenizer_path is empty, and a tokenizer is not trained on {what}; give the model to "
             "fine-tune, load_parameters_path=FOLDER, or its tokenizer, tokenizer_path=FOLDER"
         )
     return lines
 
 
 def _no_template(config: Config) -> bool:
-    return not config.use_sft and not config.use_chat_template
+    return not (config.use_sft or config.use_dpo or config.use_chat_template)
 
 
 CHAT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft, "use_sft=false"),
+    (("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft and not c.use_dpo, "use_sft=false"),
     (("formatting_func_kwargs",), lambda c: not c.formatting_func_path, "formatting_func_path is empty"),
     (("chat_template", "chat_template_path"), _no_template, "use_sft=false and use_chat_template=false"),
     (("add_bos", "add_eos"), lambda c: c.use_sft, "the chat template writes the special tokens"),

@@ -6,12 +6,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.chat_keys import CHAT_CHECKS, CHAT_INERT, columns_problem
+from trainer.config.chat_keys import CHAT_CHECKS, CHAT_INERT, METHODS, columns_problem
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
+from trainer.config.preference_keys import PREFERENCE_CHECKS, PREFERENCE_INERT, pair_columns_problem
 from trainer.config.schema import schema
 from trainer.config.token_keys import TOKEN_CHECKS, TOKEN_INERT, token_files
 
@@ -138,7 +139,7 @@ def _grain_eval_files(config: Config) -> str | None:
 
 def _columns(key: str) -> Problem:
     def problem(config: Config) -> str | None:
-        return columns_problem(config, key)
+        return (pair_columns_problem if config.use_dpo else columns_problem)(config, key)
 
     return problem
 
@@ -212,13 +213,14 @@ DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     (("dataset_type", "data_pipeline"), _pipeline),
     *TOKEN_CHECKS,
     *CHAT_CHECKS,
+    *PREFERENCE_CHECKS,
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
-    (("train_data_columns", "use_sft"), _columns("train_data_columns")),
-    (("eval_data_columns", "use_sft"), _columns("eval_data_columns")),
+    (("train_data_columns", *METHODS), _columns("train_data_columns")),
+    (("eval_data_columns", *METHODS), _columns("eval_data_columns")),
     (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
     (("dataset_type", "tokenize_train_data", "tokenize_eval_data"), _tokenize),
     (("dataset_type", "vocab_size"), _trained_vocabulary),
@@ -286,6 +288,7 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     ),
     *TOKEN_INERT,
     *CHAT_INERT,
+    *PREFERENCE_INERT,
     (
         ("held_out_share",),
         lambda c: c.dataset_type in ("stdlib", "synthetic"),

@@ -93,6 +93,11 @@ class Config(Mapping[str, Any]):
     diloco_outer_lr: float
     diloco_outer_momentum: float
     diloco_sync_period: int
+    dpo_algo: str
+    dpo_beta: float
+    dpo_label_smoothing: float
+    dpo_max_prompt_length: int | None
+    dpo_orpo_lambda: float
     drhs_grad_quantization_calibration_method: str
     dropout_rate: float
     dtype: str
@@ -329,6 +334,7 @@ class Config(Mapping[str, Any]):
     unquantized_modules: tuple[str, ...]
     use_chat_template: bool
     use_chunked_prefill: bool
+    use_dpo: bool
     use_grpo: bool
     use_post_attn_norm: bool
     use_post_ffw_norm: bool

@@ -124,7 +124,7 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         config.packing,
         config.max_segments_per_seq,
         config.use_truncation,
-        _align(config),
+        alignment(config),
     )
 
     def encoder(corpus: "Corpus", tokenize: bool) -> "Encoder":
@@ -189,7 +189,7 @@ def _synthetic(config: Config) -> Dataset:
     from trainer.data.streams import PreparedStream
 
     seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
-    align = _align(config)
+    align = alignment(config)
     settings = {"seed": seed, "align": align}
     train = SyntheticRows(length, vocab_size, **settings)
     evaluation = SyntheticRows(length, vocab_size, **settings, offset=EVAL_OFFSET, size=EVAL_ROWS)
@@ -206,7 +206,7 @@ def _synthetic(config: Config) -> Dataset:
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
 
 
-def _align(config: Config) -> int:
+def alignment(config: Config) -> int:
     """Returns the number of tokens of which every sequence in a row begins at a multiple."""
     return TILE if config.batch_invariant else 1
 

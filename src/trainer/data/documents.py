@@ -24,15 +24,28 @@ class Record(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do."""
+    """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do.
+
+    `after`: documents that stay right behind it in the same row, each a segment of its own. Such a document is not
+    split, so `places` must be at most the length of a row.
+    """
 
     tokens: np.ndarray
     loss: np.ndarray | None
+    after: "tuple[Document, ...]" = ()
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of an input and its target."""
+        """The number of pairs of an input and its target, without those of `after`."""
         return len(self.tokens) - 1
+
+    def places(self, align: int = 1) -> int:
+        """Returns the places of a row from its first to its last token, if every segment begins at a multiple of
+        `align`."""
+        end = self.pairs
+        for document in self.after:
+            end += -end % align + document.pairs
+        return end
 
 
 @dataclass

@@ -3,7 +3,7 @@
 A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
 shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
 last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
-Aligned segments have padding between them, too.
+Aligned segments have padding between them, too. A document with others behind it (`Document.after`) stays whole.
 
 Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
 document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the rows that follow, which
@@ -82,13 +82,20 @@ class _Row:
     align: int
     fill: int = 0  # where the next segment begins
     segments: int = 0
+    documents: int = 0
     arrays: PackedRow = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
 
     def add(self, document: Document, start: int, stop: int) -> None:
-        """Appends pairs [start, stop) of a document as a new segment."""
+        """Appends pairs [start, stop) of a document as a new segment, and the documents behind it."""
+        self.documents += 1
+        self._append(document, start, stop)
+        for behind in document.after:
+            self._append(behind, 0, behind.pairs)
+
+    def _append(self, document: Document, start: int, stop: int) -> None:
         here = slice(self.fill, self.fill + stop - start)
         self.segments += 1
         self.arrays["inputs"][here] = document.tokens[start:stop]
@@ -105,6 +112,7 @@ def _concat(
     length = packing.length
     row = _Row(length, packing.align)
     for mark, document in documents:
+        assert not document.after, "it would be split"
         start, skip, pairs = skip, 0, document.pairs
         while start < pairs:
             stop = min(pairs, start + length - row.fill)
@@ -139,7 +147,9 @@ def _fit(
         counts.split += start == 0 and pairs > length
         for piece in range(start, pairs, length):
             stop = min(piece + length, pairs)
-            room = [row for row in group if row.fill + stop - piece <= length and row.segments != limit]
+            places = document.places(packing.align) if document.after else stop - piece
+            assert places <= length, "it would be split"
+            room = [row for row in group if row.fill + places <= length and row.documents != limit]
             if not room and len(group) == size:
                 after = Resume(mark, piece, 0)
                 yield from _given(group, begin, after)

@@ -48,7 +48,8 @@ def open_tokenizer(
                 f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or give the model's "
                 "own tokenizer_path"
             )
-        if (template := tokenizer.chat_template) and len(config.train_data_columns) > 1 and not config.use_sft:
+        joined = len(config.train_data_columns) > 1 and not config.use_sft and not config.use_dpo
+        if joined and (template := tokenizer.chat_template):
             say(
                 f"{template.where} has a chat template, which is not applied: columns are joined as they are; "
                 "trainer.sft applies it"

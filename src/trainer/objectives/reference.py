@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from trainer.config import Config
 from trainer.objectives.base import Frozen
@@ -32,3 +33,11 @@ def reference_parameters(params: Any, frozen: Any) -> Any:
         lambda now, first: now if first is None else first, params, frozen, is_leaf=lambda leaf: leaf is None
     )
     return jax.lax.stop_gradient(joined)
+
+
+def is_reference(params: Any, frozen: Any) -> jax.Array:
+    """Returns whether the parameters equal those of the reference model, bool []."""
+    equal = jax.tree.map(
+        lambda first, now: None if first is None else jnp.all(now == first), frozen, params, is_leaf=lambda x: x is None
+    )
+    return jnp.stack(jax.tree.leaves(equal)).all()

@@ -6,12 +6,14 @@ import jax.numpy as jnp
 
 from trainer.config import Config
 from trainer.config.expert_keys import has_experts
+from trainer.config.preference_keys import has_reference
 from trainer.config.rl_keys import policy_temperature
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.policy import Policy
+from trainer.objectives.preference import Dpo, Orpo
 from trainer.objectives.reference import first_parameters
 from trainer.objectives.router import WithRouters
 from trainer.objectives.tiling import Tiling
@@ -19,17 +21,28 @@ from trainer.objectives.tiling import Tiling
 
 def make_objective(config: Config, model: Any) -> Objective:
     """Returns the objective of `config`, resolved, for `model` (`backends.Model`)."""
-    if config.use_grpo:
-        return _with_routers(make_policy(config, model), config)
+    make = _policy if config.use_grpo else _preference if config.use_dpo else _next_token
+    objective = make(config, model)
+    balance, z = config.load_balance_loss_weight, config.router_z_loss_weight
+    return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
+
+
+def _next_token(config: Config, model: Any) -> Objective:
     next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
-    objective: Objective = next_token
-    if modules := config.mtp_num_layers:
-        objective = MultiToken(next_token, modules, config.mtp_loss_scaling_factor, config.mtp_eval_target_module)
-    return _with_routers(objective, config)
+    if not config.mtp_num_layers:
+        return next_token
+    scale, evaluated = config.mtp_loss_scaling_factor, config.mtp_eval_target_module
+    return MultiToken(next_token, config.mtp_num_layers, scale, evaluated)
 
 
-def make_policy(config: Config, model: Any) -> Policy:
-    """Returns the objective of reinforcement learning."""
+def _preference(config: Config, model: Any) -> Objective:
+    shared = model.apply, config.dpo_label_smoothing, make_tiling(config, model)
+    if has_reference(config):
+        return Dpo(*shared, first_parameters(config, model), config.dpo_beta)
+    return Orpo(*shared, weight=config.dpo_orpo_lambda, answer_only=config.sft_train_on_completion_only)
+
+
+def _policy(config: Config, model: Any) -> Objective:
     low, high, beta = config.rl_grpo_epsilon, config.rl_epsilon_high, config.rl_grpo_beta
     return Policy(
         model.apply,
@@ -42,11 +55,6 @@ def make_policy(config: Config, model: Any) -> Policy:
         first_parameters(config, model) if beta else None,
         make_tiling(config, model),
     )
-
-
-def _with_routers(objective: Objective, config: Config) -> Objective:
-    balance, z = config.load_balance_loss_weight, config.router_z_loss_weight
-    return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
 
 def make_tiling(config: Config, model: Any) -> Tiling | None:

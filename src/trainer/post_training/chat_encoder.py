@@ -13,14 +13,14 @@ from trainer.config.paths import local_path
 from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate, read_template
 from trainer.data.documents import Counts, Document, Encoder, Record, text_of
-from trainer.data.rendered import Encoded, pattern
+from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 from trainer.post_training.chat_template import DEFAULT, TRAINING_DATE, Template, TemplateFailed
-from trainer.post_training.conversations import Formatter, conversation
+from trainer.post_training.conversations import Formatter, Message, conversation
 from trainer.post_training.turns import Turns, turns
 
 _FORMAT = 1  # increases if equal conversations become other tokens or other masks
-_SHOWN = 2000  # characters of a conversation in a message
+SHOWN = 2000  # characters of a conversation in a message
 
 
 class Example(NamedTuple):
@@ -77,30 +77,32 @@ class ChatEncoder(Encoder):
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
         """Returns the conversations of `records`, None for one without messages. Errors are as in `encode`."""
-        found = [self._turns(record, counts) for record in records]
-        encoded = iter(self._tokenizer.encode_rendered([one.rendered for one in found if one]))
-        examples: list[Example | None] = []
-        for one in found:
-            if one is None:
-                examples.append(None)
-                continue
-            tokens = next(encoded)
+        found = [self._of_record(record, counts) for record in records]
+        encoded = iter(self.encoded([one for one in found if one]))
+        return [one and next(encoded) for one in found]
+
+    def encoded(self, found: Sequence[Turns]) -> list[Example]:
+        """Returns the conversations with their tokens."""
+        examples = []
+        every = self._tokenizer.encode_rendered([one.rendered for one in found])
+        for one, tokens in zip(found, every, strict=True):
             _check_ids(tokens, self._tokenizer, self.vocab_size)
             learnt = tokens.within(one.learnt) if self.completion_only else np.ones(len(tokens.ids), bool)
             examples.append(Example(one, tokens, learnt))
         return examples
 
-    def _turns(self, record: Record, counts: Counts) -> Turns | None:
+    def _of_record(self, record: Record, counts: Counts) -> Turns | None:
         (messages, tools), replaced = conversation(record, self.columns, self.formatter)
-        if replaced:
-            counts.mended_first = counts.mended_first or str(record.where)
-            counts.mended += 1
-            counts.mended_characters += replaced
+        count_replaced(replaced, record, counts)
         if not messages:
             counts.empty += 1
             return None
+        return self.turns(messages, tools, record, counts)
+
+    def turns(self, messages: Sequence[Message], tools: Any, record: Record, counts: Counts, first: int = 0) -> Turns:
+        """Returns a rendered conversation, and what is learnt of it from message number `first` on."""
         try:
-            found = turns(self.template, messages, tools, self._markers)
+            found = turns(self.template, messages, tools, self._markers, first)
         except TemplateFailed as error:
             raise UserError(f"{record.where}: {error}") from error
         counts.bytes += len(found.rendered.text.encode())
@@ -128,15 +130,19 @@ class ChatEncoder(Encoder):
                 ),
                 found.unended,
             )
-        if found.rendered.plain:
-            start, stop = found.rendered.plain[0]
+        self.notice_plain(found.rendered, record, counts)
+
+    def notice_plain(self, rendered: Rendered, record: Record, counts: Counts) -> None:
+        """Counts names of special tokens in messages."""
+        if rendered.plain:
+            start, stop = rendered.plain[0]
             counts.notice(
                 "plain",
                 lambda: (
                     f"names of special tokens in messages are encoded as ordinary text; the first in {record.where}: "
-                    f"{visible(found.rendered.text[start:stop])}"
+                    f"{visible(rendered.text[start:stop])}"
                 ),
-                len(found.rendered.plain),
+                len(rendered.plain),
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
@@ -151,8 +157,14 @@ class ChatEncoder(Encoder):
                     f"conversations are skipped, because nothing in them is learnt{cut}; the first in {record.where}"
                 ),
             )
-            counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:_SHOWN])
+            counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:SHOWN])
             return None
+        self.notice_crossing(example, counts, record)
+        return Document(encoded.ids, loss if self.masked else None)
+
+    def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:
+        """Counts tokens of which only a part is learnt."""
+        found, encoded, _ = example
         crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
         if crossing and self.completion_only:
             counts.notice(
@@ -163,7 +175,6 @@ class ChatEncoder(Encoder):
                 ),
                 crossing,
             )
-        return Document(encoded.ids, loss if self.masked else None)
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -183,12 +194,7 @@ def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str
       UserError: the template or the formatting function is not there, or not valid.
     """
     assert tokenizer is not None
-    template = open_template(config, tokenizer)
-    path = config.formatting_func_path
-    kwargs: Any = config.formatting_func_kwargs
-    formatter = Formatter(path, kwargs.to_dict()) if path else None
-    if formatter is not None:
-        formatter.load()
+    template, formatter = open_template(config, tokenizer), open_formatter(config)
     continues = not config.use_truncation or (config.packing and config.grain_packing_type == "concat_then_split")
     return ChatEncoder(
         tokenizer,
@@ -200,6 +206,16 @@ def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str
         formatter,
         None if continues else config.max_target_length,
     )
+
+
+def open_formatter(config: Config) -> Formatter | None:
+    """Returns the function of formatting_func_path, None without one. Raises UserError if it cannot be imported."""
+    path = config.formatting_func_path
+    kwargs: Any = config.formatting_func_kwargs
+    formatter = Formatter(path, kwargs.to_dict()) if path else None
+    if formatter is not None:
+        formatter.load()
+    return formatter
 
 
 def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
@@ -218,6 +234,14 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
         found = tokenizer.chat_template or DEFAULT
     tokenizer.chat_template = found
     return Template(found, tokenizer.special_names, tuple(tokenizer.special_tokens), today=today)
+
+
+def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
+    """Counts a record of which characters were replaced."""
+    if replaced:
+        counts.mended_first = counts.mended_first or str(record.where)
+        counts.mended += 1
+        counts.mended_characters += replaced
 
 
 def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -1,44 +1,82 @@
-"""Prints conversations as a run of supervised fine-tuning would learn them."""
+"""Prints conversations and pairs of answers as a run would learn them."""
 
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from trainer.config import Config
 from trainer.config.words import counted, visible
 from trainer.data import prepare
 from trainer.data.cache import cache_root
-from trainer.data.documents import Counts
+from trainer.data.documents import Counts, Record
 from trainer.data.sources import open_source
 from trainer.post_training.chat_encoder import ChatEncoder, Example, chat_encoder
+from trainer.post_training.pairs import PairEncoder, pair_encoder
+
+Say = Callable[[str], None]
 
 _COLOUR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 
-def show(config: Config, count: int, say: Callable[[str], None]) -> None:
+def conversations(config: Config, count: int, say: Say) -> None:
     """Prints the first `count` conversations of the training data, with what is learnt in colour, or in guillemets if
     standard output is not a terminal; then notes on them to `say`.
 
     Raises:
       UserError: as the run would.
     """
+
+    def shown(encoder: ChatEncoder, record: Record, counts: Counts) -> str:
+        (example,) = encoder.examples([record], counts)
+        if example is None:
+            return f"---- {record.where}: no messages\n"
+        encoder.document(example, counts, record)
+        return f"---- {record.where}: {_facts(encoder, example)}\n{_marked(example)}\n"
+
+    _show(config, count, say, chat_encoder, shown)
+
+
+def pairs(config: Config, count: int, say: Say) -> None:
+    """Prints the first `count` pairs in the same way: first the chosen answer, each with its prompt."""
+
+    def shown(encoder: PairEncoder, record: Record, counts: Counts) -> str:
+        (pair,) = encoder.pairs([record], counts)
+        if pair is None:
+            return f"---- {record.where}: an answer or a prompt is empty\n"
+        document = encoder.pair_document(pair, counts, record)
+        what = f", in a row of {encoder.row}"
+        if document is None:
+            what = ", skipped"
+        elif lost := sum(len(side.learnt) - len(part.tokens) for side, part in zip(pair, (document, *document.after))):
+            what = f", cut by {counted(lost, 'token')} to a row of {encoder.row}"
+        lines = [f"---- {record.where}{what}"]
+        for name, side in zip(("chosen", "rejected"), pair, strict=True):
+            learnt = int(side.learnt[1:].sum())
+            lines.append(f"{name}: {counted(len(side.learnt), 'token')}, {learnt} learnt\n{_marked(side)}\n")
+        return "\n".join(lines)
+
+    _show(config, count, say, pair_encoder, shown)
+
+
+def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callable[..., str]) -> None:
     source = open_source(config, say)
     tokenizer = prepare.open_tokenizer(
         config, source.train, source.weights, cache_root(config.data_cache_directory), say
     )
-    counts, marks = Counts(), _COLOUR if sys.stdout.isatty() else _PLAIN
+    counts = Counts()
     records = itertools.chain.from_iterable(corpus.records() for corpus in source.train)
-    encoder = chat_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
-    say(f"template: {encoder.template.where}; what is learnt is {'green' if marks is _COLOUR else ' '.join(marks)}")
+    encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
+    learnt = "green" if _marks() is _COLOUR else " ".join(_PLAIN)
+    say(f"template: {encoder.template.where}; what is learnt is {learnt}")
     for record in itertools.islice(records, count):
-        (example,) = encoder.examples([record], counts)
-        if example is None:
-            print(f"---- {record.where}: no messages\n")
-            continue
-        encoder.document(example, counts, record)
-        print(f"---- {record.where}: {_facts(encoder, example)}\n{_marked(example, marks)}\n")
+        print(shown(encoder, record, counts))
     for note in counts.notes():
         say(note)
+
+
+def _marks() -> tuple[str, str]:
+    return _COLOUR if sys.stdout.isatty() else _PLAIN
 
 
 def _facts(encoder: ChatEncoder, example: Example) -> str:
@@ -51,8 +89,9 @@ def _facts(encoder: ChatEncoder, example: Example) -> str:
     return facts
 
 
-def _marked(example: Example, marks: tuple[str, str]) -> str:
+def _marked(example: Example) -> str:
     """Returns the text with marks around the characters whose tokens are learnt."""
+    marks = _marks()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0
     for is_learnt, group in itertools.groupby(zip(example.learnt, encoded.stops, strict=True), lambda pair: pair[0]):

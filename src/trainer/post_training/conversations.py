@@ -24,6 +24,9 @@ Message = dict[str, Any]
 # ShareGPT's names of roles.
 _SHARED = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = re.compile(f"[{MARKS}]")
+# The columns that a user's function may make.
+_CONVERSATION = (("messages",), ("prompt", "completion"))
+_PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 _HINT = "convert the data, or give a function that does, formatting_func_path=package.module:function"
 
 
@@ -31,6 +34,19 @@ class Conversation(NamedTuple):
     """Messages, and the tools that a template describes to the model; None without any."""
 
     messages: list[Message]
+    tools: Any = None
+
+
+class Preference(NamedTuple):
+    """Two answers to a prompt: as whole conversations, which begin with `prompt` messages of the prompt, or as whole
+    texts, which begin with it.
+
+    It is empty if a prompt or an answer is.
+    """
+
+    chosen: list[Message] | str = ""
+    rejected: list[Message] | str = ""
+    prompt: int = 0
     tools: Any = None
 
 
@@ -92,7 +108,7 @@ def conversation(record: Record, columns: Sequence[str], formatter: Formatter | 
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
-        named = reader.formatted(named, formatter)
+        named = reader.formatted(named, formatter, _CONVERSATION)
     tools = reader.listed(named.pop(TOOLS, None), TOOLS)
     if len(named) == 1:
         ((column, value),) = named.items()
@@ -104,12 +120,53 @@ def conversation(record: Record, columns: Sequence[str], formatter: Formatter | 
     return Conversation(messages, tools or None), reader.replaced
 
 
+def preference(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Preference, int]:
+    """Returns the two answers of a record, and how many characters were replaced, see `conversation`.
+
+    Without a prompt, the prompt is what both have at their beginning: of conversations, all equal messages but the last
+    one. With a prompt, answers may repeat it.
+
+    Raises:
+      UserError: names the record, and what it holds instead.
+    """
+    reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
+    if formatter is not None:
+        named = reader.formatted(named, formatter, _PREFERENCE)
+    tools = reader.listed(named.pop(TOOLS, None), TOOLS) or None
+    *asked, chosen, rejected = ((column, reader.said(value, column)) for column, value in named.items())
+    if not all(value for _, value in (*asked, chosen, rejected)):
+        return Preference(), reader.replaced
+    of_text = [isinstance(value, str) for _, value in (chosen, rejected)]
+    if not asked and all(of_text):
+        return Preference(chosen[1], rejected[1], tools=tools), reader.replaced
+    if not asked and any(of_text):
+        raise reader.error(f"one of the columns {chosen[0]} and {rejected[0]} holds text, and the other messages")
+    one, other = (reader.spoken(value, "assistant") for _, value in (chosen, rejected))
+    if not asked:
+        most = min(len(one), len(other)) - 1
+        prompt = next((i for i in range(most) if one[i] != other[i]), most)
+        return Preference(one, other, prompt, tools), reader.replaced
+    ((column, value),) = asked
+    messages = reader.spoken(value, "user")
+    if not all(side[: len(messages)] == messages and len(side) > len(messages) for side in (one, other)):
+        for name, side in ((chosen[0], one), (rejected[0], other)):
+            if (role := side[0]["role"]) in ("user", "system"):
+                raise reader.error(
+                    f"column {name} begins with a message of the {role}, but not with the prompt of column {column}; "
+                    f"leave out the column {column}, or give only answers in the others"
+                )
+        one, other = [*messages, *one], [*messages, *other]
+    return Preference(one, other, len(messages), tools), reader.replaced
+
+
 class _Reader:
     def __init__(self, record: Record):
         self.record, self.replaced = record, 0
 
-    def formatted(self, named: dict[str, Any], formatter: Formatter) -> dict[str, Any]:
-        """Returns the columns that a user's function makes."""
+    def formatted(
+        self, named: dict[str, Any], formatter: Formatter, forms: Sequence[tuple[str, ...]]
+    ) -> dict[str, Any]:
+        """Returns the columns that a user's function makes, which are those of one of `forms`."""
         function, arguments = formatter.function, formatter.arguments
         try:
             result = function(named, **arguments)
@@ -120,12 +177,12 @@ class _Reader:
             raise self.error(f"{formatter.path} failed: {reason}{at}") from error
         if not isinstance(result, Mapping):
             result = {"messages": result}
-        for names in (("messages",), ("prompt", "completion")):
+        must = ", or with ".join(" and ".join(names) for names in forms)
+        for names in forms:
             if all(name in result for name in names):
                 return {name: result[name] for name in (*names, TOOLS) if name in result}
         raise self.error(
-            f"{formatter.path} returned {', '.join(map(str, result)) or 'nothing'}; it must return a dict with "
-            "messages, or with prompt and completion"
+            f"{formatter.path} returned {', '.join(map(str, result)) or 'nothing'}; it must return a dict with {must}"
         )
 
     def side(self, value: Any, column: str, role: str) -> list[Message]:
@@ -133,9 +190,26 @@ class _Reader:
         value = _value(value)
         if not isinstance(value, str | bytes) and value is not None:
             return self.messages(value, column)
+        return self.spoken(self.text(value, column), role)
+
+    def said(self, value: Any, column: str) -> str | list[Message]:
+        """Returns a text, or messages, also of their JSON text."""
+        value = _value(value)
+        text = self.text(value, column) if isinstance(value, str | bytes | None) else ""
+        is_text = isinstance(value, str | bytes | None) and not (text.startswith("[") and _is_of_messages(text))
+        return text if is_text else self.messages(value, column)
+
+    def text(self, value: str | bytes | None, column: str) -> str:
+        """Returns the text of a value."""
         text, replaced = text_of(value, column, self.record)
         self.replaced += replaced
-        return [{"role": role, "content": self.clean(text)}] if text else []
+        return text
+
+    def spoken(self, said: str | list[Message], role: str) -> list[Message]:
+        """Returns messages: those that were given, or a text as the only one; [] if it is empty."""
+        if not isinstance(said, str):
+            return said
+        return [{"role": role, "content": self.clean(said)}] if said else []
 
     def messages(self, value: Any, column: str) -> list[Message]:
         """Returns the messages of a list of them, or of JSON text of such a list."""
@@ -223,6 +297,14 @@ class _Reader:
     def error(self, text: str) -> UserError:
         """Returns the error with the place of the record."""
         return UserError(f"{self.record.where}: {text}")
+
+
+def _is_of_messages(text: str) -> bool:
+    try:
+        found = parsed(text)
+    except ValueError:
+        return False
+    return bool(found) and all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in found)
 
 
 def _plain(value: Any) -> Any:

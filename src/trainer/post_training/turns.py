@@ -33,8 +33,11 @@ class Turns(NamedTuple):
     unended: int
 
 
-def turns(template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str]) -> Turns:
-    """Returns what is learnt of a conversation. `markers` matches names of tokens that can end a turn.
+def turns(
+    template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str], first: int = 0
+) -> Turns:
+    """Returns what is learnt of a conversation, from message number `first` on. `markers` matches names of tokens that
+    can end a turn.
 
     Raises:
       TemplateFailed: the template cannot render the conversation.
@@ -43,14 +46,17 @@ def turns(template: Template, messages: Sequence[dict[str, Any]], tools: Any, ma
     placed: list[Range] = []
     differing: list[str] = []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or i < first:
             continue
         found = _turn(template, messages, tools, i, whole.text, markers)
         if isinstance(found, str):
             differing.append(f"message {i + 1}: {found}")
         else:
             placed.append(found)
-    learnt = list(whole.learnt) if template.marks_generation else placed
+    learnt = placed
+    if template.marks_generation:
+        earlier = len(template.render(messages[:first], tools).learnt) if first else 0
+        learnt = [*whole.learnt[earlier:]]
     ends = [whole.text[start:stop].rstrip() for start, stop in learnt]
     unended = sum([match.end() for match in markers.finditer(text)][-1:] != [len(text)] for text in ends)
     return Turns(whole, learnt, differing, unended)

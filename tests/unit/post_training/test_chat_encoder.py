@@ -36,7 +36,8 @@ def encoded(encoder, *conversations):
     return encoder.encode(records, counts), counts
 
 
-def learnt(tokens, loss) -> bytes:
+def learnt(tokens, loss, after=()) -> bytes:
+    assert after == ()
     return bytes(int(i) if i < 256 else ord("$") for i in tokens[1:][loss])
 
 

@@ -1,0 +1,41 @@
+"""`python -m trainer.dpo [base.yml] key=value ... [--show N]`: trains a language model to prefer one answer to another.
+
+It is `trainer.train` with another encoder of records and another objective: the same checkpoints, meshes, combinations
+and reports.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer.config import Config, command_line, exit_on_user_error
+from trainer.config.preference_keys import DPO_DEFAULTS, USE, not_pairs
+from trainer.sft import check_kind, prompts, run, with_tokenizer
+from trainer.train import Kind
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    run(command_line(argv), DPO, _show)
+
+
+def _check(config: Config) -> None:
+    check_kind(config, USE, not_pairs(config))
+
+
+def _show(config: Config, count: int, say: Callable[[str], None]) -> None:
+    from trainer.post_training import chat_show
+
+    chat_show.pairs(config, count, say)
+
+
+def _encoder() -> Any:
+    from trainer.post_training.pairs import pair_encoder
+
+    return pair_encoder
+
+
+DPO = Kind(_check, DPO_DEFAULTS, with_tokenizer, _encoder, prompts)
+
+if __name__ == "__main__":
+    main()
