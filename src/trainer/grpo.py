@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
-from trainer.config.chat_keys import other_command
-from trainer.config.errors import report
 from trainer.config.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
-from trainer.train import Kind, run_command, with_tokenizer
+from trainer.sft import check_kind, with_tokenizer
+from trainer.train import Kind, run_command
 
 
 @exit_on_user_error
@@ -21,8 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(config: Config) -> None:
-    if mistakes := [*not_prompts(config), *filter(None, [other_command(config, ENABLE)])]:
-        raise report(mistakes)
+    check_kind(config, ENABLE, not_prompts(config))
 
 
 def _dataset(config: Config, say: Callable[[str], None]) -> Any:
@@ -33,7 +31,9 @@ def _dataset(config: Config, say: Callable[[str], None]) -> Any:
     return open_prompts(config, say)
 
 
-def _source(run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]) -> AbstractContextManager[Any]:
+def _source(
+    run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
+) -> AbstractContextManager[Any]:
     from trainer.observe import RolloutFiles
     from trainer.post_training.rollouts import Rollouts
     from trainer.runtime.agreement import is_first

@@ -1,13 +1,14 @@
 """Checks of the keys of supervised fine-tuning and of chat templates, and which commands train on something else."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.config.token_keys import token_files
 
 # The path of a function: package.module:function.
-FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
 # The keys of other trainings than that on documents, each with the command that sets it, and what it does.
 METHODS = {
     "use_sft": ("trainer.sft", "supervised fine-tuning"),
@@ -33,13 +34,23 @@ def _one_method(config: Config) -> str | None:
     return "a run trains in one of these ways" if sum(config[key] for key in METHODS) > 1 else None
 
 
+def functions_problem(paths: Sequence[str]) -> str | None:
+    """Returns why not every one of `paths` names another function; None if they do."""
+    wrong = [path for path in paths if not _FUNCTION.fullmatch(path)]
+    if wrong:
+        which = f": {', '.join(map(shortened, wrong))}" if len(paths) > 1 else ""
+        return f"not the path of a function, package.module:function{which}"
+    names = [path.replace(":", ".") for path in paths]
+    twice = sorted({path for path in paths if names.count(path.replace(":", ".")) > 1})
+    return f"{twice[0]} is given twice" if twice else None
+
+
 def _one_template(config: Config) -> str | None:
     return "give only one of them" if config.chat_template and config.chat_template_path else None
 
 
 def _function(config: Config) -> str | None:
-    path = config.formatting_func_path
-    return None if not path or FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
+    return functions_problem([config.formatting_func_path] if config.formatting_func_path else [])
 
 
 def _no_template_text(config: Config) -> str | None:

@@ -31,7 +31,9 @@ def _max_prompt(config: Config) -> str | None:
 def _packing(config: Config) -> str | None:
     if not config[USE] or not config.packing or config.grain_packing_type != "concat_then_split":
         return None
-    return "this would split pairs, whose two sequences must be in one row; take best_fit or first_fit, or packing=false"
+    return (
+        "this would split pairs, whose two sequences must be in one row; take best_fit or first_fit, or packing=false"
+    )
 
 
 def _no_part(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config.chat_keys import FUNCTION
+from trainer.config.chat_keys import functions_problem, not_texts
 from trainer.config.keys import Config
 
 ENABLE = "use_grpo"
@@ -38,8 +38,7 @@ def _drawn(config: Config) -> str | None:
 def _functions(config: Config) -> str | None:
     if not config[FUNCTIONS]:
         return "nothing says what a completion is worth; name a function, as in [my_rewards:exact_answer]"
-    wrong = [name for name in config[FUNCTIONS] if not FUNCTION.fullmatch(name)]
-    return f"{wrong[0]} is not the path of a function, package.module:function" if wrong else None
+    return functions_problem(config[FUNCTIONS])
 
 
 def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
@@ -79,18 +78,5 @@ RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 def not_prompts(config: Config) -> list[str]:
     """Returns one message for each key that prevents trainer.grpo from reading prompts."""
-    lines = []
-    if config.dataset_type in ("stdlib", "synthetic"):
-        lines.append(
-            f"dataset_type={config.dataset_type} has no prompts; take grain, hf or tfds, such as dataset_type=grain "
-            "grain_file_type=jsonl grain_train_files=/data/prompts.jsonl train_data_columns=[prompt,answer] "
-            "eval_data_columns=[prompt,answer]"
-        )
-    elif not config.tokenize_train_data or not config.tokenize_eval_data:
-        lines.append("tokenize_train_data and tokenize_eval_data must be true: reward functions read text")
-    if not config.tokenizer_path and config.tokenizer_type != "bytes" and not config.load_parameters_path:
-        lines.append(
-            "tokenizer_path is empty, and a tokenizer is not trained on prompts; give the model that answers, "
-            "load_parameters_path=FOLDER, or its tokenizer, tokenizer_path=FOLDER"
-        )
-    return lines
+    columns = "train_data_columns=[prompt,answer] eval_data_columns=[prompt,answer]"
+    return not_texts(config, "prompts", f"/data/prompts.jsonl {columns}")

@@ -1,4 +1,4 @@
-"""The completions of reinforcement learning, in a run's folder: rollouts/N.jsonl has those of round N, counted from 0."""
+"""The completions of reinforcement learning: rollouts/N.jsonl in a run's folder has those of round N, from 0 on."""
 
 import json
 from collections.abc import Iterable, Mapping

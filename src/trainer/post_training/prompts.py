@@ -102,7 +102,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
                 "split, a held_out_share, or eval_interval=-1"
             )
         held_out = _prompts(config, source.evaluation, tokenizer, chat, say)
-    order = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
+    order: dict[str, Any] = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
 
     def open_stream(**settings: Any) -> Stream:
         return PreparedStream(train, **settings, **order)
@@ -117,15 +117,16 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     }
     summary = f"{source.name}: {counted(train.size, 'prompt')}"
     summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
-    return PromptDataset(
-        held_out, tokenizer, identity, summary, open_stream, train=train, held_out=held_out, chat=chat
-    )
+    return PromptDataset(held_out, tokenizer, identity, summary, open_stream, train=train, held_out=held_out, chat=chat)
 
 
 def _prompts(
     config: Config, corpora: Sequence[Corpus], tokenizer: Tokenizer, chat: Prompts | None, say: Say
 ) -> PromptRows:
-    longest, prompts, long, empty = longest_prompt(config), [], [], []
+    longest = longest_prompt(config)
+    prompts: list[Prompt] = []
+    long: list[str] = []
+    empty: list[str] = []
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     for corpus in corpora:
         name, *others = corpus.columns

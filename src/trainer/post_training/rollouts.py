@@ -1,4 +1,4 @@
-"""The batches of reinforcement learning: in each round the current model answers prompts, and its answers are judged."""
+"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are judged."""
 
 import json
 import math
@@ -160,8 +160,9 @@ class Rollouts:
         limit = completion_limit(run.config)
         owners: dict[int, int] = {}
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            how = {"limit": limit, "stop": stop, "sampling": sampling, "seed": seed, "samples": samples}
-            first = scheduler.submit(prompt.tokens.tolist(), **how)
+            first = scheduler.submit(
+                prompt.tokens.tolist(), limit=limit, stop=stop, sampling=sampling, seed=seed, samples=samples
+            )
             owners |= {first + sample: i * samples + sample for sample in range(samples)}
         tokens: list[list[int]] = [[] for _ in owners]
         log_probs: list[list[float]] = [[] for _ in owners]
@@ -269,7 +270,6 @@ def engine_of(run: Run, sequences: int) -> Engine:
     return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
 
 
-
 def completion_limit(config: Config) -> int | None:
     """Returns the largest number of tokens of a completion; None if only the end of the row limits it."""
     longest = config.max_prefill_predict_length
@@ -295,11 +295,11 @@ def check_rows(config: Config) -> None:
     if needed > there:
         steps = -(-needed // microbatch_rows(config))
         raise UserError(
-            f"batch_size={config.batch_size} {GROUP}={config[GROUP]}: the {sequences:,} sequences of a round, each of up "
-            f"to {longest + 1} tokens, may need {counted(needed, 'row')}, and an update has {there:,} "
+            f"batch_size={config.batch_size}, {GROUP}={config[GROUP]}: the {sequences:,} sequences of a round have up "
+            f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
             f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps}); set gradient_accumulation_steps={steps}: rounds that need fewer rows "
-            "take fewer microbatches"
+            f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "
+            "rows takes fewer microbatches"
         )
 
 

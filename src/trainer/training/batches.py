@@ -1,7 +1,7 @@
 """The sources of a run's batches, and the check that a batch has the fields of the objective."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ class BatchSource(Protocol):
 
     waited: float  # total seconds that calls of `take` have waited so far
     updates: int  # this number of updates belong together: a run is saved, and ends, only between such groups
-    metrics: Mapping[str, float]  # of the batch that was taken last, for its row of metrics
+    metrics: dict[str, float]  # of the batch that was taken last, for its row of metrics
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """Returns the next batch, of `run.rows` rows or as many as some of its microbatches have, and the position in
@@ -39,11 +39,9 @@ class BatchSource(Protocol):
 class LoadedAhead(Loader[tuple[Batch, Position]]):
     """Batches of the data set. They do not depend on the train state."""
 
-    updates = 1
-    metrics: ClassVar[Mapping[str, float]] = {}
-
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
+        self.updates, self.metrics = 1, dict[str, float]()
         share = share_of_rows(run.batch_shardings["row"], run.rows)
         stream = dataset.train_stream(start.position, rows=run.rows, **share)
         super().__init__(stream, max(0, run.config.steps - start.updates))

@@ -85,6 +85,8 @@ def fit(
         else:
             loop.save(initial=True)
         while loop.done < steps:
+            if preemption.requested and loop.done % batches.updates == 0:
+                break
             taken = loop.taken(batches)
             if taken is None or (preemption.check(loop.done) and loop.done % batches.updates == 0):
                 break
