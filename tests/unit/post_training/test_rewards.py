@@ -168,6 +168,8 @@ def test_exceptions(told, code, said):
 def test_the_first_sample_that_failed_is_named(told):
     with pytest.raises(UserError, match=r"line 0: .*RuntimeError"):
         told(samples("time.sleep(0.1) or exec('raise RuntimeError')", "1 / 0", "1 / 0"))
+    with pytest.raises(UserError, match=r"line 0: .*twice, with exit code 4"):
+        told(samples("time.sleep(0.1) or os._exit(4)", "1 / 0", "1 / 0"))
     assert values(told(samples("1", "2"))) == [1, 2]
 
 
