@@ -221,10 +221,10 @@ def test_signals_are_left_to_the_parent(told):
         ("def f(:", "NAME:f", r"SyntaxError: .*NAME.py, line 1"),
         ("1 / 0", "NAME.f", r"ZeroDivisionError: .*NAME.py, line 1"),
         ("exit(1)", "NAME:f", "SystemExit: 1"),
-        ("import os; os._exit(2)", "NAME:f", "the process that imports it ended with exit code 2"),
+        ("import os; os._exit(2)", "NAME:f", r"the process that imports it ended with exit code 2"),
         ("def ff(): pass", "NAME:f", r"NAME.py has no function f$"),
         ("def length(): pass", "NAME:lenght", "has no function lenght; nearest: length"),
-        ("f = 3", "NAME:f", "has no function f, but f of the type int"),
+        ("f = 3", "NAME:f", "has no function f, but f of the type int$"),
         ("import time; time.sleep(60)", "NAME:f", "importing it takes more than 0.4 s"),
     ],
 )
