@@ -27,7 +27,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
         where = getattr(found, "__file__", None) or module
         instead = f", but {name} of the type {type(function).__name__}" if hasattr(found, name) else ""
-        raise ImportError(f"{where} has no function {name}{instead}{nearest(name, vars(found))}")
+        functions = [each for each, value in vars(found).items() if callable(value)]
+        raise ImportError(f"{where} has no function {name}{instead}{nearest(name, functions)}")
     return function
 
 

@@ -168,6 +168,8 @@ def test_exceptions(told, code, said):
 def test_the_first_sample_that_failed_is_named(told):
     with pytest.raises(UserError, match=r"line 0: .*RuntimeError"):
         told(samples("time.sleep(0.1) or exec('raise RuntimeError')", "1 / 0", "1 / 0"))
+    with pytest.raises(UserError, match=r"line 0: .*twice, with exit code 4"):
+        told(samples("time.sleep(0.1) or os._exit(4)", "1 / 0", "1 / 0"))
     assert values(told(samples("1", "2"))) == [1, 2]
 
 
@@ -219,10 +221,10 @@ def test_signals_are_left_to_the_parent(told):
         ("def f(:", "NAME:f", r"SyntaxError: .*NAME.py, line 1"),
         ("1 / 0", "NAME.f", r"ZeroDivisionError: .*NAME.py, line 1"),
         ("exit(1)", "NAME:f", "SystemExit: 1"),
-        ("import os; os._exit(2)", "NAME:f", "the process that imports it ended with exit code 2"),
+        ("import os; os._exit(2)", "NAME:f", r"the process that imports it ended with exit code 2"),
         ("def ff(): pass", "NAME:f", r"NAME.py has no function f$"),
         ("def length(): pass", "NAME:lenght", "has no function lenght; nearest: length"),
-        ("f = 3", "NAME:f", "has no function f, but f of the type int"),
+        ("f = 3", "NAME:f", "has no function f, but f of the type int$"),
         ("import time; time.sleep(60)", "NAME:f", "importing it takes more than 0.4 s"),
     ],
 )
