@@ -41,6 +41,11 @@ def _functions(config: Config) -> str | None:
     return functions_problem(config[FUNCTIONS])
 
 
+def _columns(config: Config) -> str | None:
+    taken = [name for name in ("prompts", "completions") if name in (*config.train_data_columns, *config.eval_data_columns)]
+    return f"{taken[0]} is the name of another argument of reward functions; rename the column" if taken else None
+
+
 def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
         every, count = config[ITERATIONS], config[key]
@@ -59,6 +64,7 @@ def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config]
 _ALL = (
     (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
     ((FUNCTIONS,), _functions),
+    (("train_data_columns", "eval_data_columns"), _columns),
     _rounds("steps"),
     _rounds("checkpoint_period"),
     _left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
