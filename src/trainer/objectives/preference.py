@@ -1,7 +1,7 @@
 """Preference optimization: the chosen of two answers shall become more likely than the rejected one.
 
-Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. The tokens
-of the answers bear loss. Shapes: b rows, t tokens of a row, p pairs that a row could have.
+Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. The
+tokens of the answers bear loss. Shapes: b rows, t tokens of a row, p pairs that a row could have.
 """
 
 import abc
@@ -141,6 +141,7 @@ class Dpo(Preference):
 
     def terms(self, batch: Batch, policy_bt: jax.Array, reference_bt: jax.Array | None) -> Terms:
         """See `Preference.terms`."""
+        assert reference_bt is not None
         rewards = OfPairs(*(self.beta * ratio for ratio in of_pairs(policy_bt - reference_bt, batch)))
         return Terms({"dpo_loss": self._smoothed(rewards.chosen - rewards.rejected)}, rewards)
 

@@ -30,6 +30,8 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
             **_given("eval/avg_perplexity", row.get("eval_perplexity")),
             "eval/total_weights": float(row["eval_tokens"]),
             **_given("eval/avg_mtp_acceptance_rate_percent", row.get("eval_mtp_acceptance_rate"), 100),
+            **_given("evaluation/dpo_reward_accuracy", row.get("eval_reward_accuracy")),
+            **_given("evaluation/dpo_reward_margin", row.get("eval_reward_margin")),
             **ends,
         }
     norm, seconds = row["grad_norm"], row["step_time"]
@@ -42,6 +44,8 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
         "learning/z_loss": row.get("z_loss", 0.0),
         **_given("learning/mtp_loss", row.get("mtp_loss")),
         **_given("learning/moe_lb_loss", row.get("moe_lb_loss")),
+        **_given("learning/reward_accuracy", row.get("reward_accuracy")),
+        **_given("learning/reward_margin", row.get("reward_margin")),
         "learning/total_weights": float(row["tokens"]),
         "learning/grad_norm": clipping_threshold if 0 < clipping_threshold < norm else norm,
         "learning/raw_grad_norm": norm,

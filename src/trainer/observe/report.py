@@ -14,9 +14,10 @@ from trainer.observe.series import INTERVALS, Series
 
 # (title, field of a row, unit, scale to that unit)
 _CHARTS = (
-    ("Loss", "loss", "nats per token, all terms", 1),
-    ("Evaluation loss", "eval_loss", "nats per token", 1),
+    ("Loss", "loss", "nats per token or pair, all terms", 1),
+    ("Evaluation loss", "eval_loss", "nats per token or pair", 1),
     ("Evaluation", "eval_bits_per_byte", "bits per byte", 1),
+    ("Reward", "reward", "mean of a round", 1),
     ("Learning rate", "learning_rate", "", 1),
     ("Gradient norm", "grad_norm", "before clipping", 1),
     ("Throughput", "tokens_per_second", "tokens per second", 1),
@@ -27,6 +28,14 @@ _CHARTS = (
 # Sections of measures that only some runs have, with the suffixes of their field names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
+    "Preferences": (
+        *("dpo_loss", "sft_loss", "odds_ratio_loss", "chosen_nll"),
+        *("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy"),
+    ),
+    "Rollouts": (
+        *("eval_reward", "reward_std", "completion_tokens", "kl", "kl_loss", "policy_loss", "clip_fraction"),
+        *("rollout_log_prob_max_diff", "rollout_time", "truncated", "equal_groups", "rewards_timed_out"),
+    ),
     "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
     "QK-Clip": ("max_logit", "clipped_heads"),
     "Routers": (

@@ -45,12 +45,12 @@ def pairs(config: Config, count: int, say: Say) -> None:
         if pair is None:
             return f"---- {record.where}: an answer or a prompt is empty\n"
         document = encoder.pair_document(pair, counts, record)
-        what = f", in a row of {encoder.row}"
-        if document is None:
-            what = ", skipped"
-        elif lost := sum(len(side.learnt) - len(part.tokens) for side, part in zip(pair, (document, *document.after))):
-            what = f", cut by {counted(lost, 'token')} to a row of {encoder.row}"
-        lines = [f"---- {record.where}{what}"]
+        what = "skipped"
+        if document is not None:
+            lost = sum(len(side.learnt) for side in pair) - sum(len(x.tokens) for x in (document, *document.after))
+            cut = f", after {counted(lost, 'token')} are cut" if lost else ""
+            what = f"{document.places(encoder.align)} of the {encoder.row} tokens of a row{cut}"
+        lines = [f"---- {record.where}: {what}"]
         for name, side in zip(("chosen", "rejected"), pair, strict=True):
             learnt = int(side.learnt[1:].sum())
             lines.append(f"{name}: {counted(len(side.learnt), 'token')}, {learnt} learnt\n{_marked(side)}\n")

@@ -76,9 +76,7 @@ class PairEncoder(ChatEncoder):
             found, replaced = preference(record, self.columns, self.formatter)
             count_replaced(replaced, record, counts)
             if not found.chosen:
-                line = f"pairs are skipped, because a prompt or an answer is empty; the first in {record.where}"
-                counts.notice("empty answer", lambda line=line: line)
-                counts.unlearnt = counts.unlearnt or str(record.where)
+                _count_skipped("a prompt or an answer is empty", str(record.where), record, counts)
                 pairs.append(None)
             elif isinstance(found.chosen, str):
                 pairs.append(self._of_texts(found, record, counts))
@@ -123,14 +121,15 @@ class PairEncoder(ChatEncoder):
             self.notice_crossing(side, counts, record)
         parts = [_Part(side.encoded.ids, side.learnt) for side in pair]
         fitting = self._fitting(parts)
-        problem = "they are longer than a row (use_truncation=false)"
         if fitting is not None:
             problem = _problem(fitting)
         elif self.truncate:
-            problem = "their prompts leave no room in a row for an answer"
+            problem = "their prompts leave no room in a row for answers"
+        else:
+            problem = "they are longer than a row, or their prompts too long (use_truncation=false)"
         if fitting is None or problem:
-            counts.notice(f"skipped: {problem}", lambda: f"pairs are skipped: {problem}; the first in {record.where}")
-            counts.unlearnt = counts.unlearnt or visible("\n".join(side.turns.rendered.text[:SHOWN] for side in pair))
+            texts = [side.turns.rendered.text for side in pair]
+            _count_skipped(problem, visible("\n".join(text[:SHOWN] for text in texts)), record, counts)
             return None
         if lost := sum(len(part.ids) for part in parts) - sum(len(part.ids) for part in fitting):
             counts.cut += 1
@@ -170,6 +169,11 @@ class PairEncoder(ChatEncoder):
         return self._tokenizer.special_tokens.get(self._tokenizer.special_names.get("bos_token", ""))
 
 
+def _count_skipped(problem: str, text: str, record: Record, counts: Counts) -> None:
+    counts.notice(f"skipped: {problem}", lambda: f"pairs are skipped: {problem}; the first in {record.where}")
+    counts.unlearnt = counts.unlearnt or text
+
+
 class _Part(NamedTuple):
     """A sequence of a pair: tokens [n], and which of them are learnt."""
 
@@ -202,7 +206,7 @@ def _document(parts: Sequence[_Part]) -> Document:
 def _problem(parts: Sequence[_Part]) -> str:
     """Returns why two sequences teach nothing; "" if they do."""
     if np.array_equal(parts[0].ids, parts[1].ids):
-        return "both answers are equal, as far as they fit a row"
+        return "their answers are equal, as far as they fit a row"
     if not all(part.learnt[1:].any() for part in parts):
         return "nothing is learnt in one of the answers, as far as they fit a row"
     return ""

@@ -150,8 +150,9 @@ class Run(NamedTuple):
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`."""
-        return 3 * forward_flops_per_token(self.config, self._params)
+        """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`. A reference
+        model adds a forward pass."""
+        return (3 + self.frozen.of_parameters) * forward_flops_per_token(self.config, self._params)
 
     @property
     def _params(self) -> Any:
