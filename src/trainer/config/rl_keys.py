@@ -42,7 +42,9 @@ def _functions(config: Config) -> str | None:
 
 
 def _columns(config: Config) -> str | None:
-    taken = [name for name in ("prompts", "completions") if name in (*config.train_data_columns, *config.eval_data_columns)]
+    taken = [
+        name for name in ("prompts", "completions") if name in (*config.train_data_columns, *config.eval_data_columns)
+    ]
     return f"{taken[0]} is the name of another argument of reward functions; rename the column" if taken else None
 
 
