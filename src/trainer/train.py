@@ -33,6 +33,9 @@ class Kind:
       prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
       encoder: returns the encoder of records, see `data.open_dataset`.
       prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
+      dataset: opens other data than records, given the resolved configuration, with lines to the function.
+      source: returns the source of batches, see `training.fit`, given the run, its data, its beginning and its folder,
+        with lines to the function. It is opened before the step is compiled.
     """
 
     check: Callable[[Config], None]
@@ -40,6 +43,8 @@ class Kind:
     prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
     encoder: Callable[[], Any] | None = None
     prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
+    dataset: Callable[[Config, Callable[[str], None]], Any] | None = None
+    source: Callable[..., Any] | None = None
 
 
 def _of_documents(config: Config) -> None:
@@ -90,7 +95,7 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
     ) as run_dir:
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
         try:
-            end = _train(loaded, run, dataset, run_dir, console)
+            end = _train(loaded, kind, run, dataset, run_dir, console)
         except KeyboardInterrupt:
             if run.config.enable_checkpointing:
                 last = newest(run_dir.folder)
@@ -197,16 +202,28 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     config = run.config
     if loaded.tokenizer:  # the run keeps the path of the folder that is gone
         config = FrozenConfigDict({**config, "tokenizer_path": loaded.tokenizer})
-    dataset = open_dataset(config, say, *([kind.encoder()] if kind.encoder else []))
-    check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
+    if kind.dataset:
+        dataset = kind.dataset(config, say)
+    else:
+        dataset = open_dataset(config, say, *([kind.encoder()] if kind.encoder else []))
+        check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
     chat = kind.prompts(run.config, dataset.tokenizer, console.say)
     return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
 
 
-def _train(loaded: Loaded, run, dataset, run_dir, console):
+def _train(loaded: Loaded, kind: Kind, run, dataset, run_dir, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint import CheckpointManager
-    from trainer.training import compiled_step, fit, loaded_step, metrics_files, needs_of, open_reports, start_entry
+    from trainer.training import (
+        StepsByRows,
+        compiled_step,
+        fit,
+        loaded_step,
+        metrics_files,
+        needs_of,
+        open_reports,
+        start_entry,
+    )
 
     with contextlib.ExitStack() as stack:
         manager = None
@@ -220,11 +237,15 @@ def _train(loaded: Loaded, run, dataset, run_dir, console):
         # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
+        source = None
+        if kind.source:
+            opened = stack.enter_context(kind.source(run, dataset, begin, run_dir, console.say))
+            source = lambda *args: contextlib.nullcontext(opened)  # noqa: E731
         if begin.updates < run.config.steps:
             compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
         reports = open_reports(run, run_dir, begin, files, console, stack)
-        return fit(run, compiled, begin, dataset, reports, manager)
+        return fit(run, StepsByRows(run, compiled, console.say), begin, dataset, reports, manager, source)
 
 
 def _start(loaded: Loaded, run, dataset, saved, console):

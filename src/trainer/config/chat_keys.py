@@ -1,16 +1,19 @@
 """Checks of the keys of supervised fine-tuning and of chat templates, and which commands train on something else."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.config.token_keys import token_files
 
+# The path of a function: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
 # The keys of other trainings than that on documents, each with the command that sets it, and what it does.
 METHODS = {
     "use_sft": ("trainer.sft", "supervised fine-tuning"),
     "use_dpo": ("trainer.dpo", "preference optimization"),
+    "use_grpo": ("trainer.grpo", "reinforcement learning"),
 }
 TOOLS = "tools"  # the column of the tools that a conversation may call
 # The defaults of trainer.sft where they differ from those of base.yml: a conversation stays in one row.
@@ -31,13 +34,23 @@ def _one_method(config: Config) -> str | None:
     return "a run trains in one of these ways" if sum(config[key] for key in METHODS) > 1 else None
 
 
+def functions_problem(paths: Sequence[str]) -> str | None:
+    """Returns why not every one of `paths` names another function; None if they do."""
+    wrong = [path for path in paths if not _FUNCTION.fullmatch(path)]
+    if wrong:
+        which = f": {', '.join(map(shortened, wrong))}" if len(paths) > 1 else ""
+        return f"not the path of a function, package.module:function{which}"
+    names = [path.replace(":", ".") for path in paths]
+    twice = sorted({path for path in paths if names.count(path.replace(":", ".")) > 1})
+    return f"{twice[0]} is given twice" if twice else None
+
+
 def _one_template(config: Config) -> str | None:
     return "give only one of them" if config.chat_template and config.chat_template_path else None
 
 
 def _function(config: Config) -> str | None:
-    path = config.formatting_func_path
-    return None if not path or _FUNCTION.fullmatch(path) else "not the path of a function, package.module:function"
+    return functions_problem([config.formatting_func_path] if config.formatting_func_path else [])
 
 
 def _no_template_text(config: Config) -> str | None:
@@ -56,6 +69,10 @@ CHAT_CHECKS = (
 def columns_problem(config: Config, key: str) -> str | None:
     """Returns why the columns do not hold documents, or conversations with use_sft; None if they can."""
     columns = config[key]
+    if config.use_grpo:
+        return (
+            None if columns and all(columns) else "must be the column of prompts, and those that reward functions read"
+        )
     if config.use_sft and config.formatting_func_path:
         return None if columns and all(columns) else "must be the columns that the function reads"
     said = [column for column in columns if not config.use_sft or column != TOOLS]
@@ -99,7 +116,7 @@ def not_texts(config: Config, what: str, example: str) -> list[str]:
 
 
 def _no_template(config: Config) -> bool:
-    return not any(config[key] for key in METHODS) and not config.use_chat_template
+    return not (config.use_sft or config.use_dpo or config.use_chat_template)
 
 
 CHAT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (

@@ -29,6 +29,7 @@ from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
 from trainer.config.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
+from trainer.config.rl_keys import RL_CHECKS
 from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
 from trainer.config.sparsity_keys import SPARSITY_CHECKS
@@ -358,6 +359,7 @@ CHECKS = (
         for keys, problem in (
             *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *DECODING_CHECKS,
+            *RL_CHECKS,
             *QUANTIZATION_CHECKS,
             *SPARSITY_CHECKS,
             *LORA_CHECKS,

@@ -21,6 +21,7 @@ from trainer.config.quantization_keys import QUANTIZATION_INERT
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
 from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
 from trainer.config.remat import OWN_TENSORS, TENSORS
+from trainer.config.rl_keys import RL_INERT
 from trainer.config.schema import schema
 from trainer.config.sparsity_keys import SPARSITY_INERT
 from trainer.config.tiles import KEYS, OF_DQ
@@ -196,6 +197,7 @@ INERT = (
     Inert(("skip_first_n_steps_for_profiler", "profiler_steps"), lambda c: not c.profiler, "profiler is empty"),
     Inert(("dump_hlo_local_dir",), lambda c: not c.dump_hlo, "dump_hlo=false"),
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
+    *(Inert(keys, when, reason) for keys, when, reason in RL_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in QUANTIZATION_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in (*SPARSITY_INERT, *LORA_INERT)),

@@ -43,6 +43,7 @@ class Config(Mapping[str, Any]):
     base_num_query_heads: int
     base_output_directory: str
     batch_invariant: bool
+    batch_size: int
     beta_fast: float
     beta_slow: float
     bwd_quantization_calibration_method: str
@@ -220,6 +221,7 @@ class Config(Mapping[str, Any]):
     norm_topk_prob: bool
     normalization_layer_epsilon: float
     normalize_embedding_logits: bool
+    num_batches: int
     num_communication_overlapping_steps: int
     num_diloco_fragments: int
     num_experts: int
@@ -264,6 +266,17 @@ class Config(Mapping[str, Any]):
     reset_optimizer: bool
     return_log_prob: bool
     reuse_example_batch: int
+    reward_functions: tuple[str, ...]
+    reward_num_workers: int
+    reward_worker_timeout_seconds: float
+    rl_epsilon_high: float
+    rl_grpo_beta: float
+    rl_grpo_epsilon: float
+    rl_loss_agg_mode: str
+    rl_loss_algo: str
+    rl_num_generations: int
+    rl_num_iterations: int
+    rollout_micro_batch_size: int
     rope_attention_scaling: bool
     rope_factor: float
     rope_high_freq_factor: float
@@ -322,6 +335,7 @@ class Config(Mapping[str, Any]):
     use_chat_template: bool
     use_chunked_prefill: bool
     use_dpo: bool
+    use_grpo: bool
     use_post_attn_norm: bool
     use_post_ffw_norm: bool
     use_qk_clip: bool

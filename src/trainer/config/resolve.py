@@ -71,6 +71,8 @@ def _fill(values: dict[str, Any], platform: str) -> None:
         factor, length = published[values["rope_type"]]
         values["rope_factor"] = values["rope_factor"] or factor
         values["original_max_position_embeddings"] = values["original_max_position_embeddings"] or length
+    if values["use_grpo"] and values["num_batches"] > 0:
+        values["steps"] = values["num_batches"] * values["rl_num_iterations"]
     if values["steps"] == -1:
         values["steps"] = values["learning_rate_schedule_steps"]
     if values["learning_rate_schedule_steps"] == -1:

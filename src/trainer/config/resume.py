@@ -150,8 +150,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     before = _with_defaults(saved)
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
-    if config.enable_lora:
-        allowed = allowed.union(["load_parameters_path"])  # the base, which the checkpoint recognizes
+    if config.enable_lora or config.use_grpo:
+        allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
     if global_batch_rows(before) != global_batch_rows(config):
         changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)

@@ -11,13 +11,13 @@ from trainer.config.paths import path_problem
 from trainer.config.schema import Key, schema
 
 _STARTS = ("load_parameters_path", "load_full_state_path")
-_CODE = ("compiled_trainstep_file", "formatting_func_path")
+_CODE = ("compiled_trainstep_file", "formatting_func_path", "reward_functions")
 _READ = ("tokenizer_path", "hf_path", "dataset_path")
 
 
 def names_code(key: Key, value: Any) -> bool:
     """Returns whether `key=value` makes a program run code that is not part of the trainer."""
-    return (key.importable and value not in key.choices) or (key.name in _CODE and value != "")
+    return (key.importable and value not in key.choices) or (key.name in _CODE and bool(value))
 
 
 def foreign_code(

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from trainer.backends.base import tree_mode
 from trainer.config.invariant_keys import KEY, ROWS, TILE
+from trainer.config.rl_keys import policy_temperature
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
 from trainer.inference.served import Served
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings
 from trainer.inference.weights import abstract_weights, canonical
 from trainer.layers.cache import Cache
 from trainer.models.caches import init_cache
-from trainer.ops.losses import cross_entropy
+from trainer.ops.losses import cross_entropy, tempered
 
 
 class Programs:
@@ -111,6 +112,7 @@ class Programs:
         after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
         log_probs = None
         if self.config.return_log_prob:
+            logits = tempered(logits, policy_temperature(self.config))
             log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
         return after, Result(tokens, sequences.used, after.lengths, log_probs)
 

@@ -23,30 +23,39 @@ class Event(NamedTuple):
     Attributes:
       request: the number of the request.
       token: None if there is none: at a stop token and after `cancel`.
-      log_prob: of the token; None with return_log_prob=false.
+      log_prob: of the token, or of the stop token; None with return_log_prob=false.
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
         CANCELLED.
+      stopped: the stop token that was drawn.
     """
 
     request: int
     token: int | None
     log_prob: float | None = None
     end: str | None = None
+    stopped: int | None = None
 
 
 @dataclass
 class _Request:
     number: int
-    tokens: np.ndarray
     limit: int  # the maximum number of tokens to generate
     stop: Collection[int]
+    generated: int = 0
+    ended: bool = False
+
+
+@dataclass
+class _Prompt:
+    """A prompt and the requests that continue it."""
+
+    tokens: np.ndarray
+    requests: list[_Request]
     sampling: Sampling | None
     seed: int | None
     adapter: int = 0
-    done: int = 0  # the number of tokens of the prompt that are prefilled
+    done: int = 0  # the number of tokens that are prefilled
     prefix: Prefix | None = None
-    generated: int = 0
-    ended: bool = False
 
 
 @dataclass
@@ -60,18 +69,19 @@ class _Step:
 class Scheduler:
     """Runs requests on the slots of `engine`.
 
-    Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if a slot is free. Then it runs a decode
-    step. So a running request never waits for more than one chunk. The results of a decode step are read after the next
-    step was started, so that the devices do not wait.
+    Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
+    it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
+    read after the next step was started, so that the devices do not wait.
     """
 
-    def __init__(self, engine: Engine, params: Any):
-        self.engine, self.params = engine, params
+    def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
+        """`fill`: a turn prefills as many prompts as slots are free for, which is faster if nobody waits for a text."""
+        self.engine, self.params, self._fill = engine, params, fill
         config = engine.config
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
-        self._queue: deque[_Request] = deque()
-        self._prefilling: _Request | None = None
+        self._queue: deque[_Prompt] = deque()
+        self._prefilling: _Prompt | None = None
         self._slots: dict[int, _Request] = {}
         self._free = deque(range(engine.max_concurrent_decodes))
         self._unread: list[_Step] = []
@@ -97,8 +107,9 @@ class Scheduler:
         sampling: Sampling | None = None,
         seed: int | None = None,
         adapter: int = 0,
+        samples: int = 1,
     ) -> int:
-        """Adds a request to the queue and returns its number.
+        """Adds a request to the queue and returns its number; with `samples`, as many requests, whose numbers follow.
 
         Args:
           tokens: the prompt.
@@ -106,9 +117,11 @@ class Scheduler:
             max_target_length.
           stop: tokens that end the sequence and do not belong to it.
           sampling, seed, adapter: see `Engine.prefill`.
+          samples: the number of sequences that continue the prompt, which is prefilled once.
 
         Raises:
-          ValueError: the prompt is empty or too long, the limit is not positive, or there is no such adapter.
+          ValueError: the prompt is empty or too long, the limit is not positive, there is no such adapter, or there are
+            fewer slots than samples.
           UserError: a token is not in the vocabulary, or a value of `sampling` or `seed` is not allowed.
         """
         self.engine.padded(tokens)
@@ -116,33 +129,42 @@ class Scheduler:
         check_drawing(sampling or Sampling(), () if seed is None else (seed,))
         if limit is not None and limit < 1:
             raise ValueError(f"limit={limit}: at least one token is generated")
+        if not 1 <= samples <= self.engine.max_concurrent_decodes:
+            raise ValueError(f"samples={samples}: the engine has {self.engine.max_concurrent_decodes} slots")
         room = self.engine.config.max_target_length - len(tokens)
         limit = room if limit is None else min(limit, room)
-        row = np.asarray(tokens, np.int32)
-        request = _Request(next(self._numbers), row, limit, frozenset(stop), sampling, seed, adapter)
-        self._queue.append(request)
-        return request.number
+        requests = [_Request(next(self._numbers), limit, frozenset(stop)) for _ in range(samples)]
+        self._queue.append(_Prompt(np.asarray(tokens, np.int32), requests, sampling, seed, adapter))
+        return requests[0].number
 
     def cancel(self, number: int) -> list[Event]:
         """Ends a request in any state, and returns the events; [] if it has ended already."""
-        waiting = next((queued for queued in self._queue if queued.number == number), None)
-        if waiting is not None:
-            self._queue.remove(waiting)
-            return [Event(number, None, end=CANCELLED)]
-        if self._prefilling is not None and self._prefilling.number == number:
-            self._prefilling = None
-            return [Event(number, None, end=CANCELLED)]
+        for prompt in (*self._queue, *([self._prefilling] if self._prefilling else ())):
+            for request in prompt.requests:
+                if request.number == number and not request.ended:
+                    request.ended = True
+                    if all(other.ended for other in prompt.requests):
+                        self._drop(prompt)
+                    return [Event(number, None, end=CANCELLED)]
         for slot, request in self._slots.items():
             if request.number == number:
                 self._end(slot)
                 return [Event(number, None, end=CANCELLED)]
         return []
 
+    def _drop(self, prompt: _Prompt) -> None:
+        if prompt is self._prefilling:
+            self._prefilling = None
+        else:
+            self._queue.remove(prompt)
+
     def turn(self) -> list[Event]:
         """Runs one chunk of prefill and one decode step, if there is work. Returns the events in order."""
         unread, self._unread = self._unread, []
-        if self._free and (self._prefilling or self._queue):
+        while self._can_prefill():
             self._prefill()
+            if not self._fill:
+                break
         if self._slots:
             self._state, result = self.engine.generate(self.params, self._state)
             self._unread.append(_Step(result, dict(self._slots)))
@@ -153,39 +175,46 @@ class Scheduler:
         while not self.idle:
             yield from self.turn()
 
+    def _can_prefill(self) -> bool:
+        waiting = self._prefilling or (self._queue[0] if self._queue else None)
+        return waiting is not None and len(waiting.requests) <= len(self._free)
+
     def _prefill(self) -> None:
-        """Prefills the next part of a prompt; with its last part, the request gets a slot."""
-        request = self._prefilling or self._begin(self._queue.popleft())
-        engine, left = self.engine, request.tokens[request.done :]
+        """Prefills the next part of a prompt; with its last part, each of its requests gets a slot."""
+        prompt = self._prefilling or self._begin(self._queue.popleft())
+        engine, left = self.engine, prompt.tokens[prompt.done :]
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
-        request.prefix, result = engine.prefill(
+        prompt.prefix, result = engine.prefill(
             self.params,
             np.pad(part, (0, engine.prefill_chunk_size - part.size)) if chunked else engine.padded(part),
             part.size,
-            existing_prefix=request.prefix,
-            sampling=request.sampling,
-            seed=request.seed,
-            adapter=request.adapter,
+            existing_prefix=prompt.prefix,
+            num_samples=len(prompt.requests),
+            sampling=prompt.sampling,
+            seed=prompt.seed,
+            adapter=prompt.adapter,
         )
-        request.done += part.size
-        if request.done < request.tokens.size:
-            self._prefilling = request
+        prompt.done += part.size
+        if prompt.done < prompt.tokens.size:
+            self._prefilling = prompt
             return
         self._prefilling = None
         if self._prefixes is not None:
-            self._prefixes.put(request.tokens, request.prefix, request.adapter)
-        slot = self._free.popleft()
-        self._state = engine.insert(request.prefix, self._state, slot)
-        request.prefix = None
-        self._slots[slot] = request
-        self._unread.append(_Step(result, {0: request}))
+            self._prefixes.put(prompt.tokens, prompt.prefix, prompt.adapter)
+        slots = [self._free.popleft() for _ in prompt.requests]
+        self._state = engine.bulk_insert(prompt.prefix, self._state, slots)
+        self._slots |= dict(zip(slots, prompt.requests, strict=True))
+        self._unread.append(_Step(result, dict(enumerate(prompt.requests))))
+        for slot, request in zip(slots, prompt.requests, strict=True):
+            if request.ended:  # cancelled while its prompt waited
+                self._end(slot)
 
-    def _begin(self, request: _Request) -> _Request:
-        """Returns `request` with the longest cached prefix of its prompt."""
+    def _begin(self, prompt: _Prompt) -> _Prompt:
+        """Returns `prompt` with its longest cached prefix."""
         if self._prefixes is not None:
-            request.prefix, request.done = self._prefixes.get(request.tokens, request.adapter)
-        return request
+            prompt.prefix, prompt.done = self._prefixes.get(prompt.tokens, prompt.adapter)
+        return prompt
 
     def _read(self, step: _Step) -> Iterator[Event]:
         tokens, log_probs = jax.device_get((step.result.tokens, step.result.log_probs))
@@ -196,7 +225,7 @@ class Scheduler:
             log_prob = None if log_probs is None else float(log_probs[i])
             request.generated += 1
             if token in request.stop:
-                event = Event(request.number, None, log_prob, STOP)
+                event = Event(request.number, None, log_prob, STOP, token)
             else:
                 event = Event(request.number, token, log_prob, LENGTH if request.generated == request.limit else None)
             if event.end is not None:

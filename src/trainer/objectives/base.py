@@ -99,6 +99,9 @@ class Objective(Protocol):
 
     An objective that reads arrays beside the train state has an attribute `frozen`, a `Frozen`. Its methods `sums` and
     `evaluation` then receive these arrays as the keyword argument `frozen`.
+
+    An objective may report maxima over the tokens of a batch: their names are in its attribute `maxima`, and `sums`
+    returns the values among those of `layers.sown.Maximum`.
     """
 
     @property
@@ -132,6 +135,11 @@ class Objective(Protocol):
 def frozen_of(objective: Objective) -> Frozen | None:
     """Returns the arrays that `objective` reads beside the train state; None if there are none."""
     return getattr(objective, "frozen", None)
+
+
+def maxima_of(objective: Objective) -> tuple[str, ...]:
+    """Returns the names of the maxima that `objective` reports."""
+    return getattr(objective, "maxima", ())
 
 
 def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:

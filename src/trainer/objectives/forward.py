@@ -10,7 +10,7 @@ from flax import nnx
 from trainer.layers.sown import Sown
 from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
-from trainer.ops.losses import cross_entropy
+from trainer.ops.losses import cross_entropy, tempered
 
 Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
@@ -52,15 +52,16 @@ def target_log_probs(
     *,
     mean: bool = False,
     best: bool = False,
+    temperature: float = 1.0,
 ) -> TokenLogProbs:
     """Returns the head's `TokenLogProbs` for `target_bt`, from the hidden states.
 
-    They are computed in float32 from logits in the model's dtype. With `tiling`, the logits of only one tile exist at a
-    time. `mean`, `best`: also compute these fields.
+    They are computed in float32 from logits in the model's dtype, divided by `temperature`. With `tiling`, the logits
+    of only one tile exist at a time. `mean`, `best`: also compute these fields.
     """
 
     def values(params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> TokenLogProbs:
-        logits, _, _ = apply(params, rest, hidden_bte, method="head")
+        logits = tempered(apply(params, rest, hidden_bte, method="head")[0], temperature)
         nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if best else None
         return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from trainer.config import Config
 from trainer.config.expert_keys import has_experts
 from trainer.config.preference_keys import has_reference
+from trainer.config.rl_keys import policy_temperature
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
+from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo
 from trainer.objectives.reference import first_parameters
 from trainer.objectives.router import WithRouters
@@ -19,7 +21,8 @@ from trainer.objectives.tiling import Tiling
 
 def make_objective(config: Config, model: Any) -> Objective:
     """Returns the objective of `config`, resolved, for `model` (`backends.Model`)."""
-    objective = _preference(config, model) if config.use_dpo else _next_token(config, model)
+    make = _policy if config.use_grpo else _preference if config.use_dpo else _next_token
+    objective = make(config, model)
     balance, z = config.load_balance_loss_weight, config.router_z_loss_weight
     return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
@@ -37,6 +40,21 @@ def _preference(config: Config, model: Any) -> Objective:
     if has_reference(config):
         return Dpo(*shared, first_parameters(config, model), config.dpo_beta)
     return Orpo(*shared, weight=config.dpo_orpo_lambda, answer_only=config.sft_train_on_completion_only)
+
+
+def _policy(config: Config, model: Any) -> Objective:
+    low, high, beta = config.rl_grpo_epsilon, config.rl_epsilon_high, config.rl_grpo_beta
+    return Policy(
+        model.apply,
+        low,
+        low if high < 0 else high,
+        beta,
+        config.rl_loss_algo == "gspo-token",
+        config.rl_loss_agg_mode,
+        policy_temperature(config),
+        first_parameters(config, model) if beta else None,
+        make_tiling(config, model),
+    )
 
 
 def make_tiling(config: Config, model: Any) -> Tiling | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from trainer.config import UserError
 from trainer.layers.sown import RouterLoss
-from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Objective, Sums, Weights, frozen_of
+from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Objective, Sums, Weights, frozen_of, maxima_of
 
 # The name of a term, and the last part of the path of the values that a layer sows for it.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
@@ -44,6 +44,11 @@ class WithRouters:
     def frozen(self) -> Frozen | None:
         """See `Objective`."""
         return frozen_of(self.objective)
+
+    @property
+    def maxima(self) -> tuple[str, ...]:
+        """See `Objective`."""
+        return maxima_of(self.objective)
 
     def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`."""

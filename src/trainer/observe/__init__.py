@@ -7,6 +7,7 @@ from trainer.observe.metrics import MetricsWriter, TokensSeen
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
+from trainer.observe.rollouts import RolloutFiles
 from trainer.observe.rundir import RunDir
 from trainer.observe.runs import check_earlier, expected_run, open_run
 from trainer.observe.text import perplexity
@@ -19,6 +20,7 @@ __all__ = [
     "Needs",
     "Profiler",
     "ReportFile",
+    "RolloutFiles",
     "RunDir",
     "TokensSeen",
     "check_earlier",

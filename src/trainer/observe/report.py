@@ -17,6 +17,7 @@ _CHARTS = (
     ("Loss", "loss", "nats per token or pair, all terms", 1),
     ("Evaluation loss", "eval_loss", "nats per token or pair", 1),
     ("Evaluation", "eval_bits_per_byte", "bits per byte", 1),
+    ("Reward", "reward", "mean of a round", 1),
     ("Learning rate", "learning_rate", "", 1),
     ("Gradient norm", "grad_norm", "before clipping", 1),
     ("Throughput", "tokens_per_second", "tokens per second", 1),
@@ -30,6 +31,10 @@ _SECTIONS = {
     "Preferences": (
         *("dpo_loss", "sft_loss", "odds_ratio_loss", "chosen_nll"),
         *("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy"),
+    ),
+    "Rollouts": (
+        *("eval_reward", "reward_std", "completion_tokens", "kl", "kl_loss", "policy_loss", "clip_fraction"),
+        *("rollout_log_prob_max_diff", "rollout_time", "truncated", "equal_groups", "rewards_timed_out"),
     ),
     "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
     "QK-Clip": ("max_logit", "clipped_heads"),

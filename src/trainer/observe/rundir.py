@@ -21,6 +21,7 @@ from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
+ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
@@ -66,11 +67,12 @@ class RunDir(NamedTuple):
                     if (self.path / name).exists():
                         (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
-                for name in files_below(self.path / TRACES):  # large files that are written once
-                    copy = self.remote / TRACES / name
-                    if not copy.exists():
-                        copy.parent.mkdir(parents=True, exist_ok=True)
-                        copy.write_bytes((self.path / TRACES / name).read_bytes())
+                for below in (TRACES, ROLLOUTS):  # large files that are written once
+                    for name in files_below(self.path / below):
+                        copy = self.remote / below / name
+                        if not copy.exists():
+                            copy.parent.mkdir(parents=True, exist_ok=True)
+                            copy.write_bytes((self.path / below / name).read_bytes())
 
     def download(self) -> Self:
         """Replaces the local files by those in the bucket."""
@@ -107,7 +109,7 @@ class RunDir(NamedTuple):
 
     def _begin(self, config_yml: str, start: Mapping[str, Any], resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
-        with _writing(config):
+        with writing(config):
             if not resumed:
                 if (self.path / METRICS_FILE).exists():
                     self._keep_earlier(config_yml, say)
@@ -162,7 +164,7 @@ class RunDir(NamedTuple):
         self.upload()
 
     def _finish(self) -> None:
-        with _writing(self.path / FINISHED_FILE):
+        with writing(self.path / FINISHED_FILE):
             (self.path / FINISHED_FILE).touch()
 
 
@@ -218,7 +220,8 @@ def remote_errors(path: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _writing(file: Path) -> Iterator[None]:
+def writing(file: Path) -> Iterator[None]:
+    """Turns an OSError of writing `file` into a UserError."""
     try:
         yield
     except OSError as error:

@@ -25,6 +25,11 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
     return (nll, log_z, log_z - jnp.mean(logits, axis=-1)) if mean else (nll, log_z)
 
 
+def tempered(logits_btv: jax.Array, temperature: float) -> jax.Array:
+    """Returns the logits divided by `temperature`, in float32; at temperature 1 as they are."""
+    return logits_btv if temperature == 1 else logits_btv.astype(jnp.float32) / temperature
+
+
 def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
     return jnp.arange(logits_btv.shape[-1], dtype=target_bt.dtype) == target_bt[..., None]
 

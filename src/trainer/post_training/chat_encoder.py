@@ -12,7 +12,7 @@ from trainer.config import Config, UserError
 from trainer.config.paths import local_path
 from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate, read_template
-from trainer.data.documents import Counts, Document, Encoder, Record
+from trainer.data.documents import Counts, Document, Encoder, Record, text_of
 from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 from trainer.post_training.chat_template import DEFAULT, TRAINING_DATE, Template, TemplateFailed
@@ -258,9 +258,16 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 class Prompts:
     """Renders prompts as the user's message of a conversation, for generation."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, say: Callable[[str], None] = lambda line: None):
-        """Says which template it is. Raises UserError: see `open_template`."""
-        self.template, self._tokenizer = open_template(config, tokenizer, today=True), tokenizer
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        today: bool = True,
+    ):
+        """Says which template it is. `today`: see `Template`. Raises UserError: see `open_template`."""
+        self.template, self._tokenizer = open_template(config, tokenizer, today=today), tokenizer
         self._vocab_size = config.vocab_size
         say(f"chat template: {self.template.where}")
 
@@ -270,8 +277,19 @@ class Prompts:
         Raises:
           UserError: the template cannot render it.
         """
-        record = Record("prompt", ([{"role": "user", "content": prompt}],))
-        (messages, _), _ = conversation(record, ("prompt",), None)
+        return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
+
+    def tokens_of(self, record: Record) -> list[int]:
+        """Returns the tokens of the conversation in the first column of `record`, a list of messages or the text of the
+        user, up to where the assistant begins.
+
+        Raises:
+          UserError: it is no conversation, or the template cannot render it.
+        """
+        value = record.values[0]
+        if isinstance(value, str | bytes):
+            record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
+        (messages, _), _ = conversation(Record(record.where, record.values[:1]), ("prompt",), None)
         (encoded,) = self._tokenizer.encode_rendered([self.template.render(messages, prompt=True)])
         _check_ids(encoded, self._tokenizer, self._vocab_size)
         return encoded.ids.tolist()

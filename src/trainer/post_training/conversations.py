@@ -2,10 +2,8 @@
 
 import functools
 import hashlib
-import importlib
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from trainer.config.paths import local_path
 from trainer.data.documents import Record, text_of
 from trainer.data.text import mended
 from trainer.post_training.chat_template import MARKS
+from trainer.post_training.functions import failure, load_function
 
 Message = dict[str, Any]
 # ShareGPT's names of roles.
@@ -65,14 +64,10 @@ class Formatter:
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """The function. Raises UserError if it cannot be imported."""
-        module, _, name = self.path.replace(":", ".").rpartition(".")
         try:
-            found = getattr(importlib.import_module(module or self.path), name, None)
-        except (ImportError, ValueError, SyntaxError) as error:
-            raise UserError(f"formatting_func_path={self.path}: cannot be imported ({error})") from error
-        if not callable(found):
-            raise UserError(f"formatting_func_path={self.path}: {module or 'it'} has no function {name}")
-        return found
+            return load_function(self.path)
+        except ImportError as error:
+            raise UserError(f"formatting_func_path={self.path}: {error}") from error
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -171,10 +166,7 @@ class _Reader:
         try:
             result = function(named, **arguments)
         except Exception as error:  # a user's function can raise any
-            theirs = traceback.extract_tb(error.__traceback__)[1:2]  # none if the function was not entered
-            at = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in theirs)
-            reason = shortened(f"{type(error).__name__}: {error}")
-            raise self.error(f"{formatter.path} failed: {reason}{at}") from error
+            raise self.error(f"{formatter.path} failed: {failure(error)}") from error
         if not isinstance(result, Mapping):
             result = {"messages": result}
         must = ", or with ".join(" and ".join(names) for names in forms)

@@ -2,7 +2,7 @@
 
 from trainer.training.batches import BatchSource
 from trainer.training.build import build
-from trainer.training.compiled import compiled_step, loaded_step, needs_of
+from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.evaluate import check_held_out
 from trainer.training.loop import Reports, fit
@@ -15,6 +15,7 @@ __all__ = [
     "Reports",
     "Run",
     "Start",
+    "StepsByRows",
     "build",
     "build_diloco_train_step",
     "check_held_out",

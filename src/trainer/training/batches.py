@@ -21,14 +21,18 @@ class BatchSource(Protocol):
     """
 
     waited: float  # total seconds that calls of `take` have waited so far
+    updates: int  # this number of updates belong together: a run is saved, and ends, only between such groups
+    metrics: dict[str, float]  # of the batch that was taken last, for its row of metrics
 
-    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
-        """Returns the next batch, of `run.rows` rows, and the position in the data after it.
+    def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
+        """Returns the next batch, of `run.rows` rows or as many as some of its microbatches have, and the position in
+        the data after it.
 
-        `state()` returns the native train state, for a source whose batches depend on it.
+        `state()` returns the native train state, for a source whose batches depend on it. A source that takes long may
+        return None as soon as `interrupted()`.
         """
 
-    def held_out(self) -> Iterable[Batch]:
+    def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
         """Returns the batches of one evaluation, of `run.eval_rows` rows. Called only if eval_interval is above 0."""
 
 
@@ -37,17 +41,19 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
+        self.updates, self.metrics = 1, dict[str, float]()
         share = share_of_rows(run.batch_shardings["row"], run.rows)
         stream = dataset.train_stream(start.position, rows=run.rows, **share)
         super().__init__(stream, max(0, run.config.steps - start.updates))
 
-    def take(self, state: Callable[[], Any]) -> tuple[Batch, Position]:
+    def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position]:
         """See `BatchSource.take`."""
-        del state
+        del state, interrupted
         return next(self)
 
-    def held_out(self) -> Iterable[Batch]:
+    def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
         """See `BatchSource.held_out`."""
+        del state
         return held_out_batches(self._run, self._dataset)
 
 

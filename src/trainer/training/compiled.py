@@ -57,6 +57,24 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
     return compiled
 
 
+class StepsByRows:
+    """The compiled step, called as `step(leaves, batch, frozen)`, and those for batches with fewer microbatches, which
+    are compiled when the first such batch comes."""
+
+    def __init__(self, run: Run, compiled: Any, say: Say):
+        """`compiled`: the step for a whole batch."""
+        self._run, self._say, self._compiled = run, say, {run.rows: compiled}
+
+    def __call__(self, leaves: Any, batch: Any, frozen: Any) -> Any:
+        """Runs the step for the rows of `batch`."""
+        rows = len(batch["row"])
+        if rows not in self._compiled:
+            self._say(f"compiling the training step for {rows:,} of {self._run.rows:,} rows")
+            with tiles_fit():
+                self._compiled[rows] = self._run.compile_on_leaves(rows=rows)
+        return self._compiled[rows](leaves, batch, frozen)
+
+
 def needs_of(run: Run, compiled: Any) -> Needs:
     """Returns the memory that a compiled step needs on one device of the run."""
     memory = memory_of(compiled)

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
-from trainer.config import RunStopped, to_yaml
+from trainer.config import RunStopped, UserError, to_yaml
 from trainer.config.words import counted
 from trainer.data import Batch, Dataset, Position
 from trainer.data.tokenizer import Tokenizer
 from trainer.observe import Profiler
-from trainer.runtime.place import place, replicate
+from trainer.runtime.place import place, replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch
 from trainer.training.evaluate import summarize
@@ -85,10 +85,12 @@ def fit(
         else:
             loop.save(initial=True)
         while loop.done < steps:
-            batch, position = batches.take(lambda: loop.state)
-            if preemption.check(loop.done):
+            if preemption.requested and loop.done % batches.updates == 0:
                 break
-            loop.update(compiled_step, batch, position, batches.waited)
+            taken = loop.taken(batches)
+            if taken is None or (preemption.check(loop.done) and loop.done % batches.updates == 0):
+                break
+            loop.update(compiled_step, *taken)
             loop.evaluate_if_due()
             loop.save()
         loop.reader.flush()
@@ -130,20 +132,31 @@ class _Loop:
         """The native train state."""
         return self._structure.unflatten(self._leaves)
 
-    def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position, waited: float) -> None:
+    def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
+        """Returns the next batch and its position; None if the run was interrupted meanwhile. If the source fails, the
+        state is saved."""
+        try:
+            return batches.take(lambda: self.state, lambda: self._preemption.requested)
+        except UserError:
+            if self.done % batches.updates == 0:
+                self.save(force=True)
+            raise
+
+    def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position) -> None:
         """Dispatches a step on `batch` and reports the previous step. `position`: in the data, after `batch`."""
         assert compiled_step is not None
+        rows = len(batch["row"]) * share_of_rows(self._run.batch_shardings["row"], self._run.rows)["process_count"]
         if self.done == self._start.updates:
-            check_batch(self._run, batch, self._run.rows)
+            check_batch(self._run, batch, rows)
         profiler = self._reports.profiler
         if profiler is not None and profiler.before(self.done, self.reader.flush):
             self.reader.restart_clock()
         with jax.profiler.StepTraceAnnotation("train", step_num=self.done):
-            placed = place(batch, self._run.batch_shardings, self._run.rows)
+            placed = place(batch, self._run.batch_shardings, rows)
             with jax.transfer_guard("disallow"):
                 self._leaves, metrics = compiled_step(self._leaves, placed, self._start.frozen)
         self._position = position
-        self.reader.push(self.done, metrics, waited)
+        self.reader.push(self.done, metrics, self._batches.metrics, self._batches.waited)
         if profiler is not None and profiler.after(self.done, self.reader.flush):
             self.reader.restart_clock()
         self.done += 1
@@ -159,7 +172,7 @@ class _Loop:
         if not due or step in self._reports.evaluated:
             return
         self.reader.flush()
-        batches, tokenizer = self._batches.held_out(), self._dataset.tokenizer
+        batches, tokenizer = self._batches.held_out(lambda: self.state), self._dataset.tokenizer
         row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
         self.evaluated = row is not None
         if row is not None:
@@ -275,7 +288,7 @@ class _Reader:
     ):
         """Passes every row to `report` and then to `check`. `read`: `Computation.read`; `memory`: `memory_in_use`."""
         self._report, self._check, self._read, self._memory = report, check, read, memory
-        self._waiting: tuple[int, Any] | None = None
+        self._waiting: tuple[int, Any, Mapping[str, float]] | None = None
         self._waited = 0.0
         self.tokens = 0  # loss-bearing tokens in all rows so far
         self.restart_clock()
@@ -285,20 +298,20 @@ class _Reader:
         self._clock = time.perf_counter()
         self._waited_before = self._waited
 
-    def push(self, step: int, metrics: Any, waited: float) -> None:
-        """Takes the metrics of a step that was just dispatched, and reports the previous step.
+    def push(self, step: int, metrics: Any, of_batch: Mapping[str, float], waited: float) -> None:
+        """Takes the metrics of a step that was just dispatched, and those of its batch, and reports the previous step.
 
         `waited`: total seconds that the loop has waited for batches so far.
         """
         self._waited = waited
         self.flush()
-        self._waiting = step, metrics
+        self._waiting = step, metrics, of_batch
 
     def flush(self) -> None:
         """Waits for the last step and reports it."""
         if self._waiting is None:
             return
-        step, metrics = self._waiting
+        step, metrics, of_batch = self._waiting
         self._waiting = None
         values = {
             name: value.item() if value.ndim == 0 else value.tolist()
@@ -310,6 +323,7 @@ class _Reader:
         row = {
             "step": step,
             **values,
+            **of_batch,
             "step_time": elapsed,
             "tokens_per_second": values["tokens"] / elapsed,
             "data_wait": min(1.0, waited / elapsed),

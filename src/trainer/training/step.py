@@ -11,12 +11,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.config import Config
+from trainer.config import Config, global_batch_rows, microbatch_rows
+from trainer.config.derived import islands
 from trainer.config.expert_keys import drops, has_experts
 from trainer.config.quantization_keys import rounds
-from trainer.layers.sown import RouterCount, Sown, Total, check_captured, combined
+from trainer.layers.sown import Maximum, RouterCount, Sown, Total, check_captured, combined
 from trainer.objectives import Objective
-from trainer.objectives.base import frozen_argument
+from trainer.objectives.base import frozen_argument, maxima_of
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
@@ -50,7 +51,8 @@ def make_gradients(
 
     It runs microbatch by microbatch and captures sown values of the types `capture`.
 
-    Gradients are summed in float32 and then cast to `grad_dtype`. Parameters are resharded from storage to compute
+    A batch may have fewer rows than the configuration says, as many as some microbatches have. Gradients are summed in
+    float32 and then cast to `grad_dtype`. Parameters are resharded from storage to compute
     sharding once, at entry. The gradients of each microbatch are resharded to storage sharding immediately. `rules` say
     in which steps they need sown values (`Rule.due`).
     """
@@ -79,11 +81,17 @@ def make_gradients(
             (value, (means, sown)), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
             return (value, means, jax.tree.map(_in_storage, grads, storage)), sown
 
-        parts = config.gradient_accumulation_steps
+        parts = _parts(config, len(jax.tree.leaves(batch)[0]))
         (total, means, grads), sown = one(batch) if parts == 1 else _accumulated(one, capture, batch, parts)
         return Gradients(total, means, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
+
+
+def _parts(config: Config, rows: int) -> int:
+    """Returns the number of microbatches of a batch of `rows` rows."""
+    whole, each = (count(config) // islands(config) for count in (global_batch_rows, microbatch_rows))
+    return rows // each if rows < whole and rows % each == 0 else config.gradient_accumulation_steps
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
@@ -129,7 +137,7 @@ def make_update(
       axes: the logical axes of every parameter, for `parameter_metrics_period`.
     """
     schedule, is_trained, period = make_schedule(config), trainable(config), config.parameter_metrics_period
-    measured, sown_metrics = _sown_metrics(config)
+    measured, sown_metrics = _sown_metrics(config, maxima_of(objective))
     capture = tuple(dict.fromkeys((*measured, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
 
@@ -172,18 +180,23 @@ def _of_all(grads: Any, mask: Any, params: Any) -> Any:
     return _combine(grads, jax.tree.map(jnp.zeros_like, others))
 
 
-def _sown_metrics(config: Config) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and the function that makes the metrics from their sums."""
+def _sown_metrics(
+    config: Config, maxima: Sequence[str]
+) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
+    """Returns the types of sown values that are metrics, and the function that makes the metrics from their sums.
+    `maxima`: see `Objective`."""
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
+    largest: tuple[type, ...] = (Maximum,) if maxima else ()
     routers: tuple[type, ...] = (RouterCount,) if has_experts(config) else ()
 
     def metrics(sown: Sown) -> dict[str, jax.Array]:
         return {
             **(_activation_statistics(sown[Total.__name__]) if recorded else {}),
             **(router_metrics(sown[RouterCount.__name__], drops(config), bool(recorded)) if routers else {}),
+            **{name: sown[Maximum.__name__][name] for name in maxima},
         }
 
-    return (*recorded, *routers), metrics
+    return (*recorded, *routers, *largest), metrics
 
 
 def _accumulated(

@@ -1,0 +1,90 @@
+"""Checks of the keys of reinforcement learning, and settings without effect."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config.chat_keys import functions_problem, not_texts
+from trainer.config.keys import Config
+
+ENABLE = "use_grpo"
+GROUP, ITERATIONS, BETA, EPSILON = "rl_num_generations", "rl_num_iterations", "rl_grpo_beta", "rl_grpo_epsilon"
+HIGH, ALGORITHM, AGGREGATION = "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode"
+FUNCTIONS = "reward_functions"
+KEYS = (
+    *("batch_size", "num_batches", "rollout_micro_batch_size", GROUP, ITERATIONS, BETA, EPSILON, HIGH, ALGORITHM),
+    *(AGGREGATION, FUNCTIONS, "reward_num_workers", "reward_worker_timeout_seconds"),
+)
+# The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
+# distribution.
+RL_DEFAULTS = {ENABLE: True, "decode_sampling_temperature": 1.0}
+
+
+def policy_temperature(config: Mapping[str, Any]) -> float:
+    """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
+    that of the policy, otherwise 1."""
+    return float(config["decode_sampling_temperature"]) if config[ENABLE] else 1.0
+
+
+def _of_rl(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
+    return lambda config: problem(config) if config[ENABLE] else None
+
+
+def _drawn(config: Config) -> str | None:
+    if config.decode_sampling_strategy == "greedy" or not config.decode_sampling_temperature:
+        return "the completions of a prompt would all be the same; draw them, as with weighted and temperature 1"
+    return None
+
+
+def _functions(config: Config) -> str | None:
+    if not config[FUNCTIONS]:
+        return "nothing says what a completion is worth; name a function, as in [my_rewards:exact_answer]"
+    return functions_problem(config[FUNCTIONS])
+
+
+def _columns(config: Config) -> str | None:
+    taken = [
+        name for name in ("prompts", "completions") if name in (*config.train_data_columns, *config.eval_data_columns)
+    ]
+    return f"{taken[0]} is the name of another argument of reward functions; rename the column" if taken else None
+
+
+def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+    def problem(config: Config) -> str | None:
+        every, count = config[ITERATIONS], config[key]
+        if count <= 0 or count % every == 0 or (key == "steps" and config.num_batches > 0):
+            return None
+        fitting = " or ".join(str(n) for n in (count // every * every, (count // every + 1) * every) if n)
+        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {fitting}"
+
+    return (key, ITERATIONS), problem
+
+
+def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+    return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
+
+
+_ALL = (
+    (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
+    ((FUNCTIONS,), _functions),
+    (("train_data_columns", "eval_data_columns"), _columns),
+    _rounds("steps"),
+    _rounds("checkpoint_period"),
+    _left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
+    _left_out("mtp_num_layers", "modules of multi-token prediction would not be trained"),
+    _left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
+)
+RL_CHECKS = tuple(((ENABLE, *keys), _of_rl(problem)) for keys, problem in _ALL)
+
+RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (KEYS, lambda c: not c[ENABLE], f"{ENABLE}=false"),
+    (("z_loss_multiplier", "label_smoothing"), lambda c: c[ENABLE], "they belong to the loss of the next token"),
+    (("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c[ENABLE], "rollouts are packed"),
+    (("steps",), lambda c: c[ENABLE] and c.num_batches > 0, f"num_batches x {ITERATIONS} updates are made"),
+    (("data_pipeline", "grain_worker_count"), lambda c: c[ENABLE], "prompts are held in memory"),
+)
+
+
+def not_prompts(config: Config) -> list[str]:
+    """Returns one message for each key that prevents trainer.grpo from reading prompts."""
+    columns = "train_data_columns=[prompt,answer] eval_data_columns=[prompt,answer]"
+    return not_texts(config, "prompts", f"/data/prompts.jsonl {columns}")

@@ -1,0 +1,48 @@
+"""`python -m trainer.grpo [base.yml] key=value ...`: reinforcement learning from reward functions (GRPO).
+
+It is `trainer.train` with another source of batches: the same checkpoints, meshes, combinations and reports.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from trainer.config import Config, command_line, exit_on_user_error
+from trainer.config.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
+from trainer.sft import check_kind, with_tokenizer
+from trainer.train import Kind, run_command
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    run_command(command_line(argv), GRPO)
+
+
+def _check(config: Config) -> None:
+    check_kind(config, ENABLE, not_prompts(config))
+
+
+def _dataset(config: Config, say: Callable[[str], None]) -> Any:
+    from trainer.post_training.prompts import open_prompts
+    from trainer.post_training.rollouts import check_rows
+
+    check_rows(config)
+    return open_prompts(config, say)
+
+
+def _source(
+    run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
+) -> AbstractContextManager[Any]:
+    from trainer.observe import RolloutFiles
+    from trainer.post_training.rollouts import Rollouts
+    from trainer.runtime.agreement import is_first
+
+    files = RolloutFiles(run_dir, begin.updates // run.config.rl_num_iterations) if is_first() else None
+    return Rollouts(run, dataset, begin, files, say)
+
+
+GRPO = Kind(_check, RL_DEFAULTS, with_tokenizer, dataset=_dataset, source=_source)
+
+if __name__ == "__main__":
+    main()

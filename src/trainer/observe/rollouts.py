@@ -1,0 +1,59 @@
+"""The completions of reinforcement learning: rollouts/N.jsonl in a run's folder has those of round N, from 0 on."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.observe.metrics import read_rows
+from trainer.observe.rundir import ROLLOUTS, RunDir, remote_errors, writing
+from trainer.runtime.folders import check_folder, replace_file
+from trainer.runtime.storage import entries
+
+
+class RolloutFiles:
+    """The files of a run that begins with a round."""
+
+    def __init__(self, run_dir: RunDir, first: int):
+        """Removes the files of the round `first` and of later ones, which an earlier process wrote.
+
+        Raises:
+          UserError: they cannot be removed.
+        """
+        self._folder = run_dir.path / ROLLOUTS
+        with writing(self._folder):
+            _remove(self._folder, first)
+        if run_dir.remote is not None:
+            with remote_errors(run_dir.remote):
+                _remove(run_dir.remote / ROLLOUTS, first)
+
+    def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
+
+        Raises:
+          UserError: the disk is full.
+        """
+        path = self._folder / f"{number:06d}.jsonl"
+        with writing(path):
+            self._folder.mkdir(exist_ok=True)
+            replace_file(path, "".join(f"{json.dumps(dict(row))}\n" for row in rows))
+
+
+def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
+    """Returns the completions of the newest round; [] if there are none. Raises UserError if the file is damaged."""
+    check_folder(run_folder, (ROLLOUTS,))
+    numbers = _numbers(run_folder / ROLLOUTS)
+    return read_rows(numbers[max(numbers)]) if numbers else []
+
+
+def _remove(folder: Any, first: int) -> None:
+    for number, path in _numbers(folder).items():
+        if number >= first:
+            path.unlink()
+
+
+def _numbers(folder: Any) -> dict[int, Any]:
+    if not folder.is_dir():
+        return {}
+    stems = {path: path.name.removesuffix(".jsonl") for path in entries(folder)}
+    return {int(stem): path for path, stem in stems.items() if stem.isdecimal()}

@@ -1,0 +1,47 @@
+"""Functions of a user, named package.module:function. Importing it loads only the standard library: workers do."""
+
+import importlib
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Returns the function package.module:function, or package.module.function.
+
+    Raises:
+      ImportError: the message says what is wrong and what to do.
+    """
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a user's module can raise any
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            hint = f"; modules are found from the current folder, {os.getcwd()}, and from PYTHONPATH"
+        raise ImportError(f"cannot be imported: {failure(error)}{hint}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        from trainer.config.errors import nearest
+
+        where = getattr(found, "__file__", None) or module
+        instead = f", but {name} of the type {type(function).__name__}" if hasattr(found, name) else ""
+        functions = [each for each, value in vars(found).items() if callable(value)]
+        raise ImportError(f"{where} has no function {name}{instead}{nearest(name, functions)}")
+    return function
+
+
+def failure(error: BaseException) -> str:
+    """Returns what a user's code raised, in at most 80 characters, and the last line of that code in its traceback.
+
+    Call it in the function that called the user's code: that is the traceback's first frame. The next one, apart from
+    those of an import, is the user's.
+    """
+    from trainer.config.errors import shortened
+
+    of_imports = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename not in of_imports]
+    theirs = [frame for frame in frames if frame.filename == frames[0].filename]
+    at = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{shortened(f'{type(error).__name__}: {error}')}{at}"

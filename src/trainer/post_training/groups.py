@@ -1,0 +1,97 @@
+"""Arithmetic of rollouts, in NumPy: advantages within groups, and rows of packed sequences."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.data.batches import Batch, make_batch
+
+_EPSILON = 1e-6  # added to the standard deviation of a group's rewards
+
+
+class Rollout(NamedTuple):
+    """A prompt with a completion.
+
+    Attributes:
+      prompt, completion: tokens, int32 [p] and [c]. The completion contains the stop token that ended it.
+      log_probs: of the completion's tokens when they were drawn, float32 [c].
+      truncated: whether the completion was cut, because it reached the end of its room.
+    """
+
+    prompt: np.ndarray
+    completion: np.ndarray
+    log_probs: np.ndarray
+    truncated: bool
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of an input and its target."""
+        return len(self.prompt) + len(self.completion) - 1
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """Returns the advantages of completions, float32 [groups, size], given their rewards: the difference from the mean
+    of the group, divided by 1e-6 plus its standard deviation, with size - 1 degrees of freedom (Shao et al. 2024,
+    arXiv:2402.03300, 4.1.2). They are 0 in a group whose rewards are equal, or that has one member.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    differ = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    variance = (centred**2).sum(axis=1, keepdims=True) / max(1, rewards.shape[1] - 1)
+    return np.where(differ, centred / (np.sqrt(variance) + _EPSILON), 0).astype(np.float32)
+
+
+def places(lengths: Sequence[int], row: int, align: int, *, together: bool = True) -> list[tuple[int, int]]:
+    """Returns a place for each of the sequences: the number of its row, and where it begins there.
+
+    The longest sequence comes first, each into the first row with room for it.
+
+    Args:
+      lengths: at most `row` each.
+      row: the tokens of a row.
+      align: a sequence begins at a multiple of this.
+      together: whether a row may hold several sequences.
+    """
+    fills: list[int] = []
+    found = [(0, 0)] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        number = next((n for n, fill in enumerate(fills) if together and fill + lengths[i] <= row), len(fills))
+        if number == len(fills):
+            fills.append(0)
+        found[i] = number, fills[number]
+        fills[number] += lengths[i] + -lengths[i] % align
+    return found
+
+
+def packed(
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    at: Sequence[tuple[int, int]],
+    rows: int,
+    length: int,
+) -> Batch:
+    """Returns a batch of `rows` rows with the fields of `objectives.policy`.
+
+    Args:
+      rollouts, rewards, advantages: of each sequence.
+      at: their places, see `places`.
+    """
+    names = ("inputs", "targets", "segmentation", "loss")
+    arrays = {name: np.zeros((rows, length), np.int32) for name in names}
+    floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", "advantages", "rewards")}
+    segments = [0] * rows
+    # In the order of their places, so that segment ids rise along a row.
+    for i in sorted(range(len(rollouts)), key=lambda i: at[i]):
+        rollout, (row, start) = rollouts[i], at[i]
+        tokens = np.concatenate([rollout.prompt, rollout.completion])
+        segments[row] += 1
+        here = row, slice(start, start + rollout.pairs)
+        arrays["inputs"][here], arrays["targets"][here] = tokens[:-1], tokens[1:]
+        arrays["segmentation"][here] = segments[row]
+        drawn = row, slice(start + len(rollout.prompt) - 1, start + rollout.pairs)
+        arrays["loss"][drawn] = 1
+        floats["old_log_probs"][drawn] = rollout.log_probs
+        floats["advantages"][drawn], floats["rewards"][drawn] = advantages[i], rewards[i]
+    return {**make_batch(*(arrays[name] for name in names)), **floats, "row": np.arange(rows, dtype=np.int32)}

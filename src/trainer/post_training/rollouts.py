@@ -1,0 +1,309 @@
+"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are judged."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from ml_collections import FrozenConfigDict
+
+from trainer.backends import make_model
+from trainer.config import Config, UserError, eval_parts, global_batch_rows, microbatch_rows
+from trainer.config.invariant_keys import KEY, TILE
+from trainer.config.rl_keys import FUNCTIONS, GROUP, ITERATIONS
+from trainer.config.words import counted
+from trainer.data import Batch, Position
+from trainer.inference.engine import Engine
+from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
+from trainer.inference.scheduler import LENGTH, Scheduler
+from trainer.inference.served import Served, for_decoding, longest_prompt
+from trainer.inference.text import TextStream
+from trainer.models.caches import takes_cache
+from trainer.observe import RolloutFiles
+from trainer.post_training.groups import Rollout, advantages, packed, places
+from trainer.post_training.prompts import INDEX, Prompt, PromptDataset
+from trainer.post_training.rewards import Rewards, Sample, Scored
+from trainer.runtime.agreement import from_first, is_first
+from trainer.runtime.place import share_of_rows
+from trainer.training import Run, Start
+
+_INTERVAL = 10.0  # seconds between two lines of progress
+Say = Callable[[str], None]
+
+
+class Round(NamedTuple):
+    """The batch of a round, and the position in the prompts after it."""
+
+    batch: Batch
+    position: Position
+
+
+class Rollouts:
+    """A `training.BatchSource`: `rl_num_iterations` updates take the batch of a round, which the parameters at its
+    beginning made.
+
+    Everything that is drawn depends on decode_sampling_seed, the number of the round and the parameters, so a run that
+    resumes makes the same rounds. Every process generates all completions; the first one judges them.
+
+    Attributes:
+      updates: of a round; a run ends and is saved between rounds.
+      metrics: of the round whose batch was taken last.
+    """
+
+    def __init__(self, run: Run, dataset: PromptDataset, start: Start, files: RolloutFiles | None, say: Say):
+        """
+        Args:
+          files: gets all completions; None in processes other than the first.
+          say: gets lines of progress.
+
+        Raises:
+          UserError: the model cannot generate text on this mesh.
+        """
+        config = run.config
+        self._run, self._dataset, self._files, self._say = run, dataset, files, say
+        self.updates: int = config[ITERATIONS]
+        self.waited, self.metrics = 0.0, dict[str, float]()
+        self._done, self._round = start.updates, Round({}, start.position or {})
+        self._align = TILE if config[KEY] else 1
+        self._engine = engine_of(run, config.batch_size * config[GROUP])
+        self._stream = dataset.train_stream(start.position, rows=config.batch_size)
+        self._rewards: Rewards | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        config = self._run.config
+        if is_first():
+            seconds = config.reward_worker_timeout_seconds
+            rewards = Rewards(config[FUNCTIONS], config.reward_num_workers, seconds, self._say)
+            self._rewards = self._stack.enter_context(rewards)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._stream.close()
+
+    def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
+        """See `BatchSource.take`."""
+        if self._done % self.updates == 0:
+            started = time.perf_counter()
+            made = self._make(state(), interrupted)
+            self.waited += time.perf_counter() - started
+            if made is None:
+                return None
+            self._round = made
+        self._done += 1
+        return self._round
+
+    def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
+        """See `BatchSource.held_out`: the most likely answers to held-out prompts, with their rewards."""
+        run, held_out = self._run, self._dataset.held_out
+        assert held_out is not None, "eval_interval is above 0"
+        rows, steps = run.eval_rows, run.config.eval_steps
+        most = len(held_out.prompts) if steps < 0 else steps * eval_parts(run.config) * rows
+        prompts = held_out.prompts[:most]
+        rollouts = self._complete(state(), prompts, Sampling(0.0), [0] * len(prompts), 1, lambda: False, "evaluation")
+        assert rollouts is not None
+        scored = self._scored(prompts, rollouts, "evaluation")
+        rewards, length = [one.reward for one in scored], run.config.max_target_length
+        for first in range(0, len(prompts), rows):
+            here = slice(first, first + rows)
+            at = [(row, 0) for row in range(len(prompts[here]))]
+            yield self._share(packed(rollouts[here], rewards[here], [0.0] * len(at), at, rows, length))
+
+    def _make(self, state: Any, interrupted: Callable[[], bool]) -> Round | None:
+        """Returns the next round; None if it was interrupted."""
+        config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
+        chosen, position = next(self._stream)
+        prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
+        seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config[GROUP]
+        name = f"round {number + 1:,}"
+        rollouts = self._complete(state, prompts, sampling_of(config), seeds, group, interrupted, name)
+        if rollouts is None:
+            return None
+        of_each = [prompt for prompt in prompts for _ in range(group)]
+        scored = self._scored(of_each, rollouts, name)
+        rewards = np.array([one.reward for one in scored])
+        gains = advantages(rewards.reshape(-1, group)).reshape(-1)
+        self._write(of_each, rollouts, scored, gains)
+        self.metrics = {
+            "reward_std": float(rewards.std()),
+            "equal_groups": float((rewards.reshape(-1, group) == rewards[::group, None]).all(axis=1).mean()),
+            "truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
+            "rewards_timed_out": sum(one.timed_out for one in scored),
+            "rollout_time": time.perf_counter() - started,
+        }
+        length = config.max_target_length
+        at = places([rollout.pairs for rollout in rollouts], length, self._align, together=config.packing)
+        rows = rows_for(self._run.config, 1 + max(row for row, _ in at))
+        return Round(self._share(packed(rollouts, rewards.tolist(), gains.tolist(), at, rows, length)), position)
+
+    def _complete(
+        self,
+        state: Any,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        samples: int,
+        interrupted: Callable[[], bool],
+        name: str,
+    ) -> list[Rollout] | None:
+        """Returns `samples` completions of each prompt by the parameters of `state`; None if interrupted."""
+        run, stop = self._run, self._dataset.stop_tokens
+        tree = run.codec.unpack(state)
+        scheduler = Scheduler(self._engine, self._engine.hold(tree.params, tree.rest), fill=True)
+        limit = completion_limit(run.config)
+        owners: dict[int, int] = {}
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            first = scheduler.submit(
+                prompt.tokens.tolist(), limit=limit, stop=stop, sampling=sampling, seed=seed, samples=samples
+            )
+            owners |= {first + sample: i * samples + sample for sample in range(samples)}
+        tokens: list[list[int]] = [[] for _ in owners]
+        log_probs: list[list[float]] = [[] for _ in owners]
+        ends: dict[int, str] = {}
+        shown = time.perf_counter()
+        while not scheduler.idle:
+            for event in scheduler.turn():
+                i = owners[event.request]
+                drawn = event.stopped if event.token is None else event.token
+                assert drawn is not None
+                assert event.log_prob is not None
+                tokens[i].append(drawn)
+                log_probs[i].append(event.log_prob)
+                if event.end is not None:
+                    ends[i] = event.end
+            if interrupted():
+                return None
+            if time.perf_counter() - shown > _INTERVAL:
+                shown = time.perf_counter()
+                self._say(f"{name}: {len(ends):,} of {len(owners):,} completions are complete")
+        return [
+            Rollout(
+                prompts[i // samples].tokens,
+                np.array(tokens[i], np.int32),
+                np.array(log_probs[i], np.float32),
+                ends[i] == LENGTH,
+            )
+            for i in range(len(owners))
+        ]
+
+    def _scored(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], name: str) -> list[Scored]:
+        """Returns the rewards of the completions, which the first process computes."""
+
+        def scored() -> list[Scored]:
+            assert self._rewards is not None
+            texts = map(self._text, rollouts)
+            samples = [
+                Sample(prompt.text, text, prompt.columns, f"{name}, the prompt in {prompt.where}")
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            return self._rewards(samples)
+
+        return [Scored(*one) for one in from_first(scored)]
+
+    def _text(self, rollout: Rollout) -> str:
+        """Returns the text of a completion, without what ended it."""
+        tokenizer = self._dataset.tokenizer
+        assert tokenizer is not None
+        stream = TextStream(tokenizer, rollout.prompt.tolist())
+        drawn = rollout.completion.tolist()
+        return "".join(map(stream.add, drawn if rollout.truncated else drawn[:-1])) + stream.end()
+
+    def _write(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], scored: Sequence[Scored], gains: np.ndarray
+    ) -> None:
+        if self._files is None:
+            return
+        functions = self._run.config[FUNCTIONS]
+        rows = (
+            {
+                "step": self._done,
+                "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
+                "completion": self._text(rollout),
+                "reward": one.reward,
+                "rewards": dict(zip(functions, one.by_function, strict=True)),
+                "advantage": gain,
+                "truncated": rollout.truncated,
+                "timed_out": one.timed_out,
+                "prompt_tokens": rollout.prompt.tolist(),
+                "tokens": rollout.completion.tolist(),
+                "log_probs": rollout.log_probs.tolist(),
+            }
+            for prompt, rollout, one, gain in zip(prompts, rollouts, scored, gains.tolist(), strict=True)
+        )
+        self._files.write(self._done // self.updates, rows)
+
+    def _share(self, batch: Batch) -> Batch:
+        """Returns this process's part of a batch."""
+        share = share_of_rows(self._run.batch_shardings["row"], len(batch["row"]))
+        each = len(batch["row"]) // share["process_count"]
+        here = slice(share["process_index"] * each, (share["process_index"] + 1) * each)
+        return {name: array[here] for name, array in batch.items()}
+
+
+def engine_of(run: Run, sequences: int) -> Engine:
+    """Returns the engine that generates with the parameters of `run`, on its mesh.
+
+    Raises:
+      UserError: the model cannot generate text, or not on this mesh.
+    """
+    config, mesh = run.config, run.mesh
+    if not takes_cache(config):
+        raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
+    if config[KEY] and mesh.shape["fsdp"] > 1:
+        raise UserError(
+            f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; set "
+            "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
+        )
+    own = FrozenConfigDict({**config, "return_log_prob": True})
+    decoding = for_decoding(own, mesh.devices.flat[0].platform)
+    at_once = config.rollout_micro_batch_size
+    slots = sequences if at_once < 0 else min(sequences, at_once)
+    parts = math.prod(mesh.shape[axis] for axis in run.rules["activation_batch"])
+    slots = max(-(-slots // parts) * parts, config[GROUP])
+    return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
+
+
+def completion_limit(config: Config) -> int | None:
+    """Returns the largest number of tokens of a completion; None if only the end of the row limits it."""
+    longest = config.max_prefill_predict_length
+    return None if longest < 0 else config.max_target_length - longest
+
+
+def rows_for(config: Config, needed: int) -> int:
+    """Returns the rows of an update that takes `needed` rows: those of all microbatches, or of half of them, a quarter,
+    ..., so that few programs are compiled."""
+    rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
+    while parts > 1 and -(-parts // 2) * rows >= needed:
+        parts = -(-parts // 2)
+    return parts * rows
+
+
+def check_rows(config: Config) -> None:
+    """Raises UserError if an update of `config`, resolved, may have too few rows for the sequences of a round."""
+    length, sequences = config.max_target_length, config.batch_size * config[GROUP]
+    longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
+    align = TILE if config[KEY] else 1
+    together = 1 + (length - longest) // (longest + -longest % align) if config.packing else 1
+    needed, there = -(-sequences // together), global_batch_rows(config)
+    if needed > there:
+        steps = -(-needed // microbatch_rows(config))
+        raise UserError(
+            f"batch_size={config.batch_size}, {GROUP}={config[GROUP]}: the {sequences:,} sequences of a round have up "
+            f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
+            f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "
+            "rows takes fewer microbatches"
+        )
+
+
+def _seeds(seed: int, number: int, count: int) -> list[int]:
+    """Returns different seeds for the prompts of a round."""
+    first = int(np.random.Philox(key=[seed, number]).random_raw(1)[0])
+    return [(first + i) % (UINT32_MAX + 1) for i in range(count)]
