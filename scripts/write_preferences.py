@@ -2,10 +2,10 @@
 
     pip install trl==1.16.0 torch && python scripts/write_preferences.py
 
-Pairs of unequal lengths are drawn from numpy's default_rng(0), four for each step of SGD. The file has the pairs as token ids,
-and of each run its arguments and, of each step, the loss and the rewards. Each pair is a microbatch, because TRL's ORPO
-weights the likelihoods of a batch by their tokens, and its loss_type=sigmoid ignores label_smoothing: aot, which sorts
-the pairs of a batch, is the smoothed loss of DPO for a batch of one pair.
+Pairs of unequal lengths are drawn from numpy's default_rng(0), four for each step of SGD. The file has the pairs as
+token ids, and of each run its arguments and, of each step, the loss and the rewards. Each pair is a microbatch, because
+TRL's ORPO weights the likelihoods of a batch by their tokens, and its loss_type=sigmoid ignores label_smoothing: aot,
+which sorts the pairs of a batch, is the smoothed loss of DPO for a batch of one pair.
 """
 
 import json
