@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from trainer.config.chat_keys import TOOLS, not_texts
+from trainer.config.derived import has_reference
 from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 
@@ -17,11 +18,6 @@ DPO_DEFAULTS = {
     "grain_packing_type": "best_fit",
     "use_truncation": True,
 }
-
-
-def has_reference(config: Config) -> bool:
-    """Whether the policy is compared with the parameters that the run begins with."""
-    return config[USE] and config[ALGO] == "dpo"
 
 
 def _max_prompt(config: Config) -> str | None:
@@ -45,9 +41,9 @@ def _moves(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], s
     def problem(config: Config) -> str | None:
         if not has_reference(config) or not config[key]:
             return None
-        return f"{reason}, which the reference of dpo_algo=dpo reads, too, and it must not move; leave it out"
+        return f"{reason}, which the reference model reads, too, and it must not move; leave it out"
 
-    return (USE, ALGO, key), problem
+    return (USE, ALGO, "use_grpo", "rl_grpo_beta", key), problem
 
 
 PREFERENCE_CHECKS = (
