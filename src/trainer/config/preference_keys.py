@@ -5,6 +5,7 @@ from collections.abc import Callable
 from trainer.config.chat_keys import TOOLS, not_texts
 from trainer.config.derived import has_reference
 from trainer.config.keys import Config
+from trainer.config.schema import INT32_MAX
 
 USE, ALGO, BETA, LAMBDA = "use_dpo", "dpo_algo", "dpo_beta", "dpo_orpo_lambda"
 SMOOTHING, MAX_PROMPT = "dpo_label_smoothing", "dpo_max_prompt_length"
@@ -21,7 +22,7 @@ DPO_DEFAULTS = {
 
 def _max_prompt(config: Config) -> str | None:
     number = config[MAX_PROMPT]
-    return None if number is None or number >= 1 else "must be at least 1, or none"
+    return None if number is None or 1 <= number <= INT32_MAX else f"must be from 1 to {INT32_MAX}, or none"
 
 
 def _packing(config: Config) -> str | None:
