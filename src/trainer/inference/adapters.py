@@ -57,8 +57,8 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
     """Refuses adapters whose products would not have the bits of their training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
-            f"{KEY}=true: with dtype={config.dtype} the bits of a product depend on the ranks of all adapters together; "
-            "serve them one by one, or train and generate with dtype=bfloat16"
+            f"{KEY}=true: with dtype={config.dtype}, bits depend on the ranks of all adapters together; serve them one "
+            "by one, or train and generate with dtype=bfloat16"
         )
     for found, each in zip(adapters, keys, strict=True):
         if each.get(QTYPE):

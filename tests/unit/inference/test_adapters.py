@@ -207,7 +207,7 @@ def test_sequences_of_several_adapters_do_not_change_each_others_bits():
 @pytest.mark.parametrize(
     ("keys", "said", "dtype"),
     [
-        ({}, r"with dtype=float32 the bits of a product depend on the ranks of all adapters", "float32"),
+        ({}, r"with dtype=float32, bits depend on the ranks of all adapters", "float32"),
         ({"lora_alpha": 3.0}, r"there has lora_alpha / lora_rank = 1.5, which is no power of two", "bfloat16"),
         ({"lora_weight_qtype": "nf4"}, r"there has lora_weight_qtype=nf4: its bits are not proved", "bfloat16"),
     ],

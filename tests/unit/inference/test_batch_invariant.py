@@ -4,7 +4,6 @@ The difference is taken from what was returned when the token was drawn.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +62,10 @@ def requests(count, seed=0):
     return prompts, random.integers(3, 40, count).tolist()
 
 
-def rollouts(engine, params, prompts, limits, adapters=itertools.repeat(0)):
+def rollouts(engine, params, prompts, limits, adapters=()):
     """Returns the tokens and log-probabilities that follow each prompt, with more requests than slots."""
     scheduler = Scheduler(engine, params)
-    for seed, (prompt, limit, adapter) in enumerate(zip(prompts, limits, adapters, strict=False)):
+    for seed, (prompt, limit, adapter) in enumerate(zip(prompts, limits, adapters or [0] * len(prompts), strict=True)):
         scheduler.submit(prompt, limit=limit, sampling=Sampling(1.0), seed=seed, adapter=adapter)
     found = [([], []) for _ in prompts]
     for event in scheduler.run():
