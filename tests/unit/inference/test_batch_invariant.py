@@ -38,6 +38,7 @@ KINDS = {
     "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0},
     "deepseek": EVERY_MATRIX,
     "mixtral": {"decoder_block": "mixtral", **EXPERTS},
+    "qwen3_moe": {"decoder_block": "qwen3_moe", **EXPERTS},
     "gpt3": {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": LENGTH},
     "lora": {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8},
     "unrolled": {"scan_layers": False, "rope_type": "yarn"},
