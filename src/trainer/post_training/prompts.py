@@ -16,7 +16,7 @@ from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
 from trainer.data.streams import PreparedStream, Stream, fingerprint
 from trainer.data.tokenizer import Tokenizer
-from trainer.inference.ends import begin_tokens
+from trainer.inference.ends import begin_tokens, stop_tokens
 from trainer.inference.served import longest_prompt
 from trainer.post_training.chat_encoder import Prompts
 
