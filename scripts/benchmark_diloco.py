@@ -44,7 +44,7 @@ def main() -> None:
     first = next(iter(runs.values()))
     with LoadedAhead(first, open_dataset(first.config, print), Start([])) as batches:
         for _ in range(STEPS):
-            batch, _position = batches.take(lambda: None)
+            batch, _position = batches.take(lambda: None, lambda: False)
             for name, run in runs.items():  # alternately, so that a slower machine slows all of them
                 placed = jax.block_until_ready(place(batch, run.batch_shardings, run.rows))
                 began = time.process_time()

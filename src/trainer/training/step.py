@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
-from trainer.config import Config, global_batch_rows
+from trainer.config import Config, global_batch_rows, microbatch_rows
 from trainer.config.derived import islands
 from trainer.config.expert_keys import drops, has_experts
 from trainer.config.quantization_keys import rounds
@@ -58,7 +58,6 @@ def make_gradients(
     """
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
-    rows = global_batch_rows(config) // islands(config)
 
     def gradients(tree: TrainTree, batch: Batch, frozen: Any = ()) -> Gradients:
         key = dropout_key(config, tree.step)
@@ -82,11 +81,17 @@ def make_gradients(
             (value, (means, sown)), grads = jax.value_and_grad(loss, has_aux=True)(trained, batch)
             return (value, means, jax.tree.map(_in_storage, grads, storage)), sown
 
-        parts = config.gradient_accumulation_steps * len(batch["row"]) // rows
+        parts = _parts(config, len(jax.tree.leaves(batch)[0]))
         (total, means, grads), sown = one(batch) if parts == 1 else _accumulated(one, capture, batch, parts)
         return Gradients(total, means, tokens, sown, _held(grads, jnp.dtype(config.grad_dtype)))
 
     return gradients
+
+
+def _parts(config: Config, rows: int) -> int:
+    """Returns the number of microbatches of a batch of `rows` rows."""
+    whole, each = (count(config) // islands(config) for count in (global_batch_rows, microbatch_rows))
+    return rows // each if rows < whole and rows % each == 0 else config.gradient_accumulation_steps
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:

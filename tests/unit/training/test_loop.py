@@ -91,31 +91,32 @@ def test_a_signal_within_an_evaluation_takes_no_further_batch(monkeypatch, asked
 
 def test_batches_may_come_from_a_source_that_looks_at_the_state(monkeypatch):
     class Source:
-        waited = 0.0
+        waited, updates, metrics = 0.0, 1, {"temperature": 3.5}
 
         def __init__(self, run, dataset, start):
             self.stream = dataset.train_stream(start.position, rows=run.rows)
 
-        def take(self, state):
+        def take(self, state, interrupted):
             assert state() == []
+            assert not interrupted()
             taken.append(len(loop.steps))  # reported one step late
             return next(self.stream)
 
     loop, taken = Loop(monkeypatch, steps=4), []
     loop.fit(lambda *args: contextlib.nullcontext(Source(*args)))
     assert taken == [0, 0, 1, 2]
-    assert len(loop.steps) == 4
+    assert [row["temperature"] for row in loop.steps] == [3.5] * 4
 
 
 class OnDevices(LoadedAhead):
     """A source that computes on devices with values of the host, for training and for evaluation."""
 
-    def take(self, state):
-        batch, position = super().take(state)
+    def take(self, state, interrupted):
+        batch, position = super().take(state, interrupted)
         return self.computed(batch), position
 
-    def held_out(self):
-        return map(self.computed, super().held_out())
+    def held_out(self, state):
+        return map(self.computed, super().held_out(state))
 
     def computed(self, batch):
         return {name: np.asarray(jnp.asarray(x) + np.int32(0)) for name, x in batch.items()}

@@ -144,16 +144,16 @@ class Preference:
 class Pairs:
     """A source that repeats one batch of pairs and reads the state; see `training.BatchSource`."""
 
-    waited = 0.0
+    waited, updates, metrics = 0.0, 1, {}
 
     def __init__(self, pairs, look=lambda state: None):
         self.pairs, self.look, self.seen = pairs, look, []
 
-    def take(self, state):
+    def take(self, state, interrupted):
         self.seen.append(self.look(state()))
         return self.pairs, None
 
-    def held_out(self):
+    def held_out(self, state):
         return [self.pairs] * 2
 
 

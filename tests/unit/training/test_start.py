@@ -96,7 +96,7 @@ def test_its_own_newest_checkpoint(tmp_path):
 )
 def test_a_checkpoint_of_other_versions(tmp_path, monkeypatch, before, changes):
     with monkeypatch.context() as patch:
-        patch.setattr(Sidecar.__new__, "__defaults__", (before, None))
+        patch.setattr(Sidecar.__new__, "__defaults__", (before, None, None))
         state = save(tmp_path, run(), 5)
     told = f"losses may differ in the last bits, because versions changed: {changes}"
     for this, folder in ((run(), tmp_path), (run(load_full_state_path=str(tmp_path)), None)):
