@@ -31,7 +31,7 @@ TASK = {
     "train_data_columns": "[prompt,answer]",
     "eval_data_columns": "[prompt,answer]",
     "tokenizer_type": "bytes",
-    "max_target_length": 16,
+    "max_target_length": 12,
     "prompt": "",
     "base_output_directory": "runs",
     "max_num_checkpoints_to_keep": 1,
@@ -45,7 +45,7 @@ MODEL = {
     "base_mlp_dim": 384,
     "vocab_size": 257,
 }
-TUNING = {"packing": "false", "per_device_batch_size": 64, "steps": 500, "learning_rate": 1e-3, "eval_interval": 250}
+TUNING = {"packing": "false", "per_device_batch_size": 64, "steps": 500, "learning_rate": 1e-3, "eval_interval": 500}
 GRPO = {
     "load_parameters_path": "runs/tuned",
     "reward_functions": "[sums:exact]",
@@ -58,7 +58,7 @@ GRPO = {
     "warmup_steps_fraction": 0.03,
     "adam_b2": 0.99,
     "adam_weight_decay": 0,
-    "num_batches": 600,
+    "num_batches": 700,
     "eval_interval": 25,
     "eval_per_device_batch_size": 500,
     "eval_steps": 4,

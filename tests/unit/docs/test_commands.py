@@ -12,6 +12,7 @@ from trainer import export, generate, parity, quantize, sft
 from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.maxtext_command import parse
+from trainer.config.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.config.topologies import Topology, find_topology
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "documented_commands.py"
@@ -56,6 +57,10 @@ def accept(program, words, variables):
     elif program == "trainer.sft":
         loaded = load(sft._without_show(words)[0], environment=variables, defaults=SFT_DEFAULTS)
         assert not not_conversations(loaded.config)
+        check(loaded.config, variables)
+    elif program == "trainer.grpo":
+        loaded = load(words, environment=variables, defaults=RL_DEFAULTS)
+        assert not not_prompts(loaded.config)
         check(loaded.config, variables)
     elif program == "trainer.shardings":
         load_sides(words, variables)
