@@ -2,10 +2,10 @@
 
     pip install trl==1.16.0 torch && python scripts/write_preferences.py
 
-Pairs of unequal lengths are drawn from numpy's default_rng(0), four for each step. The file has the pairs as token ids,
-and of each run its arguments and, of each step, the loss and the rewards. Each pair is a microbatch, because TRL's ORPO
-weights the likelihoods of a batch by their tokens, and its loss_type=sigmoid ignores label_smoothing: aot, which sorts
-the pairs of a batch, is the smoothed loss of DPO for a batch of one pair.
+Pairs of unequal lengths are drawn from numpy's default_rng(0), four for each step of SGD. The file has the pairs as
+token ids, and of each run its arguments and, of each step, the loss and the rewards. Each pair is a microbatch, because
+TRL's ORPO weights the likelihoods of a batch by their tokens, and its loss_type=sigmoid ignores label_smoothing: aot,
+which sorts the pairs of a batch, is the smoothed loss of DPO for a batch of one pair.
 """
 
 import json
@@ -27,9 +27,9 @@ MODEL = Path(__file__).parent.parent / "tests" / "goldens" / "llama"
 FILE = Path(__file__).parent.parent / "tests" / "preferences" / "trl.json"
 STEPS, PAIRS, VOCAB, EOS = 50, 4, 64, 2
 RUNS = {
-    "dpo": ("dpo", {"beta": 0.1}, 1e-3),
-    "dpo-smoothed": ("dpo", {"beta": 0.5, "label_smoothing": 0.1, "loss_type": ["aot"]}, 1e-3),
-    "orpo": ("orpo", {"beta": 0.3}, 1e-2),
+    "dpo": ("dpo", {"beta": 0.1}, 0.05),
+    "dpo-smoothed": ("dpo", {"beta": 0.5, "label_smoothing": 0.1, "loss_type": ["aot"]}, 0.003),
+    "orpo": ("orpo", {"beta": 0.3}, 0.02),
 }
 REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
@@ -41,16 +41,14 @@ def pairs() -> list[dict[str, list[int]]]:
     def some() -> list[int]:
         return rng.integers(3, VOCAB, rng.integers(1, 12)).tolist()
 
-    return [
-        {"prompt": some(), "chosen": [*some(), EOS], "rejected": [*some(), EOS]} for _ in range(8 * PAIRS)
-    ]
+    return [{"prompt": some(), "chosen": [*some(), EOS], "rejected": [*some(), EOS]} for _ in range(8 * PAIRS)]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer that has a word for each id."""
-    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t1"))
+    inner = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCAB)}, unk_token="<1>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"t{EOS}", pad_token="t0")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"<{EOS}>", pad_token="<0>")
 
 
 class InOrder:
@@ -84,9 +82,9 @@ class Orpo(InOrder, ORPOTrainer):
 def run(algo: str, arguments: dict[str, Any], rate: float, folder: str) -> dict[str, list[float]]:
     """Returns loss and rewards of each step."""
     every = (pairs() * STEPS)[: STEPS * PAIRS]
-    texts = [{name: "".join(f" t{i}" for i in ids) for name, ids in pair.items()} for pair in every]
+    texts = [{name: "".join(f" <{i}>" for i in ids) for name, ids in pair.items()} for pair in every]
     model = LlamaForCausalLM.from_pretrained(MODEL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     config = (DPOConfig if algo == "dpo" else ORPOConfig)(
         output_dir=folder,
         per_device_train_batch_size=1,

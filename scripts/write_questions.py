@@ -1,9 +1,12 @@
-"""Writes questions on Python's standard library and their answers, as JSON lines for docs/guides/sft.md.
+"""Writes questions on Python's standard library and their answers, as JSON lines for docs/guides/sft.md, and pairs of
+answers for docs/guides/preferences.md.
 
-    python scripts/write_questions.py FILE
+    python scripts/write_questions.py FILE [PAIRS]
 
 A line is {"prompt": "What is OrderedDict?", "completion": "OrderedDict is a class of collections."}, for each public
-function and class at the top of a module, in an order that a hash gives. Nothing is imported: the source is parsed.
+function and class at the top of a module, in an order that a hash gives. Nothing is imported: the source is parsed. A
+line of PAIRS is {"prompt": ..., "chosen": ..., "rejected": ...}: the rejected answer calls a class a function, or the
+reverse.
 """
 
 import ast
@@ -41,9 +44,25 @@ def questions(folder: Path) -> list[dict[str, str]]:
     return [{"prompt": f"What is {name}?", "completion": answer} for name, answer in once]
 
 
+def pair(line: dict[str, str]) -> dict[str, str]:
+    """Returns a question with its answer, and with one that has the wrong kind."""
+    right = line["completion"]
+    wrong = right.replace(" is a class of ", " is a function of ")
+    if wrong == right:
+        wrong = right.replace(" is a function of ", " is a class of ").replace(" is a coroutine of ", " is a class of ")
+    return {"prompt": line["prompt"], "chosen": right, "rejected": wrong}
+
+
+def write(file: str, lines: list[dict[str, str]], what: str) -> None:
+    """Writes `lines` of JSON."""
+    Path(file).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    print(f"{len(lines):,} {what} in {file}")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         raise SystemExit(__doc__)
-    lines = questions(stdlib_folder())
-    Path(sys.argv[1]).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    print(f"{len(lines):,} questions in {sys.argv[1]}")
+    found = questions(stdlib_folder())
+    write(sys.argv[1], found, "questions")
+    if len(sys.argv) == 3:
+        write(sys.argv[2], [pair(line) for line in found], "pairs")

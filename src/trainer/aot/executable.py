@@ -48,8 +48,12 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     leaves = jax.tree_util.tree_leaves_with_path(args)
     first = devices[0]
     compiler = {"libtpu": metadata.version("libtpu")} if first.platform == "tpu" else {}
-    # With DiLoCo, the last step synchronizes the islands.
-    keys = [*step_keys(), *(["steps"] if config.enable_diloco else [])]
+    keys = [
+        *step_keys(),
+        *(["steps"] if config.enable_diloco else []),  # the last step synchronizes the islands
+        *(["decode_sampling_temperature"] if config.use_grpo else []),
+        *(["sft_train_on_completion_only"] if config.use_dpo else []),
+    ]
     return {
         "configuration": {name: _plain(config[name]) for name in keys},
         "devices": {

@@ -70,3 +70,15 @@ def eval_parts(config: Config) -> int:
     """Returns in how many parts an evaluation batch is computed: parts of a microbatch's rows, if these fit evenly."""
     parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
     return parts if parts and not left else 1
+
+
+def has_reference(config: Mapping[str, Any]) -> bool:
+    """Returns whether the objective reads the parameters with which the run began."""
+    compared = config["use_dpo"] and config["dpo_algo"] == "dpo"
+    return bool(compared or (config["use_grpo"] and config["rl_grpo_beta"]))
+
+
+def policy_temperature(config: Mapping[str, Any]) -> float:
+    """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
+    that of the policy, otherwise 1."""
+    return float(config["decode_sampling_temperature"]) if config["use_grpo"] else 1.0

@@ -21,6 +21,7 @@ from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML
 from trainer.config.load import Loaded, load
 from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
+from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
 from trainer.config.schema import plain_name, schema
 from trainer.config.values import read_text
@@ -31,11 +32,11 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
 STOPPING = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER)
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
-SFT = "trainer.sft"
-SAME_WORDS = (TRAIN, SFT, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
+SFT, DPO = "trainer.sft", "trainer.dpo"
+SAME_WORDS = (TRAIN, SFT, DPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
-_OF_DATA = (TRAIN, SFT, COMPILE)
+_OF_DATA = (TRAIN, SFT, DPO, COMPILE)
 _LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
@@ -172,7 +173,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     loaded: Loaded | None = None
     try:
         assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        defaults = SFT_DEFAULTS if runs == SFT else None
+        defaults = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS}.get(runs)
         # Only translated.
         loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=defaults)
         problems = _other_defaults(yml, loaded)

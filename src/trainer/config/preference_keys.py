@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from trainer.config.chat_keys import TOOLS, not_texts
+from trainer.config.derived import has_reference
 from trainer.config.keys import Config
+from trainer.config.schema import INT32_MAX
 
 USE, ALGO, BETA, LAMBDA = "use_dpo", "dpo_algo", "dpo_beta", "dpo_orpo_lambda"
 SMOOTHING, MAX_PROMPT = "dpo_label_smoothing", "dpo_max_prompt_length"
@@ -18,14 +20,9 @@ DPO_DEFAULTS = {
 }
 
 
-def has_reference(config: Config) -> bool:
-    """Whether the policy is compared with the parameters that the run begins with."""
-    return config[USE] and config[ALGO] == "dpo"
-
-
 def _max_prompt(config: Config) -> str | None:
     number = config[MAX_PROMPT]
-    return None if number is None or number >= 1 else "must be at least 1, or none"
+    return None if number is None or 1 <= number <= INT32_MAX else f"must be from 1 to {INT32_MAX}, or none"
 
 
 def _packing(config: Config) -> str | None:
@@ -44,9 +41,9 @@ def _moves(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], s
     def problem(config: Config) -> str | None:
         if not has_reference(config) or not config[key]:
             return None
-        return f"{reason}, which the reference of dpo_algo=dpo reads, too, and it must not move; leave it out"
+        return f"{reason}, which the reference model reads, too, and it must not move; leave it out"
 
-    return (USE, ALGO, key), problem
+    return (USE, ALGO, "use_grpo", "rl_grpo_beta", key), problem
 
 
 PREFERENCE_CHECKS = (

@@ -1,7 +1,6 @@
 """Checks of the keys of reinforcement learning, and settings without effect."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from trainer.config.chat_keys import functions_problem, not_texts
 from trainer.config.keys import Config
@@ -17,12 +16,6 @@ KEYS = (
 # The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
 # distribution.
 RL_DEFAULTS = {ENABLE: True, "decode_sampling_temperature": 1.0}
-
-
-def policy_temperature(config: Mapping[str, Any]) -> float:
-    """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
-    that of the policy, otherwise 1."""
-    return float(config["decode_sampling_temperature"]) if config[ENABLE] else 1.0
 
 
 def _of_rl(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:

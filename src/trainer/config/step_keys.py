@@ -23,6 +23,9 @@ _EXCLUDED = {
     "debug_sharding",
     "sharding_tolerance",
     "lora_restore_path",
+    "dpo_max_prompt_length",
+    *("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_generations", "rl_num_iterations"),
+    *("reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
 }
 
 

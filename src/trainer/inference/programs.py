@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from trainer.backends.base import tree_mode
+from trainer.config.derived import policy_temperature
 from trainer.config.invariant_keys import KEY, ROWS, TILE
-from trainer.config.rl_keys import policy_temperature
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
 from trainer.inference.served import Served
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings

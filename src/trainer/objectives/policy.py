@@ -32,8 +32,8 @@ class Policy:
 
     Attributes:
       low, high: how far r may be below and above 1 before it is clipped.
-      of_sequences: r is the geometric mean of the ratios of the completion's tokens, whose gradient goes to each token
-        by its own log-probability (GSPO-token, Zheng et al. 2025, arXiv:2507.18071, equation 13).
+      of_sequences: r is the geometric mean of the ratios of the completion's tokens (Zheng et al. 2025,
+        arXiv:2507.18071: as these have one advantage, GSPO-token has the loss and the gradients of GSPO).
       aggregation: see rl_loss_agg_mode in base.yml. Each divisor is that of the whole batch.
       frozen: the reference (`first_parameters`); None without `beta`.
     """
@@ -80,7 +80,7 @@ class Policy:
         drawn = batch["targets_segmentation"] != 0
         log_probs, sown = self._log_probs(params, rest, batch, key, capture, sampled)
         change = jnp.where(drawn, log_probs - batch["old_log_probs"], 0)
-        ratio, advantage = jnp.exp(self._log_ratio(log_probs, change, batch)), batch["advantages"]
+        ratio, advantage = jnp.exp(self._log_ratio(change, batch)), batch["advantages"]
         gain, clipped = ratio * advantage, jnp.clip(ratio, 1 - self.low, 1 + self.high) * advantage
         minimized = {"policy_loss": self._total(-jnp.minimum(gain, clipped), batch)}
         measured = {"clip_fraction": jnp.sum(jnp.where(drawn, clipped < gain, False), dtype=jnp.float32)}
@@ -112,12 +112,11 @@ class Policy:
         )
         return logs.target, sown
 
-    def _log_ratio(self, log_probs: jax.Array, change: jax.Array, batch: Batch) -> jax.Array:
+    def _log_ratio(self, change: jax.Array, batch: Batch) -> jax.Array:
         if not self.of_sequences:
             return change
         segment, count = batch["inputs_segmentation"], jnp.maximum(_lengths(batch), 1)
-        mean = of_tokens(segment_sums(change, segment) / count, segment)
-        return jax.lax.stop_gradient(mean) + log_probs - jax.lax.stop_gradient(log_probs)
+        return of_tokens(segment_sums(change, segment) / count, segment)
 
     def _total(self, values: jax.Array, batch: Batch) -> jax.Array:
         """Returns the sum of values of tokens [b, t], which is divided by the weight of `aggregation`."""

@@ -5,9 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from trainer.config import Config
+from trainer.config.derived import has_reference, policy_temperature
 from trainer.config.expert_keys import has_experts
-from trainer.config.preference_keys import has_reference
-from trainer.config.rl_keys import policy_temperature
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.multi_token import MultiToken
@@ -52,7 +51,7 @@ def _policy(config: Config, model: Any) -> Objective:
         config.rl_loss_algo == "gspo-token",
         config.rl_loss_agg_mode,
         policy_temperature(config),
-        first_parameters(config, model) if beta else None,
+        first_parameters(config, model) if has_reference(config) else None,
         make_tiling(config, model),
     )
 

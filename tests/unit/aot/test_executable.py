@@ -215,6 +215,8 @@ READ_BESIDES = {
     *("prefill_chunk_size", "quantize_kvcache"),  # in checks of batch_invariant
     "sharding_tolerance",
     "steps",
+    *("num_batches", "rl_num_iterations"),  # steps follow from them
+    *("decode_sampling_temperature", "sft_train_on_completion_only"),  # in the key with use_grpo, with use_dpo
 }
 
 

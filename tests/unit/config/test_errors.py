@@ -21,7 +21,7 @@ def test_nothing_is_suggested_where_nothing_is_near(word):
         ("learing_rate", "learning_rate"),
         ("num_steps", "steps"),
         ("emb_dim", "base_emb_dim"),
-        ("batch_size", "per_device_batch_size"),
+        ("device_batch_size", "per_device_batch_size"),
         ("num_layers", "base_num_decoder_layers"),
         ("weight_decay", "adam_weight_decay"),
     ],

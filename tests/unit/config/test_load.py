@@ -155,7 +155,10 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
         ("stepz=3", "stepz=3 (command line): there is no key stepz; nearest: steps"),
         ("learing_rate=3", "learing_rate=3 (command line): there is no key learing_rate; nearest: learning_rate"),
         ("num_steps=3", "num_steps=3 (command line): there is no key num_steps; nearest: steps"),
-        ("batch_size=3", "batch_size=3 (command line): there is no key batch_size; nearest: per_device_batch_size"),
+        (
+            "device_batch_size=3",
+            "device_batch_size=3 (command line): there is no key device_batch_size; nearest: per_device_",
+        ),
         ("num_layers=3", "num_layers=3 (command line): there is no key num_layers; nearest: base_num_decoder_layers"),
         ("qqqqqq=3", "qqqqqq=3 (command line): there is no key qqqqqq"),
         ("base_embed_dim=3", "base_embed_dim=3 (command line): there is no key base_embed_dim; nearest: base_emb_dim"),

@@ -99,7 +99,7 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "first_num_hash_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False dpo.algo=orpo "
+        "first_num_hash_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False distill_beta=0.5 "
         "partial_rotary_factor=1.0 sharding_strategy=null checkpoint_conversion_fn=none engram_layers=[] "
         "use_iota_embed=true gcs_metrics=false hf_access_token=secret steps=10"
     )
@@ -125,7 +125,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("enable_rampup_batch_size=true", "instead: per_device_batch_size and gradient_accumulation_steps"),
         ("first_num_hash_layers=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
-        ("rl.num_generations=4", "rl.num_generations=4 (command line): not supported yet"),
+        ("rl.max_concurrency=4", "rl.max_concurrency=4 (command line): not supported yet"),
         ("enable_goodput_recording=true", "not supported (only false is accepted)"),
         ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
         ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
@@ -158,17 +158,19 @@ def test_what_is_not_built_is_a_not_implemented_error():
 
 
 def test_nested_keys_of_a_yml():
-    write("my.yml", "base_config: base.yml\nrl:\n  num_generations: 2\n  grpo_beta: 0.08\n")
+    write("my.yml", "base_config: base.yml\nrl:\n  max_concurrency: 256\n  off_policy_steps: 0\n")
     assert load(["my.yml"]).changed == {}
-    write("my.yml", "base_config: base.yml\nrl: {num_generations: 4}\n")
+    write("my.yml", "base_config: base.yml\nrl: {max_concurrency: 4}\n")
     (line,) = mistakes("my.yml")
-    assert line.startswith("rl.num_generations=4 (my.yml:2): not supported yet")
+    assert line.startswith("rl.max_concurrency=4 (my.yml:2): not supported yet")
 
 
 def test_a_group_has_the_lines_and_warnings_of_its_own_keys():
-    write("my.yml", "base_config: base.yml\nrl:\n  <<: {grpo_beta: 0.08}\n  grpo_epsilon: 0.2\n  num_generations: 4\n")
+    write(
+        "my.yml", 'base_config: base.yml\nrl:\n  <<: {off_policy_steps: 0}\n  system_prompt: ""\n  max_concurrency: 4\n'
+    )
     (line,) = mistakes("my.yml")
-    assert line.startswith("rl.num_generations=4 (my.yml:5): not supported yet")
+    assert line.startswith("rl.max_concurrency=4 (my.yml:5): not supported yet")
     write("my.yml", "base_config: base.yml\nlora:\n  lora_rank: 4\n  lora_rank: 8\n  [a, b]: 1\n")
     (line,) = mistakes("my.yml")
     assert line.startswith("lora.[a, b]=1 (my.yml:5): there is no key")
@@ -206,7 +208,7 @@ def test_names_of_maxtext_are_near_too(word, name):
 
 
 def test_names_of_base_yml_are_nearer():
-    for word, name in (("batch_size", "per_device_batch_size"), ("head_dims", "head_dim")):
+    for word, name in (("device_batch_size", "per_device_batch_size"), ("head_dims", "head_dim")):
         assert mistakes(f"{word}=1")[0].endswith(f"; nearest: {name}")
 
 

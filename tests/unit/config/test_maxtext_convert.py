@@ -274,7 +274,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
     ("line", "said"),
     [
         ("python -m MaxText.decode_multi base.yml", "there is no server"),
-        ("python -m maxtext.trainers.post_train.dpo.train_dpo x.yml", "trains on the next token"),
+        ("python -m maxtext.trainers.post_train.distillation.train_distill x.yml", "trains on the next token"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (
             "python -m maxtext.checkpoint_conversion.to_huggingface base.yml model_name=llama2-7b",

@@ -201,3 +201,43 @@ def test_a_document_is_without_loss_if_no_row_holds_a_token_that_bears_loss():
         counts = Counts()
         list(packing.rows([(0, Document(np.arange(7, dtype=np.int32), late))], counts))
         assert counts.without_loss == expected
+
+
+def of_two(first: int, second: int) -> Document:
+    """Returns a document of `first` pairs with one of `second` pairs behind it."""
+    behind = Document(np.arange(100, 101 + second, dtype=np.int32), None)
+    return Document(np.arange(first + 1, dtype=np.int32), None, (behind,))
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("kind", ["first_fit", "best_fit"])
+@pytest.mark.parametrize("limits", [{}, {"max_segments": 2}, {"together": False}], ids=str)
+def test_documents_behind_another_stay_with_it(kind: str, limits: dict, align: int):
+    rng = np.random.default_rng(0)
+    sizes = [(int(a), int(b)) for a, b in rng.integers(1, 9, (400, 2))]
+    packing, documents = Packing(16, kind, align=align, **limits), [*enumerate(of_two(*pair) for pair in sizes)]
+    whole, found = list(packing.rows(documents, Counts())), []
+    for row, _ in whole:
+        numbers, begins, counts = np.unique(row["segmentation"], return_index=True, return_counts=True)
+        begins, counts = begins[numbers > 0], counts[numbers > 0]
+        assert len(counts) % 2 == 0
+        assert len(counts) <= 2 * limits.get("max_segments", 99 if limits.get("together", True) else 1)
+        assert (begins % align == 0).all()
+        assert (row["inputs"][begins] == [0, 100] * (len(counts) // 2)).all()
+        found += zip(counts[::2].tolist(), counts[1::2].tolist(), strict=True)
+    assert sorted(found) == sorted(sizes)
+    for i, (_, resume) in enumerate(whole[:-1]):
+        again = packing.rows(documents[resume.mark :], Counts(), resume.skip)
+        for _ in range(resume.rows):
+            next(again)
+        row, _ = next(again)
+        assert all((row[name] == whole[i + 1][0][name]).all() for name in row)
+
+
+def test_the_places_of_documents_that_stay_together():
+    assert of_two(5, 3).places() == 8
+    assert of_two(5, 3).places(align=4) == 11
+    assert of_two(4, 3).places(align=4) == 7
+    for packing in (Packing(7, "first_fit"), Packing(16)):
+        with pytest.raises(AssertionError, match="would be split"):
+            list(packing.rows([(0, of_two(5, 3))], Counts()))

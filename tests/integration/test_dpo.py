@@ -1,0 +1,165 @@
+"""`python -m trainer.dpo` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_cases import arrays_of, command
+from support import ALL_COMBINATIONS, TINY, pinned
+
+from trainer import dpo, sft
+from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+from trainer.train import main as train_main
+
+MODEL = TINY | {"vocab_size": 300, "max_target_length": 128, "enable_checkpointing": True, "enable_tensorboard": False}
+MODEL |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "pairs.jsonl"}
+PAIRS = (
+    MODEL | pinned("nnx") | {"tokenizer_type": "bytes", "train_data_columns": "[prompt,chosen,rejected]", "steps": 6}
+)
+PAIRS |= {"eval_data_columns": "[prompt,chosen,rejected]", "held_out_share": 0.2, "eval_interval": 3}
+PAIRS |= {"checkpoint_period": 3, "max_num_checkpoints_to_keep": "none", "learning_rate": 0.003}
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
+OF_TEXT = {"train_data_columns": "text", "eval_data_columns": "text"}
+COLORS = ("red", "blue", "green")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    rows = [
+        {"prompt": f"color {i}?", "chosen": COLORS[i % 3], "rejected": COLORS[(i + 1) % 3] * (2 + i % 3)}
+        for i in range(60)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def train(run, combination="nnx", devices=1, **keys):
+    code, said = command(PAIRS | pinned(combination) | {"run_name": run} | keys, program=dpo.main, devices=devices)
+    assert code == 0, said
+    return said
+
+
+def rows_of(run):
+    rows = read_rows(Path("runs", run, METRICS_FILE))
+    return [{name: value for name, value in row.items() if name not in TIMING_FIELDS} for row in rows]
+
+
+def assert_same(one, other, updates=6):
+    assert rows_of(one) == rows_of(other)
+    left, right = (arrays_of(Path("runs", run, "checkpoints", str(updates))) for run in (one, other))
+    assert left.keys() == right.keys()
+    assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
+
+
+@pytest.fixture(scope="module")
+def first(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return train("nnx")
+
+
+def test_it_learns_to_prefer_and_says_so(first):
+    steps = [row for row in rows_of("nnx") if "loss" in row]
+    assert steps[0]["dpo_loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert (steps[0]["reward_margin"], steps[0]["reward_accuracy"]) == (0, 0)
+    before, after = (row for row in rows_of("nnx") if "eval_loss" in row)
+    assert after["eval_loss"] < before["eval_loss"] < 0.6931472
+    assert 0 < before["eval_reward_margin"] < after["eval_reward_margin"]
+    assert {"eval_reward_accuracy", "eval_chosen_reward", "eval_rejected_reward", "eval_chosen_nll"} <= after.keys()
+    assert "reward_accuracy: 0.000" in first
+    assert "reward_margin=" in first
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
+def test_every_combination_has_the_same_bits(first, combination):
+    train(combination, combination)
+    assert_same("nnx", combination)
+
+
+def test_it_resumes_with_the_same_reference_and_the_same_bits(first):
+    train("parts", steps=3, learning_rate_schedule_steps=6)
+    train("parts", learning_rate_schedule_steps=6)
+    assert_same("nnx", "parts")
+
+
+def test_adapters_have_the_base_as_reference():
+    said = train("lora", **LORA, load_parameters_path="runs/nnx", tokenizer_type="auto", steps=3)
+    assert rows_of("lora")[0]["dpo_loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert rows_of("lora")[0]["reward_accuracy"] == 0
+    assert "runs/nnx/checkpoints/6/run/tokenizer: the tokenizer of the model" in said
+
+
+def test_orpo_learns_the_chosen_answers_and_packs_and_streams():
+    train("orpo", dpo_algo="orpo", data_pipeline="streaming", prompt="color?", steps=12)
+    evaluations = [row for row in rows_of("orpo") if "eval_loss" in row]
+    assert evaluations[-1]["eval_chosen_nll"] < evaluations[0]["eval_chosen_nll"]
+    assert evaluations[-1]["eval_loss"] > evaluations[-1]["eval_chosen_nll"]  # and the odds ratio
+
+
+def test_devices_microbatches_and_tiles_learn_the_same(first):
+    train(
+        "eight",
+        devices=8,
+        ici_fsdp_parallelism=2,
+        ici_data_parallelism=2,
+        ici_tensor_parallelism=2,
+        per_device_batch_size=0.5,
+        gradient_accumulation_steps=1,
+        num_vocab_tiling=2,
+    )
+    for one, other in zip(rows_of("nnx"), rows_of("eight"), strict=True):
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name  # Adam
+
+
+def test_what_it_shows_and_that_this_loads_no_jax():
+    words = [f"{key}={value}" for key, value in PAIRS.items()]
+    code = "import sys; from trainer.dpo import main; main(sys.argv[1:]); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *words, "--show", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    asked = "<|endoftext|>User:\ncolor 0?\nAssistant:\n"
+    assert done.stdout == (
+        "---- pairs.jsonl, line 1: 67 of the 128 tokens of a row\n"
+        f"chosen: 32 tokens, 4 learnt\n{asked}«red<|endoftext|>»\n\n\n"
+        f"rejected: 37 tokens, 9 learnt\n{asked}«blueblue<|endoftext|>»\n\n\nFalse\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no pairs; take grain, hf or tfds"),
+        ({"grain_packing_type": "concat_then_split"}, "this would split pairs"),
+        ({"use_sft": True}, "a run trains in one of these ways"),
+        ({"use_dpo": False, **OF_TEXT}, "use_dpo=false: trainer.dpo is for preference optimization"),
+        ({"train_data_columns": "[rejected,chosen]"}, "rejected is misplaced: the order is prompt, chosen, rejected"),
+        ({"train_data_columns": "messages"}, "must be two columns, chosen and rejected, or three"),
+        ({"mtp_num_layers": 1}, "modules of multi-token prediction have none; leave it out"),
+        ({"label_smoothing": 0.1}, "dpo_label_smoothing that of pairs"),
+        ({"z_loss_multiplier": 0.1}, "a term of the loss of the next token"),
+        ({"dpo_label_smoothing": 0.5}, "a number in [0, 0.5)"),
+        ({"dpo_max_prompt_length": 0}, "must be from 1 to"),
+        ({"weight_sparsity_n": 2, "weight_sparsity_m": 4}, "it moves masks of weights, which the reference"),
+        ({"tokenize_train_data": False}, "tokenize_train_data=false: pairs are text"),
+        ({"max_target_length": 16, "use_truncation": False, "prompt": ""}, "there is nothing to learn from"),
+    ],
+)
+def test_what_is_refused(words, said):
+    code, printed = command(PAIRS | {"enable_checkpointing": False} | words, program=dpo.main)
+    assert code == 2
+    assert said in printed
+
+
+def test_the_other_commands_name_this_one():
+    for program in (train_main, sft.main):
+        code, printed = command(PAIRS | {"use_dpo": True, "packing": False, "use_sft": False}, program=program)
+        assert code == 2
+        assert "use_dpo=true: preference optimization is another command: python -m trainer.dpo, same words" in printed

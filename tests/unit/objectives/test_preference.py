@@ -1,0 +1,249 @@
+"""DPO and ORPO: closed forms, the gradient, packing, accumulation and tiling, and 50 steps of TRL."""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import arguments, copied, pinned, state_from
+
+from trainer.checkpoint import model_config, nested, open_source, parted, weight_shapes
+from trainer.config import load
+from trainer.config.dump import as_words
+from trainer.data.batches import make_batch
+from trainer.data.documents import Counts, Document
+from trainer.data.packing import Packing
+from trainer.objectives.preference import Dpo, Orpo, of_pairs
+from trainer.runtime.place import place
+from trainer.training import build
+from trainer.training.step import make_gradients
+
+TESTS = Path(__file__).parents[2]
+GOLDEN, MODEL = json.loads((TESTS / "preferences" / "trl.json").read_text()), TESTS / "goldens" / "llama"
+COLUMNS = {"train_data_columns": "[chosen,rejected]", "eval_data_columns": "[chosen,rejected]"}
+KEYS = COLUMNS | {
+    "use_dpo": True,
+    "grain_packing_type": "best_fit",
+    "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
+}
+NO_REFERENCE = np.zeros((1, 6), np.float32)
+
+
+def rows_of(pairs, length, together=True):
+    """Returns a batch of the pairs, each a prompt and two answers, as `trainer.data` packs them."""
+
+    def side(prompt, answer):
+        loss = np.arange(1, len(prompt) + len(answer)) >= len(prompt)
+        return Document(np.array([*prompt, *answer], np.int32), loss)
+
+    documents = [
+        side(pair["prompt"], pair["chosen"])._replace(after=(side(pair["prompt"], pair["rejected"]),)) for pair in pairs
+    ]
+    packing = Packing(length, "best_fit", together)
+    rows = [row for row, _ in packing.rows(((None, document) for document in documents), Counts())]
+    fields = (np.stack([row[name] for row in rows]) for name in ("inputs", "targets", "segmentation", "loss"))
+    return make_batch(*fields) | {"row": np.arange(len(rows), dtype=np.int32)}
+
+
+def two_pairs():
+    """Returns a row of six tokens with two pairs, whose answers have 1, 2, 1 and 1 tokens; log-probabilities of its
+    targets; and a third pair without a rejected answer."""
+    segments = np.array([[1, 2, 2, 3, 4, 5]], np.int32)
+    batch = {"inputs_segmentation": segments, "targets_segmentation": segments}
+    return batch, np.log(np.array([[0.5, 0.25, 0.5, 0.125, 0.5, 0.9]], np.float32))
+
+
+def sums(objective, batch, logs, reference=None):
+    minimized, rewards = objective.terms(batch, jnp.asarray(logs), reference)
+    return {name: np.asarray(value) for name, value in minimized.items()}, rewards
+
+
+def test_the_loss_of_dpo_is_its_closed_form():
+    batch, logs = two_pairs()
+    assert [x.tolist() for x in of_pairs(None, batch)] == [[[1, 1, 1]], [[2, 1, 0]]]
+    assert int(Dpo(None).weights(batch).terms["dpo_loss"]) == 2
+    assert int(Dpo(None).weights(batch).tokens) == 5  # without the answer that has no partner
+    for smoothing in (0.0, 0.25):
+        found, rewards = sums(Dpo(None, smoothing, beta=2.0), batch, logs, NO_REFERENCE)
+        margins = 2 * math.log(0.5 / (0.25 * 0.5)), 2 * math.log(0.125 / 0.5)
+        expected = [
+            (1 - smoothing) * math.log1p(math.exp(-margin)) + smoothing * math.log1p(math.exp(margin))
+            for margin in margins
+        ]
+        np.testing.assert_allclose(found["dpo_loss"][0, :2], expected, rtol=1e-6)
+        np.testing.assert_allclose(rewards.chosen[0, :2], [2 * math.log(0.5), 2 * math.log(0.125)], rtol=1e-6)
+        np.testing.assert_allclose(rewards.rejected[0, :2], [2 * math.log(0.125), 2 * math.log(0.5)], rtol=1e-6)
+
+
+def test_the_loss_of_orpo_is_its_closed_form():
+    batch, logs = two_pairs()
+    found, rewards = sums(Orpo(None, 0.25, weight=3.0), batch, logs)
+    odds = [p / (1 - p) for p in (0.5, math.sqrt(0.125), 0.125, 0.5)]
+    ratios = [math.log(odds[0] / odds[1]), math.log(odds[2] / odds[3])]
+    expected = [3 * (0.75 * math.log1p(math.exp(-ratio)) + 0.25 * math.log1p(math.exp(ratio))) for ratio in ratios]
+    np.testing.assert_allclose(found["odds_ratio_loss"][0, :2], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["sft_loss"][0, :2], [math.log(2), math.log(8)], rtol=1e-6)
+    np.testing.assert_allclose(rewards.rejected[0, :2], [1.5 * math.log(0.125), 3 * math.log(0.5)], rtol=1e-6)
+
+
+def test_the_likelihood_of_orpo_can_include_the_prompt():
+    logs = np.log(np.array([[0.5, 0.25, 0.5, 0.5]], np.float32))
+    batch = {"inputs_segmentation": np.array([[1, 1, 2, 2]]), "targets_segmentation": np.array([[0, 1, 0, 2]])}
+    for answer_only, expected in ((True, math.log(4)), (False, math.log(8) / 2)):
+        found, _ = sums(Orpo(None, answer_only=answer_only), batch, logs)
+        np.testing.assert_allclose(found["sft_loss"][0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("log_p", [0.0, -1e-8, -1e-6, -1e-3, -0.7, -20.0, -200.0])
+def test_certain_and_impossible_answers_have_finite_losses_and_gradients(log_p):
+    batch, logs = two_pairs()
+    for objective, reference in ((Orpo(None), None), (Dpo(None), NO_REFERENCE)):
+
+        def loss(logs, objective=objective, reference=reference):
+            return sum(term[0, :2].sum() for term in objective.terms(batch, logs, reference).minimized.values())
+
+        value, grad = jax.value_and_grad(loss)(jnp.asarray(np.where(batch["inputs_segmentation"] == 1, log_p, logs)))
+        assert np.isfinite(value)
+        assert np.isfinite(grad).all()
+    odds = Orpo(None, weight=1.0).terms(batch, jnp.where(batch["inputs_segmentation"] == 1, log_p, logs), None)
+    if -100 < log_p < -1e-5:
+        p = math.exp(log_p)
+        ratio = math.log(p / -math.expm1(log_p)) - math.log(math.sqrt(0.125) / (1 - math.sqrt(0.125)))
+        np.testing.assert_allclose(odds.minimized["odds_ratio_loss"][0, 0], math.log1p(math.exp(-ratio)), rtol=1e-5)
+
+
+def test_the_gradient_of_two_tokens_is_its_closed_form():
+    """d loss / d log p(chosen) = -beta sigmoid(-margin), and its negative for the rejected token."""
+    batch = {name: np.array([[1, 2]], np.int32) for name in ("inputs_segmentation", "targets_segmentation")}
+    logs, reference = np.array([[-1.0, -3.0]], np.float32), np.array([[-2.0, -1.0]], np.float32)
+    grad = jax.grad(lambda logs: Dpo(None, beta=0.5).terms(batch, logs, reference).minimized["dpo_loss"].sum())(logs)
+    pull = 0.5 / (1 + math.exp(0.5 * (1 + 2)))
+    np.testing.assert_allclose(grad, [[-pull, pull]], rtol=1e-6)
+
+
+@cache
+def built(**keys):
+    """Returns a run with 32 tokens in a row, and its first state on the host."""
+    run = build(load(arguments("nnx", **(KEYS | {"max_target_length": 32} | keys))).config, jax.devices()[:1])
+    return run, copied(run.codec.unpack(run.init()))
+
+
+def some_pairs(count, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def some():
+        return rng.integers(0, 64, rng.integers(1, 6)).tolist()
+
+    return [{"prompt": some(), "chosen": some(), "rejected": [*some(), 7]} for _ in range(count)]
+
+
+def moved(tree, scale=0.05):
+    """Returns other parameters near those of `tree`."""
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(tree.params))))
+    params = jax.tree.map(lambda x: np.asarray(x + scale * jax.random.normal(next(keys), x.shape)), tree.params)
+    return tree._replace(params=params)
+
+
+def gradients(batch, policy_of=moved, reference=None, **keys):
+    run, tree = built(**keys)
+    fn = jax.jit(make_gradients(run.config, run.objective, run.param_shardings))
+    frozen = tree.params if run.frozen.of_parameters else ()
+    return jax.device_get(fn(policy_of(tree), place(batch, run.batch_shardings), frozen))
+
+
+@pytest.mark.parametrize("keys", [{}, {"scan_layers": False}, {"dtype": "bfloat16"}], ids=str)
+def test_equal_policy_and_reference_give_log_2_and_accuracy_0(keys):
+    found = gradients(rows_of(some_pairs(16), 32), lambda tree: tree, **keys)
+    assert found.loss == pytest.approx(math.log(2), abs=2e-7)  # float32
+    for name in ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy"):
+        assert found.means[name] == 0
+    assert max(np.abs(grad).max() for grad in jax.tree.leaves(found.grads)) > 1e-4
+
+
+def close(left, right, tolerance=1e-5):
+    """Sums in another order differ by rounding."""
+    assert left.loss == pytest.approx(right.loss, rel=tolerance)
+    for name, value in left.means.items():
+        assert value == pytest.approx(right.means[name], rel=tolerance, abs=tolerance)
+    for one, other in zip(*map(jax.tree.leaves, (left.grads, right.grads)), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+
+
+@pytest.mark.parametrize("algo", ["dpo", "orpo"])
+def test_neither_packing_nor_microbatches_nor_tiles_change_it(algo):
+    pairs = some_pairs(8)
+    alone = rows_of(pairs, 32, together=False)
+    assert alone["inputs_segmentation"].max() == 2
+    expected = gradients(alone, dpo_algo=algo)
+    packed = rows_of(pairs, 32)
+    assert len(packed["row"]) < 8
+    assert packed["inputs_segmentation"].max() > 2
+    close(gradients(packed, dpo_algo=algo), expected)
+    close(gradients(alone, dpo_algo=algo, num_vocab_tiling=4), expected)
+    for parts in (2, 4):
+        close(gradients(alone, dpo_algo=algo, gradient_accumulation_steps=parts), expected)
+
+
+@pytest.mark.parametrize("algo", ["dpo", "orpo"])
+def test_the_gradient_is_that_of_finite_differences(algo):
+    batch = rows_of(some_pairs(4), 32, together=False)
+    found = gradients(batch, dpo_algo=algo)
+    direction = jax.tree.map(lambda grad: grad / np.linalg.norm(grad), found.grads["decoder"])
+
+    def loss(step):
+        def policy(tree):
+            new = moved(tree)
+            change = jax.tree.map(lambda x, d: x + step * d, new.params["decoder"], direction)
+            return new._replace(params=new.params | {"decoder": change})
+
+        return float(gradients(batch, policy, dpo_algo=algo).loss)
+
+    slope = sum(
+        float(np.sum(x * d)) for x, d in zip(*map(jax.tree.leaves, (found.grads["decoder"], direction)), strict=True)
+    )
+    assert (loss(1e-2) - loss(-1e-2)) / 2e-2 == pytest.approx(slope, rel=1e-2)  # float32
+
+
+def test_evaluation_is_the_step_without_an_update():
+    run, tree = built()
+    batch = place(rows_of(some_pairs(8), 32, together=False), run.batch_shardings)
+    expected = gradients(rows_of(some_pairs(8), 32, together=False))
+    policy = moved(tree)
+    found = run.objective.evaluation(policy.params, policy.rest, batch, frozen=tree.params)
+    assert found.loss.total / found.loss.weight == pytest.approx(expected.loss, rel=1e-5)
+    for name, mean in found.others.items():
+        assert mean.total / mean.weight == pytest.approx(expected.means[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", GOLDEN["runs"])
+def test_fifty_steps_are_those_of_trl(name):
+    there = GOLDEN["runs"][name]
+    keys = {"learning_rate": there["learning_rate"], "lr_schedule_type": "constant"}
+    keys |= {"warmup_steps_fraction": 0, "max_target_length": 64, "per_device_batch_size": 4, "dtype": "float32"}
+    keys |= {"dpo_algo": there["algo"], "dpo_label_smoothing": there.get("label_smoothing", 0.0)}
+    keys |= {"dpo_beta" if there["algo"] == "dpo" else "dpo_orpo_lambda": there["beta"]}
+    keys |= {"sft_train_on_completion_only": there["algo"] == "dpo"}  # TRL's ORPO learns prompts, too
+    source = open_source(str(MODEL))
+    config = model_config(source.keys, as_words(KEYS | pinned("nnx") | keys), str(MODEL))
+    leaves = source.leaves(config, weight_shapes(config))
+    weights = {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
+    run = build(config, jax.devices()[:1])
+    tree = run.codec.unpack(run.init())
+    state = state_from(run, tree._replace(params=jax.tree.map(jnp.asarray, parted(nested(weights), tree.rest)[0])))
+    frozen = run.frozen.make(jax.tree.map(jnp.copy, run.codec.unpack(state).params))
+    step, found = run.step.lower(*run.abstract_args()).compile(), []
+    pairs = GOLDEN["pairs"]
+    for i in range(50):
+        batch = rows_of([pairs[(4 * i + j) % len(pairs)] for j in range(4)], 64, together=False)
+        state, metrics = step(state, place(batch, run.batch_shardings), frozen)
+        found.append(jax.device_get(metrics))
+    names = {"loss": "loss", "chosen_reward": "chosen", "rejected_reward": "rejected", "reward_margin": "margins"}
+    for ours, theirs in (names | {"reward_accuracy": "accuracies"}).items():
+        expected = np.array(there["values"][theirs])
+        here = np.array([metrics[ours] for metrics in found])
+        np.testing.assert_allclose(here, expected, atol=1e-5 * np.abs(expected).max(), err_msg=ours)
