@@ -42,8 +42,8 @@ class RolloutFiles:
 
 
 def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
-    """Returns the completions of the newest round; [] if there are none. Tokens and log-probabilities, which may be large,
-    are left out. Raises UserError if the file is damaged."""
+    """Returns the completions of the newest round; [] if there are none. It leaves out tokens and log-probabilities,
+    which may be large. Raises UserError if the file is damaged."""
     check_folder(run_folder, (ROLLOUTS,))
     numbers = _numbers(run_folder / ROLLOUTS)
     rows = read_rows(numbers[max(numbers)]) if numbers else []
