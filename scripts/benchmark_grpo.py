@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    folder = given.folder.absolute()
+    folder = given.folder.absolute() / ("quick" if given.quick else "full")
     sums.write(folder / "sums")
     own = QUICK if given.quick else {}
     trained(folder, "trainer.train", "tuned", TASK | MODEL | TUNING | ({"steps": 20} if given.quick else {}))
