@@ -24,6 +24,7 @@ COVERED = {
     r"integration/test_interrupted\.py::test_killed_at_a_random_moment": "SIGTERM, and a killed save in checkpoint/",
     r"integration/test_diloco\.py::test_an_island_on_each_process": "islands in one process; test_processes.py",
     r"integration/test_multi_token\.py": "test_diloco.py; evaluation and dropout in training/test_multi_token.py",
+    r"integration/test_grpo\.py::test_two_processes": "test_processes.py; rounds in one process",
     r"integration/test_grpo\.py::test_with_batch_invariant\S*\[keys[02]": "bfloat16",
     r"integration/test_generate\.py::test_two_processes": "test_processes.py; generation in one process",
     r"integration/test_generate\.py::test_a_hugging_face_directory_and": "inference/test_goldens.py",

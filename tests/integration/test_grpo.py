@@ -1,12 +1,16 @@
 """`python -m trainer.grpo` as a user runs it."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from compiler import xla_flags
 from run_cases import RUN, assert_equal, command, killed_at, rows_of
 from support import ALL_COMBINATIONS, TINY, pinned
 
@@ -18,6 +22,7 @@ from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.post_training.groups import advantages
 from trainer.training import build, start
 
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_local.py"
 JUDGES = """
 import os
 
@@ -220,6 +225,22 @@ def test_adapters_are_trained_on_a_mesh_and_the_reference_is_the_base():
     assert last["kl"] > 1e-6
     learned(devices=4, steps=6, **adapters)
     assert newest(RUN).name == "6"
+
+
+def test_two_processes_make_the_same_rounds(tmp_path):
+    mesh = {"ici_data_parallelism": 2, "per_device_batch_size": 2, "eval_per_device_batch_size": 2, "steps": 4}
+    learned(devices=2, **mesh)
+    shutil.move("runs", "one")
+    words = [f"{key}={value}" for key, value in (ROUNDS | pinned("nnx") | mesh).items()]
+    launch = [sys.executable, LAUNCHER, "-n", "2", "--devices", "1", "--all", "--module", "trainer.grpo"]
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
+    done = subprocess.run([*launch, "--", "base.yml", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [[r["tokens"] for r in round_] for round_ in rollouts(RUN)] == [
+        [r["tokens"] for r in round_] for round_ in rollouts(Path("one/run-0001"))
+    ]
+    for row, other in zip(rows_of(RUN), rows_of(Path("one/run-0001")), strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 def test_what_is_refused_before_jax(monkeypatch):
