@@ -4,7 +4,8 @@
 
 Python 3.11 gets the oldest JAX that pyproject.toml accepts, a later Python the newest. The script makes an environment
 from `--python` (default: the first Python from 3.12 on that it finds) and runs there: the five combinations side by
-side, a run with a checkpoint and its resume, generation, and one ahead-of-time compilation for a TPU. `--environment`
+side, a run with a checkpoint and its resume, generation, one ahead-of-time compilation for a TPU, and the tests of
+`batch_invariant` whose bits a new XLA is most likely to change. `--environment`
 keeps the environment, or uses it if it is there. `--suite` runs every test instead, `--measure` prints one row of
 the table in docs/benchmarks/versions.md. Without a Python of 3.12 or later it says so and exits with 0.
 """
@@ -35,6 +36,8 @@ PART = (
     (("generate", "runs/versions", "prompt=def", "max_target_length=64"), "def"),
     (("train_compile", "base.yml", *TINY, *TPU), "estimate: at least"),
 )
+# Narrow products, and sums over few experts: XLA's choices for them have changed before (docs/decisions/0028).
+BITS = ("tests/unit/inference/test_batch_invariant.py", "-k", "test_log and float32 and (lora or mixtral or qwen3_moe)")
 # Prints what the table of versions has: the losses round differently if XLA compiles differently.
 MEASURE = """
 import hashlib, jax, json
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             output = run(python, ("-m", f"trainer.{command[0]}", *command[1:]), Path(scratch), clean)
             if expected not in output:
                 raise SystemExit(f"{' '.join(command)}: no {expected!r} in its output:\n{output}")
+        run(python, ("-m", "pytest", "-q", "-n", "0", *BITS), ROOT, clean, "bits of generation and training")
     print(f"checked with the newest dependencies in {time.monotonic() - began:.0f} s")
 
 

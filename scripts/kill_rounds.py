@@ -4,8 +4,8 @@
 
 Every round starts the same command and ends it with SIGKILL, or sometimes SIGTERM, at a random moment of one of its
 phases: starting, preparing data, restoring and compiling, training. The durations of the phases come from the
-undisturbed run. When a run reaches its end, it is compared: metrics.jsonl without its timing fields, and every array of
-the last checkpoint, bit for bit. Then the next run starts from nothing, until all rounds are done. With
+undisturbed run. When a run reaches its end, it is compared: metrics.jsonl without its timing fields, every array of the
+last checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Then the next run starts from nothing, until all rounds are done. With
 dataset_type=stdlib, each run prepares its data in its own folder, so that kills also occur during preparation.
 """
 
@@ -43,6 +43,7 @@ def run_once(
     limit: float | None = None,
     how: signal.Signals = signal.SIGKILL,
     after: str = "",
+    module: str = "trainer.train",
 ) -> Ended:
     """Runs the trainer in `folder`. Sends it the signal `how`, if it still runs, `limit` seconds after the text
     `after`."""
@@ -52,7 +53,7 @@ def run_once(
     seen = {"": started}  # when each phase began
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.train", "base.yml", f"base_output_directory={folder / 'runs'}", *words],
+            [sys.executable, "-m", module, "base.yml", f"base_output_directory={folder / 'runs'}", *words],
             stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder,
         )  # fmt: skip
         while process.poll() is None:
@@ -80,7 +81,8 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     rows = [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
     checkpoint = newest(run)
     assert checkpoint is not None, f"{run} has no checkpoint"
-    return rows, {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
+    arrays = {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
+    return rows, arrays | {f"rollouts/{path.name}": path.read_bytes() for path in (run / "rollouts").glob("*")}
 
 
 def arrays_of(checkpoint: Path) -> dict[str, Any]:
@@ -110,14 +112,14 @@ def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dic
     return lines + [f"array {name}" for name in sorted(names) if arrays.get(name) != other_arrays.get(name)]
 
 
-def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> int:
+def rounds(words: list[str], count: int, seed: int, folder: Path, say=print, module: str = "trainer.train") -> int:
     """Disturbs runs `count` times. Returns the number of runs that reached their end and were compared.
 
     Raises:
       AssertionError: a process did not end by its signal, or a run differs from the undisturbed one.
     """
     draw = random.Random(seed)
-    whole = run_once(words, folder / "undisturbed")
+    whole = run_once(words, folder / "undisturbed", module=module)
     assert whole.code == 0, f"the undisturbed run ended with {whole.code}: {whole.words}"
     expected = outcome(folder / "undisturbed")
     phases: collections.Counter[str] = collections.Counter()
@@ -128,7 +130,7 @@ def rounds(words: list[str], count: int, seed: int, folder: Path, say=print) -> 
             how = signal.SIGTERM if draw.random() < SIGTERM_SHARE else signal.SIGKILL
             after, most = draw.choice(list(whole.phases.items()))
             limit = draw.uniform(0, most) if done < count else None
-            ended = run_once(words, here, limit, how, after)
+            ended = run_once(words, here, limit, how, after, module)
             if ended.code != 0:
                 assert ended.code in (-how, 143), f"ended with {ended.code}: {(here / 'log.txt').read_text()}"
                 done += 1
@@ -153,9 +155,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--module", default="trainer.train", help="the command, such as trainer.grpo")
     options, words = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        rounds(words, options.rounds, options.seed, Path(folder))
+        rounds(words, options.rounds, options.seed, Path(folder), module=options.module)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,10 @@ NOT_RUN = {
     r"benchmark_generate": "needs transformers and torch, which the tests do without",
     r"check_accelerator": "needs an accelerator; tests/integration runs it with tiny sizes",
 }
-TRAINING = ("trainer.train", "trainer.sft", "trainer.dpo", "docs/guides/own_objective.py", "scripts/launch_local.py")
+TRAINING = (
+    *("trainer.train", "trainer.sft", "trainer.dpo", "trainer.grpo"),
+    *("docs/guides/own_objective.py", "scripts/launch_local.py"),
+)
 STEPS, LONGEST = 3, 20
 _TPU = re.compile(r"\bcompile_topology=(?!cpu)")
 SMALL = [

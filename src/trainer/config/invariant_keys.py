@@ -14,6 +14,7 @@ from trainer.config.sparsity_keys import M
 KEY, OP = "batch_invariant", "invariant"
 OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
 ROWS = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
+COLUMNS = 16  # products have at least so many columns: with fewer, 64 rows are multiplied in another way than more
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
 
 _WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which a device has whole rows, and gathers whole matrices

@@ -32,7 +32,7 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
     """
     keys = [found.lora_keys(config) for found in adapters]
     if config[KEY]:
-        _check_bits(adapters, keys)
+        _check_bits(config, adapters, keys)
     if len(adapters) == 1:
         return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
     patterns = dict.fromkeys(each[PATTERN] for each in keys)
@@ -53,8 +53,13 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
     return config, np.arange(len(ranks) + 1)[:, None] == owner
 
 
-def _check_bits(adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]]) -> None:
+def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]]) -> None:
     """Refuses adapters whose products would not have the bits of their training."""
+    if len(adapters) > 1 and config.dtype != "bfloat16":
+        raise UserError(
+            f"{KEY}=true: with dtype={config.dtype}, bits depend on the ranks of all adapters together; serve them one "
+            "by one, or train and generate with dtype=bfloat16"
+        )
     for found, each in zip(adapters, keys, strict=True):
         if each.get(QTYPE):
             raise UserError(f"{KEY}=true: {found.path} has {QTYPE}={each[QTYPE]}: its bits are not proved")

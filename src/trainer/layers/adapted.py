@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.layers.param import param
-from trainer.products import Context, EarlyReduction, Kernel, grouped_product, product, stored
+from trainer.products import Context, EarlyReduction, Kernel, MakeProduct, make_plain, product, stored
 
 
 class Adapted(nnx.Module):
@@ -22,8 +22,18 @@ class Adapted(nnx.Module):
     Several adapters are one whose ranks are those of all of them: `context.ranks` says which ranks a row uses.
     """
 
-    def __init__(self, inner: Any, kernel: Kernel, *, rank: int, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        """`dtype`: of the parameters."""
+    def __init__(
+        self,
+        inner: Any,
+        kernel: Kernel,
+        *,
+        rank: int,
+        scale: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        make: MakeProduct = make_plain,
+    ):
+        """`dtype`: of the parameters. `make`: makes the products with a and b, which have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
@@ -31,6 +41,8 @@ class Adapted(nnx.Module):
         self.lora_b = param(jnp.zeros((*lead, rank, *kernel.out_shape), dtype), (*groups, None, *kernel.names[first:]))
         self.inner = nnx.data(inner) if isinstance(inner, nnx.Module) else inner
         self.scale = scale
+        self.into: Any = make(kernel._replace(out_shape=(rank,)), rngs=rngs)
+        self.out_of: Any = make(kernel._replace(in_shape=(rank,)), rngs=rngs)
 
     def store(self, kernel: jax.Array) -> Any:
         """See `Product`."""
@@ -57,10 +69,10 @@ class Adapted(nnx.Module):
         context: Context | None = None,
     ) -> jax.Array:
         del reduce_early  # the kernel has no gradient
-        low = self.scale * product(x, inputs, self.lora_a.get_value())
+        low = self.scale * self.into(x, inputs, self.lora_a.get_value(), None, None)
         if context is not None and context.ranks is not None:
             low = jnp.where(context.ranks, low, 0)
-        return self.inner(x, inputs, kernel, None, context) + product(low, 1, self.lora_b.get_value())
+        return self.inner(x, inputs, kernel, None, context) + self.out_of(low, 1, self.lora_b.get_value(), None, None)
 
 
 class GroupedAdapted(Adapted):
@@ -69,8 +81,8 @@ class GroupedAdapted(Adapted):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None
     ) -> jax.Array:
-        low = self.scale * grouped_product(x, self.lora_a.get_value(), sizes)
-        return self.inner(x, kernel, sizes, context) + grouped_product(low, self.lora_b.get_value(), sizes)
+        low = self.scale * self.into(x, self.lora_a.get_value(), sizes, None)
+        return self.inner(x, kernel, sizes, context) + self.out_of(low, self.lora_b.get_value(), sizes, None)
 
 
 def delta(a: Any, b: Any, scale: float, ndim: int) -> Any:

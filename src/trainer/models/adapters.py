@@ -11,11 +11,12 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
+from trainer.config.invariant_keys import KEY
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.models.quantization import named
-from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, maker
+from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, make_wide, maker
 from trainer.products.dequantized import Storage, dequantized
 
 
@@ -50,7 +51,8 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
     inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
     scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
-    return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs)
+    of_parts = make_wide if config[KEY] else make_plain
+    return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs, make=of_parts)
 
 
 def kernel_of(name: str) -> str:

@@ -27,7 +27,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
 from trainer.models.sparsity import with_masks
-from trainer.products import Context, Rules
+from trainer.products import Context, Rules, make_wide
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
@@ -82,11 +82,11 @@ def product_rules(config: Config) -> Rules:
 
 
 def unmasked_rules(config: Config) -> Rules:
-    """Returns the rules for products: the family's, then those of quantization."""
+    """Returns the rules for products: the family's, then those of quantization or of `batch_invariant`."""
     own = family(config.decoder_block).products(config)
     if own and config[KEY]:
         raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, of unknown bits")
-    return [*own, *quantization_rules(config)]
+    return [("", make_wide)] if config[KEY] else [*own, *quantization_rules(config)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from trainer.runtime.folders import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 # Fields that measure time. Two runs of the same command differ only in these.
-TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", "data_wait")
+TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", "rollout_time", "data_wait")
 _LAST_STEP = 2**53  # a float holds every step up to it
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.config import UserError, read_saved
 from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
 from trainer.observe.series import Series, number
 from trainer.observe.starts import STARTS_FILE, read_starts
@@ -25,6 +26,7 @@ class Record:
       config: the resolved configuration; empty if config.yml is missing.
       starts: the starts of its processes; see `starts.json`.
       samples: the rows of samples.jsonl.
+      rollouts: the completions of the newest round; see `observe.rollouts`.
       series: the values of each field of metrics.jsonl.
       step_times: in seconds.
       sums: the number of loss-bearing tokens, and of skipped updates.
@@ -33,6 +35,7 @@ class Record:
     def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
         self.name, self.config, self.starts = name, config, starts
         self.samples: list[dict[str, Any]] = []
+        self.rollouts: list[dict[str, Any]] = []
         self.series: dict[str, Series] = {}
         self.step_times = array("d")
         self._rates = array("d")
@@ -119,6 +122,7 @@ def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
     saved = read_saved(text, str(config)) if text else {}
     record = Record(folder.resolve().name, saved, read_starts(folder / STARTS_FILE))
     record.samples = read_rows(samples) if samples.is_file() else []
+    record.rollouts = newest_rollouts(folder)
     for row in rows:
         record.add(row)
     return record

@@ -1,7 +1,9 @@
 """Makes one self-contained HTML page on one run, or on several runs side by side."""
 
 import html
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config import schema
@@ -10,7 +12,8 @@ from trainer.config.words import visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.record import Record
 from trainer.observe.report_style import STYLE
-from trainer.observe.series import INTERVALS, Series
+from trainer.observe.rundir import ROLLOUTS
+from trainer.observe.series import INTERVALS, Series, number
 
 # (title, field of a row, unit, scale to that unit)
 _CHARTS = (
@@ -54,6 +57,8 @@ _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics
 
 _FOLDED = 12  # a section with more charts is folded
 _SAMPLES = 3  # the maximum number of samples
+# The most prompts of a round, of their best and of their worst answers, and of the characters of a text.
+_PROMPTS, _ANSWERS, _CHARACTERS = 4, 2, 600
 _COMPUTED = "computed from the other keys and the devices"
 
 
@@ -72,7 +77,7 @@ def report_html(runs: Sequence[Record]) -> str:
             for name, names in _grouped(runs).items()
         ),
         _notes(runs),
-        *(part(run, alone) for part in (_samples, _starts, _sharding) for run in runs),
+        *(part(run, alone) for part in (_samples, _rollouts, _starts, _sharding) for run in runs),
         _settings(runs, ["value"] if alone else heads),
     ]
     return (
@@ -141,6 +146,37 @@ def _samples(run: Record, alone: bool) -> str:
         rest = html.escape(text.removeprefix(prompt) if begins else text)
         shown.append(f"<p>After {row['step']:,} updates:</p><pre>{begins}{rest}</pre>")
     return f"<h2>{_titled('Sample', run, alone)}</h2>{''.join(shown)}" if shown else ""
+
+
+def _rollouts(run: Record, alone: bool) -> str:
+    """Returns the best and the worst answers to a few prompts of the newest round, first those whose rewards differ."""
+    if not run.rollouts:
+        return ""
+    groups = [list(rows) for _, rows in itertools.groupby(run.rollouts, key=lambda row: row.get("prompt"))]
+    groups.sort(key=lambda rows: len({number(row.get("reward")) for row in rows}) == 1)
+    shown = []
+    for rows in groups[:_PROMPTS]:
+        counts = Counter(map(_answer, rows))
+        best_first = sorted(counts, key=lambda answer: -answer[0])
+        few = best_first[:_ANSWERS] + best_first[_ANSWERS:][-_ANSWERS:]
+        cells = [[f"{answer[0]:.4g}", f"{answer[1]:.2f}", str(counts[answer]), answer[2]] for answer in few]
+        table = _table(["reward", "advantage", "times", "answer"], cells, "wide texts")
+        shown.append(f"<pre>{_excerpt(rows[0].get('prompt'))}</pre>{table}")
+    said = f"Of the round before step {run.rollouts[0]['step']:,}; the folder {ROLLOUTS} has all answers."
+    return f"<h2>{_titled('Answers', run, alone)}</h2><p>{said}</p>{''.join(shown)}"
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Returns the reward and the advantage of a completion, and its text."""
+    reward, advantage = number(row.get("reward")), number(row.get("advantage"))
+    cut = ' <span class="unit">(no end)</span>' if row.get("truncated") else ""
+    return reward, advantage, _excerpt(row.get("completion")) + cut
+
+
+def _excerpt(value: Any) -> str:
+    """Returns the beginning and the end of a long text, escaped."""
+    text, half = str(value), _CHARACTERS // 2
+    return html.escape(visible(text if len(text) <= _CHARACTERS else f"{text[:half]} ... {text[-half:]}"))
 
 
 def _starts(run: Record, alone: bool) -> str:

@@ -8,12 +8,14 @@ from typing import Any
 from trainer.config import UserError
 from trainer.observe.record import Record, begun
 from trainer.observe.report import report_html
+from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import REPORT_FILE
 from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
-    """Keeps the data of the page, so that writing it takes the same time after any number of steps.
+    """Keeps the data of the page, so that writing it takes the same time after any number of steps. Only the newest
+    completions are read again.
 
     A failure to write the page is reported, once for each reason, and does not end the run.
     """
@@ -40,8 +42,9 @@ class ReportFile:
             return
         began = time.monotonic()
         try:
+            self._record.rollouts = newest_rollouts(self._folder)
             replace_file(self._folder / REPORT_FILE, report_html([self._record]))
-        except OSError as error:
+        except (OSError, UserError) as error:
             self._warn(error)
         ended = time.monotonic()
         self._next = ended + 100 * (ended - began)

@@ -20,7 +20,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem .8rem; bord
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 td { font-variant-numeric: tabular-nums; max-width: min(40rem, 60vw); overflow-wrap: break-word; }
-.fixed td { max-width: none; white-space: nowrap; }
+.texts td { white-space: pre-wrap; } .fixed td { max-width: none; white-space: nowrap; }
 """
 _OF_LINES = "".join(
     f"polyline.c{n}, line.c{n} {{ stroke: var(--c{n}); }} polyline.c{n}.area, circle.c{n} {{ fill: var(--c{n}); }} "

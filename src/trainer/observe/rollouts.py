@@ -10,6 +10,8 @@ from trainer.observe.rundir import ROLLOUTS, RunDir, remote_errors, writing
 from trainer.runtime.folders import check_folder, replace_file
 from trainer.runtime.storage import entries
 
+_LARGE = ("prompt_tokens", "tokens", "log_probs")
+
 
 class RolloutFiles:
     """The files of a run that begins with a round."""
@@ -40,10 +42,12 @@ class RolloutFiles:
 
 
 def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
-    """Returns the completions of the newest round; [] if there are none. Raises UserError if the file is damaged."""
+    """Returns the completions of the newest round; [] if there are none. It leaves out tokens and log-probabilities,
+    which may be large. Raises UserError if the file is damaged."""
     check_folder(run_folder, (ROLLOUTS,))
     numbers = _numbers(run_folder / ROLLOUTS)
-    return read_rows(numbers[max(numbers)]) if numbers else []
+    rows = read_rows(numbers[max(numbers)]) if numbers else []
+    return [{name: value for name, value in row.items() if name not in _LARGE} for row in rows]
 
 
 def _remove(folder: Any, first: int) -> None:

@@ -30,15 +30,24 @@ def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
 
 def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
     """The largest logits, weighted by the softmax over all experts: the weights of a token sum to less than 1."""
-    largest, expert = jax.lax.top_k(logits, chosen)
-    return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+    _, expert = jax.lax.top_k(logits, chosen)
+    return Routing(expert, _probability(logits, expert))
+
+
+def _probability(logits: jax.Array, expert: jax.Array) -> jax.Array:
+    """The softmax over all experts of those in `expert` [..., k].
+
+    By exp(logit - log Z) a forward pass alone and one with gradients have different bits: jaxlib 0.12 sums up to 8
+    exponentials in another order if nothing but the sum uses them (docs/decisions/0028).
+    """
+    return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert, axis=-1)
 
 
 def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> Routing:
     """`chosen_of_softmax` among the experts of `kept` of the `groups`: those whose best expert has the largest logits
     (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Experts lie in the order of their groups."""
-    largest, expert = jax.lax.top_k(_of_best_groups(logits, groups, kept, best=1), chosen)
-    return Routing(expert, jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+    _, expert = jax.lax.top_k(_of_best_groups(logits, groups, kept, best=1), chosen)
+    return Routing(expert, _probability(logits, expert))
 
 
 def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:

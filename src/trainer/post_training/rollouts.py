@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 from ml_collections import FrozenConfigDict
 
@@ -91,8 +92,9 @@ class Rollouts:
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """See `BatchSource.take`."""
         if self._done % self.updates == 0:
+            current = jax.block_until_ready(state())  # the update before, which is not a part of the round's time
             started = time.perf_counter()
-            made = self._make(state(), interrupted)
+            made = self._make(current, interrupted)
             self.waited += time.perf_counter() - started
             if made is None:
                 return None
@@ -154,7 +156,7 @@ class Rollouts:
         name: str,
     ) -> list[Rollout] | None:
         """Returns `samples` completions of each prompt by the parameters of `state`; None if interrupted."""
-        run, stop = self._run, self._dataset.stop_tokens
+        run, stop = self._run, self._dataset.stop
         tree = run.codec.unpack(state)
         scheduler = Scheduler(self._engine, self._engine.hold(tree.params, tree.rest), fill=True)
         limit = completion_limit(run.config)

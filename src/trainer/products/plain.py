@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from trainer import sharding
+from trainer.config.invariant_keys import COLUMNS
 from trainer.ops.grouped import grouped_matmul
 from trainer.products.context import Context
 
@@ -92,13 +93,15 @@ def product(
     context: Context | None = None,
     *,
     transposed: bool = False,
+    columns: int = 0,
 ) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
     operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
 
-    `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy.
+    `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy. `columns`: except on a
+    TPU, other kernels are multiplied as matrices with at least so many columns.
     """
     del context
     kernel = kernel.astype(x.dtype)
@@ -110,10 +113,10 @@ def product(
     rows, sums = x.reshape(prod(leading), -1), sharding.sum_dtype(x)
     if sums is not None and len(rows) == 1:
         rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
-    matrix = kernel if transposed else kernel.reshape(-1, prod(out_shape))
+    matrix = kernel if transposed else _widened(kernel.reshape(-1, prod(out_shape)), columns)
     contracted = ((1,), (1 if transposed else 0,))
     out = jax.lax.dot_general(rows, matrix, (contracted, ((), ())), preferred_element_type=sums)
-    return out[: prod(leading)].astype(x.dtype).reshape(*leading, *out_shape)
+    return out[: prod(leading), : prod(out_shape)].astype(x.dtype).reshape(*leading, *out_shape)
 
 
 class GroupedProduct(Protocol):
@@ -149,3 +152,37 @@ def make_plain(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
     """A `MakeProduct`: returns the plain product of `kernel`."""
     del rngs
     return grouped_product if kernel.groups else product
+
+
+def wide_product(
+    x: jax.Array,
+    inputs: int,
+    kernel: jax.Array,
+    reduce_early: EarlyReduction | None = None,
+    context: Context | None = None,
+) -> jax.Array:
+    """See `make_wide`."""
+    return product(x, inputs, kernel, reduce_early, context, columns=COLUMNS)
+
+
+def wide_grouped_product(
+    x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, context: Context | None = None
+) -> jax.Array:
+    """See `make_wide`."""
+    return grouped_product(x, _widened(kernel, COLUMNS), sizes, context)[..., : kernel.shape[-1]]
+
+
+def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
+    """A `MakeProduct`: returns the plain product of `kernel`, with columns of zeros if it has less than COLUMNS.
+
+    XLA's CPU backend multiplies a narrow matrix of float32 with up to 80 rows in another way than with more.
+    """
+    if prod(kernel.out_shape) >= COLUMNS:
+        return make_plain(kernel, rngs=rngs)
+    return wide_grouped_product if kernel.groups else wide_product
+
+
+def _widened(kernel: jax.Array, columns: int) -> jax.Array:
+    """Returns `kernel` [..., out] with zeros behind its columns, up to `columns`."""
+    missing = max(0, columns - kernel.shape[-1])
+    return jnp.pad(kernel, [(0, 0)] * (kernel.ndim - 1) + [(0, missing)]) if missing else kernel

@@ -13,6 +13,7 @@ from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.maxtext_command import parse
 from trainer.config.preference_keys import DPO_DEFAULTS, not_pairs
+from trainer.config.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.config.topologies import Topology, find_topology
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "documented_commands.py"
@@ -61,6 +62,10 @@ def accept(program, words, variables):
     elif program == "trainer.dpo":
         loaded = load(sft._without_show(words)[0], environment=variables, defaults=DPO_DEFAULTS)
         assert not not_pairs(loaded.config)
+        check(loaded.config, variables)
+    elif program == "trainer.grpo":
+        loaded = load(words, environment=variables, defaults=RL_DEFAULTS)
+        assert not not_prompts(loaded.config)
         check(loaded.config, variables)
     elif program == "trainer.shardings":
         load_sides(words, variables)

@@ -181,6 +181,7 @@ def test_each_sequence_has_its_adapter(keys):
 def test_sequences_of_several_adapters_do_not_change_each_others_bits():
     keys = {key: value for key, value in LATENT.items() if key != "lora_module_path"}
     keys |= {"max_target_length": 128, "batch_invariant": True, "return_log_prob": True, "base_num_decoder_layers": 2}
+    keys |= {"dtype": "bfloat16"}
     served = serve(tiny_config(ALL_COMBINATIONS[0], **TINY | keys), jax.devices()[:1])
     config, ranks = with_adapters(served.config, [Named(lora_module_path="self_attention") for _ in range(2)])
     engine = Engine(served._replace(config=config, model=make_model(config), ranks=ranks))
@@ -204,13 +205,15 @@ def test_sequences_of_several_adapters_do_not_change_each_others_bits():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "said", "dtype"),
     [
-        ({"lora_alpha": 3.0}, r"lora_alpha / lora_rank = 1.5, which is no power of two"),
-        ({"lora_weight_qtype": "nf4"}, r"lora_weight_qtype=nf4: its bits are not proved"),
+        ({}, r"with dtype=float32, bits depend on the ranks of all adapters", "float32"),
+        ({"lora_alpha": 3.0}, r"there has lora_alpha / lora_rank = 1.5, which is no power of two", "bfloat16"),
+        ({"lora_weight_qtype": "nf4"}, r"there has lora_weight_qtype=nf4: its bits are not proved", "bfloat16"),
     ],
 )
-def test_adapters_without_the_bits_of_training_are_refused(keys, said):
-    config = tiny_config(ALL_COMBINATIONS[0], **TINY | {"max_target_length": 128, "batch_invariant": True})
-    with pytest.raises(UserError, match=f"batch_invariant=true: there has {said}"):
+def test_adapters_without_the_bits_of_training_are_refused(keys, said, dtype):
+    keys_of_base = {"max_target_length": 128, "batch_invariant": True, "dtype": dtype}
+    config = tiny_config(ALL_COMBINATIONS[0], **TINY | keys_of_base)
+    with pytest.raises(UserError, match=f"batch_invariant=true: {said}"):
         with_adapters(config, [Named(**keys)] * 2)

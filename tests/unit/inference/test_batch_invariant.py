@@ -14,7 +14,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.invariant_keys import TILE, compiler_options, unchecked
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical, max_engine
+from trainer.inference import Engine, MaxEngine, Sampling, Scheduler, canonical, max_engine
 from trainer.models.families import axis_rules
 from trainer.objectives import hidden_states, target_log_probs
 from trainer.ops.attention import Mask, dot_product_attention
@@ -38,6 +38,7 @@ KINDS = {
     "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0},
     "deepseek": EVERY_MATRIX,
     "mixtral": {"decoder_block": "mixtral", **EXPERTS},
+    "qwen3_moe": {"decoder_block": "qwen3_moe", **EXPERTS},
     "gpt3": {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": LENGTH},
     "lora": {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8},
     "unrolled": {"scan_layers": False, "rope_type": "yarn"},
@@ -62,11 +63,11 @@ def requests(count, seed=0):
     return prompts, random.integers(3, 40, count).tolist()
 
 
-def rollouts(engine, params, prompts, limits):
+def rollouts(engine, params, prompts, limits, adapters=()):
     """Returns the tokens and log-probabilities that follow each prompt, with more requests than slots."""
     scheduler = Scheduler(engine, params)
-    for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        scheduler.submit(prompt, limit=limit, sampling=Sampling(1.0), seed=seed)
+    for seed, (prompt, limit, adapter) in enumerate(zip(prompts, limits, adapters or [0] * len(prompts), strict=True)):
+        scheduler.submit(prompt, limit=limit, sampling=Sampling(1.0), seed=seed, adapter=adapter)
     found = [([], []) for _ in prompts]
     for event in scheduler.run():
         found[event.request][0].append(event.token)
@@ -134,6 +135,27 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
     found = rollouts(engine, params, prompts, limits)
     for together in (True, False):
         assert differing(model, canonical(params), prompts, found, together) == 0
+
+
+def test_several_adapters_have_the_bits_of_their_training():
+    keys, owners = {"enable_lora": True, "dtype": "bfloat16"}, np.repeat([1, 2], [4, 16])
+    whole = engine_of(**keys, lora_rank=20, lora_alpha=20)
+    engine = Engine(whole.served._replace(ranks=np.arange(3)[:, None] == owners))
+    change = lambda leaf: leaf + jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) / 8  # noqa: E731
+    params = jax.tree.map(change, whole.load_params(say=print))
+    prompts, limits = requests(6)
+    adapters = [1, 2] * 3
+    found = rollouts(engine, params, prompts, limits, adapters)
+
+    def own(path, leaf, ranks):
+        leaf = leaf[..., ranks] if path[-1].key == "lora_a" else leaf
+        return leaf[:, ranks] if path[-1].key == "lora_b" else leaf
+
+    for number, rank in ((1, 4), (2, 16)):
+        trained = make_model(tiny_config("nnx", **MODEL, **keys, lora_rank=rank, lora_alpha=rank))
+        held = jax.tree.map_with_path(functools.partial(own, ranks=owners == number), canonical(params))
+        mine = [i for i, adapter in enumerate(adapters) if adapter == number]
+        assert differing(trained, held, [prompts[i] for i in mine], [found[i] for i in mine], together=True) == 0
 
 
 @functools.cache

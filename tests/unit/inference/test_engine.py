@@ -232,8 +232,8 @@ def test_requests_stop_at_their_tokens_and_are_cancelled_wherever_they_are():
     stopping = scheduler.submit(PROMPT, stop=[second], sampling=Sampling(0.0))
     running, waiting = scheduler.submit([9]), [scheduler.submit([2]) for _ in range(4)]
     events = [*scheduler.turn(), *scheduler.turn(), *scheduler.turn()]
-    assert scheduler.cancel(running) == [(running, None, None, "cancelled")]
-    assert scheduler.cancel(waiting[-1]) == [(waiting[-1], None, None, "cancelled")]
+    assert scheduler.cancel(running) == [(running, None, None, "cancelled", None)]
+    assert scheduler.cancel(waiting[-1]) == [(waiting[-1], None, None, "cancelled", None)]
     assert scheduler.cancel(running) == scheduler.cancel(99) == []
     events += scheduler.run()
     of = {number: [event for event in events if event.request == number] for number in (stopping, running, *waiting)}
@@ -415,3 +415,35 @@ def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
     params = engine.load_params(say=lambda line: None)
     _, result = compiled(params, engine.init_decode_state())
     assert not result.valid.any()
+
+
+def test_samples_of_a_prompt_are_those_of_as_many_requests_and_are_cancelled_one_by_one():
+    engine, params = made()
+    sampled, single = Scheduler(engine, params, fill=True), Scheduler(engine, params)
+    first = sampled.submit(PROMPT, seed=3, limit=5, samples=SLOTS)
+    events = list(sampled.run())
+    prefix, result = engine.prefill_multisampling(params, engine.padded(PROMPT), 3, SLOTS, seed=3)
+    state = engine.bulk_insert(prefix, engine.init_decode_state(), range(SLOTS))
+    tokens = [result.tokens]
+    for _ in range(4):
+        state, result = engine.generate(params, state)
+        tokens.append(result.tokens)
+    expected = np.stack(tokens, axis=1).tolist()
+    assert [[e.token for e in events if e.request == first + i] for i in range(SLOTS)] == expected
+    number = single.submit(PROMPT, seed=3, limit=5)
+    assert [event.token for event in single.run() if event.request == number] == expected[0]
+    with pytest.raises(ValueError, match="has 3 slots"):
+        sampled.submit(PROMPT, samples=SLOTS + 1)
+    # One waits for all slots; of the other, a sample is cancelled in the queue.
+    sampled.submit([9], limit=30)
+    waiting = sampled.submit(PROMPT, seed=3, limit=5, samples=SLOTS)
+    assert [event.end for event in sampled.cancel(waiting + 1)] == ["cancelled"]
+    assert sampled.cancel(waiting + 1) == []
+    events = list(sampled.run())
+    found = [[e.token for e in events if e.request == waiting + i] for i in range(SLOTS)]
+    assert found == [expected[0], [], expected[2]]
+    assert sampled.free_slots == SLOTS
+    queued = [sampled.submit([2], samples=SLOTS) for _ in range(2)][1]
+    assert [sampled.cancel(queued + i)[0].end for i in range(SLOTS)] == ["cancelled"] * SLOTS
+    list(sampled.run())
+    assert sampled.idle

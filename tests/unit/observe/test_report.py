@@ -335,6 +335,81 @@ def test_values_that_no_run_writes_prevent_no_page(tmp_path, field):
         Page((run / "report.html").read_text())
 
 
+def write_rollouts(run, number, rows):
+    (run / "rollouts").mkdir(exist_ok=True)
+    text = "".join(json.dumps({"step": number} | row) + "\n" for row in rows)
+    (run / "rollouts" / f"{number:06d}.jsonl").write_text(text)
+
+
+def answers(prompt, rewards, text="answer {}"):
+    rows = zip(rewards, (text.format(reward) for reward in rewards), strict=True)
+    return [{"prompt": prompt, "completion": one, "reward": reward, "advantage": -0.5} for reward, one in rows]
+
+
+def shown_answers(run):
+    text = Page((run / "report.html").read_text()) and (run / "report.html").read_text()
+    section = text.split("<h2>Answers", 1)[1].split("<h2>")[0]
+    return section, [
+        (prompt, re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", table, re.DOTALL))
+        for prompt, table in re.findall(r"<pre>(.*?)</pre>(.*?)</table>", section, re.DOTALL)
+    ]
+
+
+def test_the_best_and_the_worst_answers_of_the_newest_round(tmp_path):
+    run = make_run(tmp_path / "run", 0.5)
+    page_of(run)
+    assert "<h2>Answers" not in (run / "report.html").read_text()
+    write_rollouts(run, 9, answers("old", [1, 0]))
+    write_rollouts(
+        run,
+        10,
+        [
+            *answers("equal", [1.0, 1.0, 1.0]),
+            *answers("<a>\u202e", [0, 0.25, 1, 1, 0.5, 0.125], "<b>\x1b\n{}"),
+            *answers("long " * 500, [-2.0, 3.0], "{0}" * 1000),
+            *({"prompt": f"filler {i}", "completion": "", "reward": i % 2, "truncated": True} for i in range(12)),
+        ],
+    )
+    page_of(run)
+    section, found = shown_answers(run)
+    assert "before step 10;" in section
+    assert [prompt for prompt, _ in found][:1] == ["&lt;a&gt;\\u202e"], "a prompt whose answers differ comes first"
+    assert [(row[0], row[2], row[3]) for row in found[0][1]] == [
+        ("1", "2", "&lt;b&gt;\\x1b\n1"),
+        ("0.5", "1", "&lt;b&gt;\\x1b\n0.5"),
+        ("0.125", "1", "&lt;b&gt;\\x1b\n0.125"),
+        ("0", "1", "&lt;b&gt;\\x1b\n0"),
+    ]
+    assert found[0][1][0][1] == "-0.50"
+    assert found[1][0].startswith("long long")
+    assert len(found[1][0]) < 700
+    assert found[1][1][0][3].endswith("3.03.0")
+    assert [(prompt, row[2]) for prompt, rows in found[2:3] for row in rows] == [("equal", "3")]
+    assert len(found) == 4
+    assert found[3][1] == [("0", "nan", "1", ' <span class="unit">(no end)</span>')]
+
+
+def test_a_page_while_a_run_goes_on_has_the_newest_round(tmp_path):
+    run, said = make_run(tmp_path / "run", 0.5), []
+    page = ReportFile(run, (), said.append)
+    write_rollouts(run, 3, answers("sum", [1, 0]))
+    page.write()
+    assert "before step 3;" in shown_answers(run)[0]
+    (run / "rollouts" / "000004.jsonl").write_text("{\n")
+    page.write()
+    assert len(said) == 1
+    assert "000004.jsonl is damaged" in said[0]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_rollouts_that_somebody_edited_prevent_no_page(tmp_path, odd):
+    run = make_run(tmp_path / "run", 0.5)
+    rows = [{}, *({name: odd} for name in ("prompt", "completion", "reward", "advantage", "truncated")), {"reward": 1}]
+    write_rollouts(run, 0, rows)
+    page_of(run)
+    shown_answers(run)
+
+
 @pytest.mark.parametrize("step", ["1", None, -1, float("nan"), 10**400])
 def test_a_row_without_a_step_is_named(tmp_path, capsys, step):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}) + "\n")

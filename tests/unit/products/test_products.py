@@ -1,5 +1,7 @@
 """Layers multiply with all their matrices through the product that they are given."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 from trainer.config import UserError
+from trainer.config.invariant_keys import COLUMNS
 from trainer.layers.attention import Attention
 from trainer.layers.dense import Embed
 from trainer.layers.matrices import choose_products
@@ -14,7 +17,7 @@ from trainer.layers.mlp import MLP
 from trainer.layers.moe import MoE
 from trainer.ops.rope import Rope
 from trainer.ops.routing import softmax_of_chosen
-from trainer.products import Context, grouped_product, product
+from trainer.products import Context, Kernel, grouped_product, make_wide, product
 
 DTYPES = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 B, T, E = 2, 3, 8
@@ -131,3 +134,21 @@ def test_experts_reach_their_matrices_through_the_products_that_are_chosen():
     assert recorded.met == [(("embed_moe", "exp"), True)] * 2
     names = {("exp", "embed_moe", "mlp"), ("exp", "mlp", "embed_moe")}
     assert met == {(axes, True, sparse) for axes in names for sparse in (True, False)}
+
+
+@pytest.mark.parametrize("kernel", [Kernel((3, 2), (1, 4), ()), Kernel((6,), (5,), (), groups=2)])
+def test_a_wide_product_multiplies_with_more_columns(kernel):
+    """It has the values and the gradients of the plain one."""
+    rngs, groups = nnx.Rngs(0), (kernel.groups,) * bool(kernel.groups)
+    wide, plain = make_wide(kernel, rngs=rngs), grouped_product if groups else product
+    x = jax.random.normal(jax.random.key(0), (4, *(() if groups else (7,)), *kernel.in_shape))
+    weights = jax.random.normal(jax.random.key(1), (*groups, *kernel.in_shape, *kernel.out_shape))
+    how = (jnp.array([1, 3]),) if groups else ()
+    given = (lambda of: lambda x, w: of(x, w, *how)) if groups else (lambda of: lambda x, w: of(x, 2, w))
+    (found, pull), (expected, pull_expected) = (jax.vjp(given(each), x, weights) for each in (wide, plain))
+    assert found.shape == expected.shape
+    every = (found, *pull(found)), (expected, *pull_expected(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *every)
+    widths = re.findall(r"(\d+)\] = (?:ragged_)?dot_general", str(jax.make_jaxpr(given(wide))(x, weights)))
+    assert widths == [str(COLUMNS)]
+    assert make_wide(kernel._replace(out_shape=(COLUMNS,)), rngs=rngs) is plain

@@ -1,0 +1,281 @@
+"""`python -m trainer.grpo` as a user runs it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from compiler import xla_flags
+from run_cases import RUN, assert_equal, command, killed_at, rows_of
+from support import ALL_COMBINATIONS, TINY, pinned
+
+from trainer import grpo, sft, train
+from trainer.checkpoint import newest
+from trainer.config import load
+from trainer.objectives import hidden_states, target_log_probs
+from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.post_training.groups import advantages
+from trainer.training import build, start
+
+LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_local.py"
+JUDGES = """
+import os
+
+
+def digits(prompts, completions, answer, **others):
+    return [sum(c in "0123456789" for c in completion) + 0.1 * (completion == answer[0]) for completion in completions]
+
+
+def short(completions):
+    if os.path.exists("broken") and os.path.exists("runs/run-0001/rollouts/000001.jsonl"):
+        raise KeyError("broken")
+    return [-0.01 * len(completion) for completion in completions]
+"""
+ROUNDS = TINY | {
+    "dataset_type": "grain",
+    "grain_file_type": "jsonl",
+    "grain_train_files": "prompts.jsonl",
+    "train_data_columns": "[prompt,answer]",
+    "eval_data_columns": "[prompt,answer]",
+    "held_out_share": 0.3,
+    "reward_functions": "[judges:digits,judges:short]",
+    "tokenizer_type": "bytes",
+    "vocab_size": 257,
+    "run_name": "run-0001",
+    "enable_checkpointing": True,
+    "enable_tensorboard": False,
+    "checkpoint_period": 2,
+    "max_num_checkpoints_to_keep": "none",
+    "save_checkpoint_on_start": True,
+    "prompt": "",
+    "batch_size": 3,
+    "rl_num_generations": 4,
+    "gradient_accumulation_steps": 3,
+    "max_prefill_predict_length": 6,
+    "learning_rate": 3e-2,
+    "reward_num_workers": 1,
+    "steps": 6,
+    "learning_rate_schedule_steps": 6,
+    "eval_interval": 3,
+    "eval_per_device_batch_size": 4,
+    "rl_grpo_beta": 0.05,
+}
+INVARIANT = {"batch_invariant": True, "max_target_length": 128, "max_prefill_predict_length": 120}
+
+
+def learned(*words, combination="nnx", devices=1, **keys):
+    """Returns the folder of a run, and what it printed."""
+    code, said = command(ROUNDS | pinned(combination) | keys, *words, devices=devices, program=grpo.main)
+    assert code == 0, said
+    return RUN, said
+
+
+def refused(*words, program=grpo.main, **keys):
+    code, said = command(ROUNDS | pinned("nnx") | keys, *words, program=program)
+    assert code == 2, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "judges.py").write_text(JUDGES)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(files, tmp_path, monkeypatch):
+    for path in files.iterdir():
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
+
+
+@pytest.fixture(scope="module")
+def finished(files):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(files)
+        patch.syspath_prepend(str(files))
+        run, said = learned()
+    return files / run, said
+
+
+def rollouts(run: Path) -> list[list[dict]]:
+    return [read_rows(path) for path in sorted((run / "rollouts").iterdir())]
+
+
+def trainers_log_probs(folder: Path, row: dict) -> np.ndarray:
+    """Returns the log-probabilities of the tokens of a completion, by the parameters of a checkpoint."""
+    words = ROUNDS | pinned("nnx") | {"use_grpo": True, "load_full_state_path": folder, "rl_grpo_beta": 0, "steps": 100}
+    run = build(load(["base.yml", *(f"{key}={value}" for key, value in words.items())]).config, jax.devices()[:1])
+    state = start(run, _NoData(), None, lambda line: None, schedule_given=True).state
+    tree = run.codec.unpack(state)
+    tokens = np.array([[*row["prompt_tokens"], *row["tokens"]]])
+    batch = {"inputs": tokens[:, :-1], "inputs_position": np.arange(tokens.shape[1] - 1)[None]}
+    batch |= {"inputs_segmentation": np.ones_like(batch["inputs"]), "row": np.zeros(1, np.int32)}
+    hidden, _ = hidden_states(run.model.apply, tree.params, tree.rest, batch, None, ())
+    found = target_log_probs(run.model.apply, tree.params, tree.rest, hidden, tokens[:, 1:])
+    return np.asarray(found.target)[0, len(row["prompt_tokens"]) - 1 :]
+
+
+class _NoData:
+    fingerprint = ""
+
+
+def test_what_a_run_writes(finished):
+    run, said = finished
+    rows = read_rows(run / METRICS_FILE)
+    steps, evaluations = [r for r in rows if "loss" in r], [r for r in rows if "eval_loss" in r]
+    made = rollouts(run)
+    assert len(made) == len(steps) == 6
+    for step, round_ in zip(steps, made, strict=True):
+        rewards = np.array([row["reward"] for row in round_]).reshape(3, 4)
+        assert step["reward"] == pytest.approx(rewards.mean(), rel=1e-5)
+        assert step["completion_tokens"] == pytest.approx(np.mean([len(row["tokens"]) for row in round_]))
+        assert step["rollout_log_prob_max_diff"] < 1e-4
+        np.testing.assert_allclose([row["advantage"] for row in round_], advantages(rewards).ravel(), rtol=1e-6)
+        for row in round_:
+            assert sum(row["rewards"].values()) == pytest.approx(row["reward"])
+            assert row["rewards"]["judges:short"] == pytest.approx(-0.01 * len(row["completion"]))
+            assert row["truncated"] == (row["tokens"][-1] != 256)
+            assert len(row["tokens"]) <= 16 - 6
+        assert len({row["prompt"] for row in round_[::4]}) == 3
+        assert all(len({row["prompt"] for row in round_[i : i + 4]}) == 1 for i in (0, 4, 8))
+    assert len({row["completion"] for row in made[0]}) > 6, "the completions of a group differ"
+    assert [row["step"] for row in evaluations] == [2, 5]
+    assert evaluations[0]["eval_loss"] == -evaluations[0]["eval_reward"]
+    assert "reward: " in said
+    assert "data         jsonl files prompts.jsonl: " in said
+
+
+def test_rollouts_are_made_by_the_parameters_of_their_round(finished):
+    run, _ = finished
+    round_ = rollouts(run)[4]
+    for checkpoint, differs in (("4", False), ("2", True)):
+        found = [trainers_log_probs(run / "checkpoints" / checkpoint, row) for row in round_[:3]]
+        largest = max(np.abs(a - row["log_probs"]).max() for a, row in zip(found, round_, strict=False))
+        assert (largest > 1e-3) == differs, largest
+
+
+def test_a_run_that_resumes_repeats_the_interrupted_round(finished, tmp_path):
+    whole, _ = finished
+    killed_at(4, whole, tmp_path)
+    (RUN / "rollouts" / "000004.jsonl").write_text("")
+    run, said = learned()
+    assert "4 of 6 updates are done" in said
+    assert_equal(run, whole, 6)
+    assert rollouts(run) == rollouts(whole)
+
+
+def test_several_updates_of_a_round_belong_together(tmp_path):
+    two = {"rl_num_iterations": 2, "rl_grpo_beta": 0, "eval_interval": -1, "rl_loss_algo": "gspo-token"}
+    learned(**two)
+    steps = read_rows(RUN / METRICS_FILE)
+    assert len(rollouts(RUN)) == 3
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        assert first["reward"] == second["reward"]
+        assert first["rollout_log_prob_max_diff"] < 1e-4 < second["rollout_log_prob_max_diff"]
+        assert first["clip_fraction"] == 0
+    (tmp_path / "whole").mkdir()
+    shutil.move("runs", "whole/runs")
+    killed_at(4, tmp_path / "whole" / RUN, tmp_path)
+    learned(**two)
+    assert_equal(RUN, tmp_path / "whole" / RUN, 6)
+    said = refused(run_name="other", checkpoint_period=3, steps=7, **two)
+    assert "checkpoint_period=3" in said
+    assert "steps=7" in said
+    assert "nearest: 6 or 8" in said
+
+
+@pytest.mark.parametrize("keys", [{}, {"dtype": "bfloat16"}, {"decode_sampling_temperature": 0.7}])
+def test_with_batch_invariant_nothing_drifts(keys):
+    rows = {}
+    for invariant in (INVARIANT, INVARIANT | {"batch_invariant": False}):
+        shutil.rmtree("runs", ignore_errors=True)
+        learned(steps=2, eval_interval=-1, **invariant, **keys)
+        rows[invariant["batch_invariant"]] = read_rows(RUN / METRICS_FILE)
+    assert all(row["rollout_log_prob_max_diff"] == 0 for row in rows[True])
+    assert rows[True][0]["kl"] == rows[True][0]["clip_fraction"] == 0
+    assert all(row["rollout_log_prob_max_diff"] > 0 for row in rows[False])
+
+
+@pytest.mark.parametrize("combination", [each for each in ALL_COMBINATIONS if each != "nnx"])
+def test_all_combinations_make_the_same_rounds(finished, combination):
+    whole, _ = finished
+    learned(combination=combination)
+    assert rows_of(RUN) == rows_of(whole)
+    assert rollouts(RUN) == rollouts(whole)
+
+
+def test_adapters_are_trained_on_a_mesh_and_the_reference_is_the_base():
+    learned(run_name="base", steps=2, eval_interval=-1)
+    adapters = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0, "load_parameters_path": "runs/base"}
+    adapters |= {"ici_fsdp_parallelism": 2, "ici_data_parallelism": 2, "per_device_batch_size": 1, "learning_rate": 0.1}
+    learned(devices=4, steps=4, **adapters)
+    first, *_, last = (row for row in read_rows(RUN / METRICS_FILE) if "loss" in row)
+    assert abs(first["kl"]) < 1e-9
+    assert last["kl"] > 1e-6
+    learned(devices=4, steps=6, **adapters)
+    assert newest(RUN).name == "6"
+
+
+def test_two_processes_make_the_same_rounds(tmp_path):
+    mesh = {"ici_data_parallelism": 2, "per_device_batch_size": 2, "eval_per_device_batch_size": 2, "steps": 4}
+    learned(devices=2, **mesh)
+    shutil.move("runs", "one")
+    words = [f"{key}={value}" for key, value in (ROUNDS | pinned("nnx") | mesh).items()]
+    launch = [sys.executable, LAUNCHER, "-n", "2", "--devices", "1", "--all", "--module", "trainer.grpo"]
+    environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
+    done = subprocess.run([*launch, "--", "base.yml", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [[r["tokens"] for r in round_] for round_ in rollouts(RUN)] == [
+        [r["tokens"] for r in round_] for round_ in rollouts(Path("one/run-0001"))
+    ]
+    for row, other in zip(rows_of(RUN), rows_of(Path("one/run-0001")), strict=True):
+        assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_what_is_refused_before_jax(monkeypatch):
+    monkeypatch.setattr(train, "distributed", lambda config: pytest.fail("too late"))
+    for words, said in (
+        ("decode_sampling_strategy=greedy", "the completions of a prompt would all be the same"),
+        ("reward_functions=[]", "nothing says what a completion is worth"),
+        ("reward_functions=[judges]", "not the path of a function"),
+        ("enable_diloco=true", "each island has parameters of its own"),
+        ("mtp_num_layers=1", "would not be trained"),
+        ("use_sft=true", "a run trains in one of these ways"),
+        ("use_grpo=false", "trainer.grpo is for reinforcement learning"),
+        ("train_data_columns=[prompts,answer]", "is the name of another argument"),
+        ("dataset_type=synthetic", "has no prompts"),
+    ):
+        assert said in refused(words)
+    assert "python -m trainer.grpo, same words" in refused("use_grpo=true", program=train.main)
+    assert "python -m trainer.grpo, same words" in refused("use_grpo=true", "use_sft=false", program=sft.main)
+
+
+def test_what_is_refused_when_it_is_known():
+    said = refused("gradient_accumulation_steps=2")
+    assert "the 12 sequences of a round have up to 16 tokens each and may need 12 rows; an update has 8" in said
+    assert "Set gradient_accumulation_steps=3" in said
+    assert "no function" in refused("reward_functions=[judges:digit]") or "nearest" in said
+    assert "no prompt is left" in refused("max_prefill_predict_length=1")
+    assert not Path("runs/run-0001/metrics.jsonl").exists()
+
+
+def test_a_function_that_fails_names_its_sample_and_loses_nothing():
+    Path("broken").touch()
+    said = refused(steps=4, checkpoint_period=100, save_checkpoint_on_start=False, eval_interval=-1)
+    assert "round 3, the prompt in " in said
+    assert "judges:short failed: KeyError" in said
+    assert newest(RUN).name == "2"
+    Path("broken").unlink()
+    learned(steps=4, checkpoint_period=100, save_checkpoint_on_start=False, eval_interval=-1)
+    assert len(rollouts(RUN)) == 4
