@@ -25,6 +25,7 @@ from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
+from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
