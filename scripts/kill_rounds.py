@@ -5,8 +5,9 @@
 Every round starts the same command and ends it with SIGKILL, or sometimes SIGTERM, at a random moment of one of its
 phases: starting, preparing data, restoring and compiling, training. The durations of the phases come from the
 undisturbed run. When a run reaches its end, it is compared: metrics.jsonl without its timing fields, every array of the
-last checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Then the next run starts from nothing, until all rounds are done. With
-dataset_type=stdlib, each run prepares its data in its own folder, so that kills also occur during preparation.
+last checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Then the next run starts from
+nothing, until all rounds are done. With dataset_type=stdlib, each run prepares its data in its own folder, so that
+kills also occur during preparation.
 """
 
 import argparse

@@ -21,16 +21,20 @@ from support import TINY, arguments, pinned
 
 from trainer.aot.dump import given_folder
 from trainer.config import load, schema
+from trainer.config import resolve as resolve_config
 from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
 from trainer.config.preference_keys import DPO_DEFAULTS
+from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
 from trainer.post_training.chat_encoder import chat_encoder
 from trainer.post_training.pairs import pair_encoder
+from trainer.post_training.prompts import open_prompts
+from trainer.post_training.rollouts import check_rows
 from trainer.train import main
 from trainer.training import build
 
@@ -242,7 +246,15 @@ READ_BY_LOADING = {
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
     "compile_report_file": "read by trainer.train_compile",
     "use_chat_template": "read by trainer.generate",
+    "num_batches": "gives steps while the configuration is resolved",
     "use_sft": "chooses between trainer.train and trainer.sft",
+    **dict.fromkeys(
+        (
+            *("reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
+            *("rollout_micro_batch_size", "rl_num_iterations"),
+        ),
+        "read by the rollouts of trainer.grpo",
+    ),
     **dict.fromkeys(set(OF_OPTIMIZERS) - set(TRAITS["adamw"].reads), "read by another optimizer"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
@@ -301,7 +313,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     lora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0, "lora_weight_qtype": "nf4", "lora_tile_size": 2}
     others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
     pairs = {"use_dpo": True, "packing": False, "train_data_columns": "[a,b]", "eval_data_columns": "[a,b]"}
-    others += (pairs, pairs | {"dpo_algo": "orpo"})
+    rounds = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_strategy": "weighted"}
+    others += (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
     for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         state, *rest = run.abstract_args()
@@ -315,6 +328,14 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     chat_encoder(Recording(chats.config, seen), ByteTokenizer(), ("messages",), True)
     of_pairs = load(of_chats, defaults=DPO_DEFAULTS)
     pair_encoder(Recording(of_pairs.config, seen), ByteTokenizer(), ("chosen", "rejected"), True)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "a"}\n')
+    of_prompts = ["dataset_type=grain", "grain_file_type=jsonl", "grain_train_files=prompts.jsonl", "batch_size=1"]
+    prompts = load(
+        [*of_prompts, "tokenizer_type=bytes", "held_out_share=0", "eval_interval=-1"],
+        defaults=RL_DEFAULTS | {"reward_functions": ["m:f"]},
+    )
+    for read in (check_rows, lambda config: open_prompts(config, print)):
+        read(Recording(resolve_config(prompts.config, device_count=1, platform="cpu"), seen))
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
     assert not unread
     assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"
