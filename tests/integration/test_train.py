@@ -25,10 +25,12 @@ from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
+from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
 from trainer.post_training.chat_encoder import chat_encoder
+from trainer.post_training.pairs import pair_encoder
 from trainer.train import main
 from trainer.training import build
 
@@ -298,6 +300,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     stored = {"checkpoint_is_quantized": True, "quantization": "int8", "trainable_parameters_mask": "[embedding,norm]"}
     lora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0, "lora_weight_qtype": "nf4", "lora_tile_size": 2}
     others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
+    pairs = {"use_dpo": True, "packing": False, "train_data_columns": "[a,b]", "eval_data_columns": "[a,b]"}
+    others += (pairs, pairs | {"dpo_algo": "orpo"})
     for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
         state, *rest = run.abstract_args()
@@ -309,6 +313,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     of_chats = ["dataset_type=grain", "grain_train_files=x", "tokenizer_type=bytes", "formatting_func_path=json:loads"]
     chats = load(of_chats, defaults=SFT_DEFAULTS)
     chat_encoder(Recording(chats.config, seen), ByteTokenizer(), ("messages",), True)
+    of_pairs = load(of_chats, defaults=DPO_DEFAULTS)
+    pair_encoder(Recording(of_pairs.config, seen), ByteTokenizer(), ("chosen", "rejected"), True)
     unread = set(schema().keys) - seen - set(READ_BY_LOADING)
     assert not unread
     assert not seen & set(READ_BY_LOADING), "a key that a run reads needs no excuse"

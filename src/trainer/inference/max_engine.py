@@ -8,20 +8,16 @@ import jax
 from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
 from trainer.checkpoint.adapters import Merged
 from trainer.checkpoint.described import keys_of_run
-from trainer.checkpoint.huggingface import HuggingFaceSource
-from trainer.checkpoint.tokenizer import GENERATION
 from trainer.config import Config, UserError
 from trainer.config.dump import to_flow
 from trainer.config.invariant_keys import KEY, OF_BITS, unchecked
-from trainer.config.json_files import read_object
-from trainer.config.paths import local_path
-from trainer.data.tokenizer import JsonTokenizer, Tokenizer
+from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.adapters import loaded
+from trainer.inference.ends import begin_tokens, stop_tokens
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
 from trainer.ops.random import seed_key
-from trainer.runtime.folders import check_folder
 
 _MODULES = "mtp_num_layers"
 
@@ -130,28 +126,9 @@ class MaxEngine(Engine):
         return tokenizer
 
     def begin_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens before a prompt: those that the tokenizer.json of a Hugging Face directory adds, otherwise
-        the token before each document."""
-        config = self.config
-        if tokenizer.bos is None:
-            return []
-        path = config.load_parameters_path
-        published = path and isinstance(open_source(path, config.decoder_block), HuggingFaceSource)
-        return tokenizer.template if published and isinstance(tokenizer, JsonTokenizer) else [tokenizer.bos]
+        """Returns the tokens before a prompt, see `ends.begin_tokens`."""
+        return begin_tokens(self.config, tokenizer)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a sequence: from the tokenizer, and from generation_config.json next to the
-        checkpoint.
-
-        Raises:
-          UserError: that file is not valid.
-        """
-        tokens = [] if tokenizer.eos is None else [tokenizer.eos]
-        path = self.config.load_parameters_path
-        if path and "://" not in path and (file := local_path(path) / GENERATION).is_file():
-            check_folder(file.parent, [GENERATION])
-            named = read_object(file).get("eos_token_id")
-            tokens += named if isinstance(named, list) else [] if named is None else [named]
-            if not all(isinstance(token, int) for token in tokens):
-                raise UserError(f"{file}: eos_token_id={named}, not a token id, nor a list of them")
-        return list(dict.fromkeys(tokens))
+        """Returns the tokens that end a sequence, see `ends.stop_tokens`."""
+        return stop_tokens(self.config, tokenizer)

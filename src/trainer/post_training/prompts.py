@@ -16,6 +16,7 @@ from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
 from trainer.data.streams import PreparedStream, Stream, fingerprint
 from trainer.data.tokenizer import Tokenizer
+from trainer.inference.ends import begin_tokens, stop_tokens
 from trainer.inference.served import longest_prompt
 from trainer.post_training.chat_encoder import Prompts
 
@@ -60,19 +61,12 @@ class PromptDataset(Dataset):
 
     Attributes:
       train, held_out: the prompts; none are held out without evaluation.
-      chat: what makes conversations of prompts; None with use_chat_template=false.
+      stop: the tokens that end a completion, and with use_chat_template=true a turn of the assistant.
     """
 
     train: PromptRows = dataclasses.field(kw_only=True)
     held_out: PromptRows | None = dataclasses.field(kw_only=True)
-    chat: Prompts | None = dataclasses.field(kw_only=True)
-
-    @property
-    def stop_tokens(self) -> list[int]:
-        """The tokens that end a completion: that of a document, and that of a turn of the assistant."""
-        assert self.tokenizer is not None
-        own = [] if self.tokenizer.eos is None else [self.tokenizer.eos]
-        return [*own, *(self.chat.stop_tokens() if self.chat else ())]
+    stop: Sequence[int] = dataclasses.field(kw_only=True)
 
 
 def open_prompts(config: Config, say: Say) -> PromptDataset:
@@ -117,7 +111,9 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     }
     summary = f"{source.name}: {counted(train.size, 'prompt')}"
     summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
-    return PromptDataset(held_out, tokenizer, identity, summary, open_stream, train=train, held_out=held_out, chat=chat)
+    stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
+    fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
+    return PromptDataset(held_out, tokenizer, identity, summary, open_stream, **fields)
 
 
 def _prompts(
@@ -127,7 +123,7 @@ def _prompts(
     prompts: list[Prompt] = []
     long: list[str] = []
     empty: list[str] = []
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    begin = begin_tokens(config, tokenizer)
     for corpus in corpora:
         name, *others = corpus.columns
         for record in corpus.records():

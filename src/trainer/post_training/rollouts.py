@@ -156,7 +156,7 @@ class Rollouts:
         name: str,
     ) -> list[Rollout] | None:
         """Returns `samples` completions of each prompt by the parameters of `state`; None if interrupted."""
-        run, stop = self._run, self._dataset.stop_tokens
+        run, stop = self._run, self._dataset.stop
         tree = run.codec.unpack(state)
         scheduler = Scheduler(self._engine, self._engine.hold(tree.params, tree.rest), fill=True)
         limit = completion_limit(run.config)

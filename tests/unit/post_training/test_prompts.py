@@ -36,7 +36,7 @@ def test_prompts_have_their_tokens_and_their_other_columns(tmp_path):
         assert bytes(prompt.tokens[1:].tolist()).decode() == prompt.text
         assert prompt.tokens[0] == 256
         assert f"line {i + 1}" in prompt.where
-    assert dataset.stop_tokens == [256]
+    assert dataset.stop == [256]
     assert "prompts, " in str(dataset)
 
 
