@@ -45,7 +45,7 @@ MODEL = {
     "base_mlp_dim": 384,
     "vocab_size": 257,
 }
-TUNING = {"packing": "false", "per_device_batch_size": 64, "steps": 500, "learning_rate": 1e-3, "eval_interval": 500}
+TUNING = {"packing": "false", "per_device_batch_size": 64, "steps": 520, "learning_rate": 1e-3, "eval_interval": 520}
 GRPO = {
     "load_parameters_path": "runs/tuned",
     "reward_functions": "[sums:exact]",
@@ -56,10 +56,10 @@ GRPO = {
     "gradient_accumulation_steps": 4,
     "learning_rate": 3e-4,
     "warmup_steps_fraction": 0.03,
-    "learning_rate_schedule_steps": 700,
+    "learning_rate_schedule_steps": 1000,
     "adam_b2": 0.99,
     "adam_weight_decay": 0,
-    "num_batches": 700,
+    "num_batches": 1000,
     "eval_interval": 25,
     "eval_per_device_batch_size": 500,
     "eval_steps": 4,
