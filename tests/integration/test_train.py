@@ -245,7 +245,6 @@ READ_BY_LOADING = {
     "compile_topology": "read by trainer.train_compile and trainer.shardings",
     "compile_topology_num_slices": "read by trainer.train_compile and trainer.shardings",
     "compile_report_file": "read by trainer.train_compile",
-    "use_chat_template": "read by trainer.generate",
     "num_batches": "gives steps while the configuration is resolved",
     "use_sft": "chooses between trainer.train and trainer.sft",
     **dict.fromkeys(

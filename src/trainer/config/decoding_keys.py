@@ -45,7 +45,7 @@ DECODING_INERT = (
     (("prefix_caching_hbm_byte",), lambda c: not c.enable_prefix_caching, "enable_prefix_caching=false"),
     (OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
     (("kv_quant_axis",), is_latent, "latents have no heads"),
-    (KEYS, lambda c: not c.prompt, "prompt is empty"),
+    (KEYS, lambda c: not c.prompt and not c.use_grpo, "prompt is empty"),
     (
         ("prompt", *KEYS),
         lambda c: c.dataset_type == "synthetic" and bool(c.prompt),
