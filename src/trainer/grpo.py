@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
 from trainer.config.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
-from trainer.sft import check_kind, with_tokenizer
+from trainer.sft import check_kind, prompts, with_tokenizer
 from trainer.train import Kind, run_command
 
 
@@ -38,11 +38,16 @@ def _source(
     from trainer.post_training.rollouts import Rollouts
     from trainer.runtime.agreement import is_first
 
-    files = RolloutFiles(run_dir, begin.updates // run.config.rl_num_iterations) if is_first() else None
+    first = begin.updates // run.config.rl_num_iterations
+    files = RolloutFiles(run_dir, first) if run_dir is not None and is_first() else None
     return Rollouts(run, dataset, begin, files, say)
 
 
-GRPO = Kind(_check, RL_DEFAULTS, with_tokenizer, dataset=_dataset, source=_source)
+def _sample(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
+    return prompts(config, tokenizer, say) if config.use_chat_template else None
+
+
+GRPO = Kind(_check, RL_DEFAULTS, with_tokenizer, prompts=_sample, dataset=_dataset, source=_source)
 
 if __name__ == "__main__":
     main()

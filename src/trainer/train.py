@@ -35,7 +35,7 @@ class Kind:
       prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
       dataset: opens other data than records, given the resolved configuration, with lines to the function.
       source: returns the source of batches, see `training.fit`, given the run, its data, its beginning and its folder,
-        with lines to the function. It is opened before the step is compiled.
+        None if it must not write, with lines to the function. It is opened before the step is compiled.
     """
 
     check: Callable[[Config], None]
@@ -150,6 +150,9 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
     if begin.updates < config.steps:
         compiled = loaded_step(run, console.say) or compiled_step(run, run_folder, console.say)
         console.needs(needs_of(run, compiled), config.steps - begin.updates)
+        if kind.source:
+            with kind.source(run, dataset, begin, None, console.say):
+                pass
     metrics_files(config, Path(str(run_folder)), run_folder.name)
     result = "nothing would run" if finished else "everything before the first step works"
     console.say(f"dry run: {result}; nothing was written to {run_folder}")

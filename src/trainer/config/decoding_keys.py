@@ -6,12 +6,16 @@ from trainer.config.latent_keys import is_latent
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
-KEYS = (
+# What is drawn. In reinforcement learning, it is a part of the training.
+DRAWN = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
-    *("decode_sampling_seed", "max_prefill_predict_length", "use_chunked_prefill", "prefill_chunk_size"),
+    *("decode_sampling_seed", "max_prefill_predict_length", "use_chat_template"),
+)
+KEYS = (
+    *DRAWN,
+    *("use_chunked_prefill", "prefill_chunk_size"),
     *("enable_prefix_caching", "prefix_caching_hbm_byte", "return_log_prob"),
     *("quantize_kvcache", *OF_CACHE),
-    "use_chat_template",
 )
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import ml_collections
 
+from trainer.config.decoding_keys import DRAWN
 from trainer.config.decoding_keys import KEYS as DECODING
-from trainer.config.derived import DCN, ICI, global_batch_rows, islands
+from trainer.config.derived import DCN, ICI, global_batch_rows, has_reference, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
@@ -44,7 +45,7 @@ _SAME_BITS = (
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # The length of the run. The schedule follows it unless its own length is given.
-LENGTH = ("steps", "learning_rate_schedule_steps")
+LENGTH = ("steps", "num_batches", "learning_rate_schedule_steps")
 # What to write, keep, print and evaluate, and how to treat a bad step. If evaluation takes its rows from the training
 # documents, the fingerprint of the data detects a change.
 AROUND = (
@@ -94,6 +95,8 @@ AROUND = (
     "compiled_trainstep_file",
     "compile_report_file",
     "model_name",  # a name for sizes; the sizes themselves are compared
+    # Where and how long reward functions run, and how many completions are generated at once.
+    *("reward_num_workers", "reward_worker_timeout_seconds", "rollout_micro_batch_size"),
 )
 # When fragments of DiLoCo synchronize, which layers they have, and when islands take them over.
 TIMETABLE = (
@@ -150,8 +153,10 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     before = _with_defaults(saved)
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
-    if config.enable_lora or config.use_grpo:
+    if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
+    if config.use_grpo:
+        allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
     if global_batch_rows(before) != global_batch_rows(config):
         changes = ", ".join(_change(before, config, name) for name in BATCH if name in differing)

@@ -41,6 +41,11 @@ def _columns(config: Config) -> str | None:
     return f"{taken[0]} is the name of another argument of reward functions; rename the column" if taken else None
 
 
+def _room(config: Config) -> str | None:
+    longest, row = config.max_prefill_predict_length, config.max_target_length
+    return f"prompts of {longest} tokens leave no room for a completion in {row}" if longest >= row else None
+
+
 def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
         every, count = config[ITERATIONS], config[key]
@@ -60,6 +65,7 @@ _ALL = (
     (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
     ((FUNCTIONS,), _functions),
     (("train_data_columns", "eval_data_columns"), _columns),
+    (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
     _rounds("checkpoint_period"),
     _left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),

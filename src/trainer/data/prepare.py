@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trainer.config import Config, token_files
+from trainer.config.chat_keys import METHODS
 from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.cache import Progress
@@ -48,7 +49,7 @@ def open_tokenizer(
                 f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or give the model's "
                 "own tokenizer_path"
             )
-        joined = len(config.train_data_columns) > 1 and not config.use_sft and not config.use_dpo
+        joined = len(config.train_data_columns) > 1 and not any(config[key] for key in METHODS)
         if joined and (template := tokenizer.chat_template):
             say(
                 f"{template.where} has a chat template, which is not applied: columns are joined as they are; "

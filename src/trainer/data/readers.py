@@ -84,11 +84,13 @@ class Line(NamedTuple):
     start: int
 
     def __str__(self) -> str:
-        with opened(self.path) as file:
-            number, left = 1, self.start
-            while left > 0:
-                block = file.read(min(left, 1 << 20))
-                number, left = number + block.count(b"\n"), left - len(block)
+        try:
+            with opened(self.path) as file:
+                number, left = 1, self.start
+                while left > 0 and (block := file.read(min(left, 1 << 20))):
+                    number, left = number + block.count(b"\n"), left - len(block)
+        except OSError:  # the file is gone since the line was read
+            return f"{self.path}, at byte {self.start}"
         return f"{self.path}, line {number}"
 
 

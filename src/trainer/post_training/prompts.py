@@ -25,14 +25,15 @@ INDEX = "prompt"  # the name of the array [n] with the numbers of prompts in a b
 
 
 class Prompt(NamedTuple):
-    """A prompt: where its record is, what the reward functions get of it, and its tokens, int32 [n].
+    """A prompt: what the reward functions get of it, and its tokens, int32 [n].
 
     Attributes:
+      where: its text names the record. Making it reads the file up to there.
       text: the value of its column: a text, or a list of messages.
       columns: the values of the other columns by name.
     """
 
-    where: str
+    where: Any
     text: Any
     columns: Mapping[str, Any]
     tokens: np.ndarray
@@ -86,7 +87,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     root = cache_root(config.data_cache_directory)
     tokenizer = open_tokenizer(config, source.train, source.weights, root, say)
     assert tokenizer is not None
-    chat = Prompts(config, tokenizer, say, today=False) if config.use_chat_template else None
+    chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None
     train = _prompts(config, source.train, tokenizer, chat, say)
     held_out = None
     if config.eval_interval > 0:
@@ -112,6 +113,10 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     summary = f"{source.name}: {counted(train.size, 'prompt')}"
     summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
     stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
+    if not any(token < config.vocab_size for token in stop):
+        say("no token ends a completion: the tokenizer has none for the end, so each goes on to the end of its room")
+    if chat is None and (template := tokenizer.chat_template):
+        say(f"{template.where} has a chat template, which is not applied; use_chat_template=true applies it")
     fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
     return PromptDataset(held_out, tokenizer, identity, summary, open_stream, **fields)
 
@@ -121,23 +126,28 @@ def _prompts(
 ) -> PromptRows:
     longest = longest_prompt(config)
     prompts: list[Prompt] = []
-    long: list[str] = []
-    empty: list[str] = []
+    long: list[Any] = []
+    empty: list[Any] = []
     begin = begin_tokens(config, tokenizer)
     for corpus in corpora:
         name, *others = corpus.columns
         for record in corpus.records():
             value, *values = record.values
             if chat is None:
+                if isinstance(value, list | np.ndarray):
+                    raise UserError(
+                        f"{record.where}: column {name} holds {type(value).__name__}, not text; use_chat_template=true "
+                        "takes lists of messages"
+                    )
                 value = text_of(value, name, record)[0]
                 tokens = [*begin, *tokenizer.encode(value)] if value else []
             else:
                 tokens = chat.tokens_of(record)
             if not tokens or len(tokens) > longest:
-                (long if tokens else empty).append(str(record.where))
+                (long if tokens else empty).append(record.where)
                 continue
             columns = {other: _plain(found) for other, found in zip(others, values, strict=True)}
-            prompts.append(Prompt(str(record.where), _plain(value), columns, np.asarray(tokens, np.int32)))
+            prompts.append(Prompt(record.where, _plain(value), columns, np.asarray(tokens, np.int32)))
     label = corpora[0].label
     if long:
         say(

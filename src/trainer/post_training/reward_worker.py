@@ -3,7 +3,6 @@ configuration, so that it starts in a few hundredths of a second."""
 
 import inspect
 import json
-import math
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 from trainer.post_training.functions import failure, load_function
 
 Function = Callable[..., Any]
+_LARGEST = 3.4e38  # of float32, in which the trainer has rewards
 
 
 def main(paths: list[str], connection: int, lifeline: int) -> None:
@@ -111,6 +111,6 @@ def _number(value: Any) -> float | str:
     one = value.tolist() if hasattr(value, "tolist") else value  # of NumPy, JAX and PyTorch
     if isinstance(one, list | tuple) and len(one) == 1:
         one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]
-    if isinstance(one, int | float) and math.isfinite(one):
+    if isinstance(one, int | float) and abs(one) <= _LARGEST:
         return float(one)
-    return f"returned {repr(value)[:400]}; it must return a finite number, or a list of one"
+    return f"returned {repr(value)[:400]}; it must return a finite number of float32, or a list of one"

@@ -37,13 +37,13 @@ class Sample(NamedTuple):
     Attributes:
       prompt: text, or messages.
       columns: the further columns of the record, by name. None is called prompts or completions.
-      where: names the record and the completion, for messages.
+      where: its text names the record and the completion, for messages.
     """
 
     prompt: str | list[dict[str, Any]]
     completion: str
     columns: Mapping[str, Any]
-    where: str
+    where: Any
 
 
 class Scored(NamedTuple):
@@ -191,7 +191,7 @@ class Rewards:
         if mistakes:
             raise report([visible(f"reward_functions={mistake}") for mistake in mistakes])
 
-    def _scored(self, worker: "_Worker", where: str) -> Scored:
+    def _scored(self, worker: "_Worker", where: Any) -> Scored:
         late = worker.end == _LATE
         if late and not self._said:
             self._said = True

@@ -43,6 +43,16 @@ class Round(NamedTuple):
     position: Position
 
 
+class _Where(NamedTuple):
+    """Names a completion. The text is made only for a message, since that may read a file."""
+
+    name: str
+    prompt: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}, the prompt in {self.prompt}"
+
+
 class Rollouts:
     """A `training.BatchSource`: `rl_num_iterations` updates take the batch of a round, which the parameters at its
     beginning made.
@@ -62,9 +72,14 @@ class Rollouts:
           say: gets lines of progress.
 
         Raises:
-          UserError: the model cannot generate text on this mesh.
+          UserError: the model cannot generate text on this mesh, or the run begins within a round.
         """
         config = run.config
+        if start.updates % config[ITERATIONS]:
+            raise UserError(
+                f"{ITERATIONS}={config[ITERATIONS]}: load_full_state_path holds {counted(start.updates, 'update')}, "
+                "which is within a round; give load_parameters_path, for a run that begins with 0"
+            )
         self._run, self._dataset, self._files, self._say = run, dataset, files, say
         self.updates: int = config[ITERATIONS]
         self.waited, self.metrics = 0.0, dict[str, float]()
@@ -202,7 +217,7 @@ class Rollouts:
             assert self._rewards is not None
             texts = map(self._text, rollouts)
             samples = [
-                Sample(prompt.text, text, prompt.columns, f"{name}, the prompt in {prompt.where}")
+                Sample(prompt.text, text, prompt.columns, _Where(name, prompt.where))
                 for prompt, text in zip(prompts, texts, strict=True)
             ]
             return self._rewards(samples)
@@ -268,7 +283,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
     at_once = config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
     parts = math.prod(mesh.shape[axis] for axis in run.rules["activation_batch"])
-    slots = max(-(-slots // parts) * parts, config[GROUP])
+    slots = -(-max(slots, config[GROUP]) // parts) * parts
     return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
 
 

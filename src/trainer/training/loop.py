@@ -1,8 +1,9 @@
 """The training loop. The device never waits for the host: it gets the next step before metrics of a step are read."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -135,10 +136,15 @@ class _Loop:
     def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
         """Returns the next batch and its position; None if the run was interrupted meanwhile. If the source fails, the
         state is saved."""
-        try:
+        with self._saved_if_it_fails():
             return batches.take(lambda: self.state, lambda: self._preemption.requested)
+
+    @contextlib.contextmanager
+    def _saved_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
         except UserError:
-            if self.done % batches.updates == 0:
+            if self.done % self._batches.updates == 0:
                 self.save(force=True)
             raise
 
@@ -173,7 +179,8 @@ class _Loop:
             return
         self.reader.flush()
         batches, tokenizer = self._batches.held_out(lambda: self.state), self._dataset.tokenizer
-        row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
+        with self._saved_if_it_fails():
+            row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
         self.evaluated = row is not None
         if row is not None:
             self._last_evaluation = row
