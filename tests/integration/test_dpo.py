@@ -1,6 +1,7 @@
 """`python -m trainer.dpo` as a user runs it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_it_resumes_with_the_same_reference_and_the_same_bits(first):
     train("parts", steps=3, learning_rate_schedule_steps=6)
     train("parts", learning_rate_schedule_steps=6)
     assert_same("nnx", "parts")
+
+
+def test_the_reference_may_have_moved_but_not_changed(first):
+    keys = {"tokenizer_type": "auto", "eval_interval": -1, "learning_rate_schedule_steps": 6}
+    train("moved", load_parameters_path="runs/nnx", steps=3, **keys)
+    shutil.copytree("runs/nnx", "runs/elsewhere")
+    assert "3 of 4 updates are done" in train("moved", load_parameters_path="runs/elsewhere", steps=4, **keys)
+    words = PAIRS | keys | {"run_name": "moved", "load_parameters_path": "runs/nnx/checkpoints/3"}
+    code, printed = command(words, program=dpo.main)
+    assert code == 2
+    assert "its reference was a model with other values" in printed
 
 
 def test_adapters_have_the_base_as_reference():

@@ -254,6 +254,7 @@ def test_what_is_refused_before_jax(monkeypatch):
         ("use_sft=true", "a run trains in one of these ways"),
         ("use_grpo=false", "trainer.grpo is for reinforcement learning"),
         ("train_data_columns=[prompts,answer]", "is the name of another argument"),
+        ("max_prefill_predict_length=16", "prompts of 16 tokens leave no room for a completion in 16"),
         ("dataset_type=synthetic", "has no prompts"),
     ):
         assert said in refused(words)
@@ -265,9 +266,26 @@ def test_what_is_refused_when_it_is_known():
     said = refused("gradient_accumulation_steps=2")
     assert "the 12 sequences of a round have up to 16 tokens each and may need 12 rows; an update has 8" in said
     assert "Set gradient_accumulation_steps=3" in said
-    assert "no function" in refused("reward_functions=[judges:digit]") or "nearest" in said
+    for words in ((), ("--dry-run",)):
+        assert "judges.py has no function digit" in refused("reward_functions=[judges:digit]", *words)
     assert "no prompt is left" in refused("max_prefill_predict_length=1")
     assert not Path("runs/run-0001/metrics.jsonl").exists()
+
+
+def test_a_run_resumes_with_the_same_distribution_and_more_rounds(finished, tmp_path):
+    whole, _ = finished
+    killed_at(4, whole, tmp_path)
+    for key, value in {"decode_sampling_temperature": 0.5, "decode_sampling_seed": 1}.items():
+        assert f"{key}: " in refused(**{key: value})
+    _, said = learned(num_batches=7, reward_num_workers=2, reward_worker_timeout_seconds=20, rollout_micro_batch_size=6)
+    assert "4 of 7 updates are done" in said
+
+
+def test_a_function_that_fails_in_an_evaluation_loses_nothing():
+    Path("broken").touch()
+    few = {"steps": 4, "checkpoint_period": 100, "save_checkpoint_on_start": False, "eval_interval": 2}
+    assert "evaluation, the prompt in " in refused(**few)
+    assert newest(RUN).name == "2"
 
 
 def test_a_function_that_fails_names_its_sample_and_loses_nothing():

@@ -79,6 +79,7 @@ RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (("z_loss_multiplier", "label_smoothing"), lambda c: c[ENABLE], "they belong to the loss of the next token"),
     (("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c[ENABLE], "rollouts are packed"),
     (("steps",), lambda c: c[ENABLE] and c.num_batches > 0, f"num_batches x {ITERATIONS} updates are made"),
+    (("reuse_example_batch",), lambda c: c[ENABLE], "each round has prompts of its own"),
     (("data_pipeline", "grain_worker_count"), lambda c: c[ENABLE], "prompts are held in memory"),
 )
 

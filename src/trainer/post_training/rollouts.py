@@ -87,6 +87,7 @@ class Rollouts:
         self._align = TILE if config[KEY] else 1
         self._engine = engine_of(run, config.batch_size * config[GROUP])
         self._stream = dataset.train_stream(start.position, rows=config.batch_size)
+        self._averages = jax.jit(run.sharded(self._averaged)) if config.ema_decay else None
         self._rewards: Rewards | None = None
         self._stack = ExitStack()
 
@@ -118,13 +119,15 @@ class Rollouts:
         return self._round
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`: the most likely answers to held-out prompts, with their rewards."""
+        """See `BatchSource.held_out`: the most likely answers to held-out prompts, with their rewards. With ema_decay,
+        the averages answer."""
         run, held_out = self._run, self._dataset.held_out
         assert held_out is not None, "eval_interval is above 0"
         rows, steps = run.eval_rows, run.config.eval_steps
         most = len(held_out.prompts) if steps < 0 else steps * eval_parts(run.config) * rows
         prompts = held_out.prompts[:most]
-        rollouts = self._complete(state(), prompts, Sampling(0.0), [0] * len(prompts), 1, lambda: False, "evaluation")
+        variables = self._averages(state()) if self._averages else self._current(state())
+        rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, lambda: False, "evaluation")
         assert rollouts is not None
         scored = self._scored(prompts, rollouts, "evaluation")
         rewards, length = [one.reward for one in scored], run.config.max_target_length
@@ -140,7 +143,7 @@ class Rollouts:
         prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
         seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config[GROUP]
         name = f"round {number + 1:,}"
-        rollouts = self._complete(state, prompts, sampling_of(config), seeds, group, interrupted, name)
+        rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, interrupted, name)
         if rollouts is None:
             return None
         of_each = [prompt for prompt in prompts for _ in range(group)]
@@ -160,9 +163,17 @@ class Rollouts:
         rows = rows_for(self._run.config, 1 + max(row for row, _ in at))
         return Round(self._share(packed(rollouts, rewards.tolist(), gains.tolist(), at, rows, length)), position)
 
+    def _current(self, state: Any) -> tuple[Any, Any]:
+        tree = self._run.codec.unpack(state)
+        return tree.params, tree.rest
+
+    def _averaged(self, state: Any) -> tuple[Any, Any]:
+        params, rest = self._run.computation.trained(self._run.codec.unpack(state))
+        return jax.lax.with_sharding_constraint(params, self._run.param_shardings.compute), rest
+
     def _complete(
         self,
-        state: Any,
+        variables: tuple[Any, Any],
         prompts: Sequence[Prompt],
         sampling: Sampling,
         seeds: Sequence[int],
@@ -170,10 +181,9 @@ class Rollouts:
         interrupted: Callable[[], bool],
         name: str,
     ) -> list[Rollout] | None:
-        """Returns `samples` completions of each prompt by the parameters of `state`; None if interrupted."""
+        """Returns `samples` completions of each prompt by `variables`, (params, rest); None if interrupted."""
         run, stop = self._run, self._dataset.stop
-        tree = run.codec.unpack(state)
-        scheduler = Scheduler(self._engine, self._engine.hold(tree.params, tree.rest), fill=True)
+        scheduler = Scheduler(self._engine, self._engine.hold(*variables), fill=True)
         limit = completion_limit(run.config)
         owners: dict[int, int] = {}
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
