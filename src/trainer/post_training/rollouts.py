@@ -28,7 +28,7 @@ from trainer.observe import RolloutFiles
 from trainer.post_training.groups import Rollout, advantages, packed, places
 from trainer.post_training.prompts import INDEX, Prompt, PromptDataset
 from trainer.post_training.rewards import Rewards, Sample, Scored
-from trainer.runtime.agreement import from_first, is_first
+from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.place import share_of_rows
 from trainer.training import Run, Start
 
@@ -92,11 +92,9 @@ class Rollouts:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        config = self._run.config
-        if is_first():
-            seconds = config.reward_worker_timeout_seconds
-            rewards = Rewards(config[FUNCTIONS], config.reward_num_workers, seconds, self._say)
-            self._rewards = self._stack.enter_context(rewards)
+        self._rewards = agreed(self._judges)
+        if self._rewards is not None:
+            self._stack.enter_context(self._rewards)
         return self
 
     def __exit__(
@@ -104,6 +102,14 @@ class Rollouts:
     ) -> None:
         self._stack.close()
         self._stream.close()
+
+    def _judges(self) -> Rewards | None:
+        """Starts the processes of reward functions, in the first process of the run."""
+        if not is_first():
+            return None
+        config = self._run.config
+        seconds = config.reward_worker_timeout_seconds
+        return Rewards(config[FUNCTIONS], config.reward_num_workers, seconds, self._say)
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """See `BatchSource.take`."""

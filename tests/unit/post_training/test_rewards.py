@@ -139,7 +139,20 @@ def test_values(told, value, number):
 
 
 @pytest.mark.parametrize(
-    "value", ["None", "'1'", "[1, 2]", "[]", "[[1]]", "[None]", "float('nan')", "-1e999", "__import__('numpy').ones(2)"]
+    "value",
+    [
+        "None",
+        "'1'",
+        "[1, 2]",
+        "[]",
+        "[[1]]",
+        "[None]",
+        "float('nan')",
+        "-1e999",
+        "1e39",
+        "10 ** 400",
+        "__import__('numpy').ones(2)",
+    ],
 )
 def test_values_that_are_no_reward(told, value):
     with pytest.raises(UserError, match=r"line 1: the reward function my_rewards:as_told returned .*finite number"):
@@ -152,7 +165,6 @@ def test_values_that_are_no_reward(told, value):
         ("1 / 0", r"ZeroDivisionError: division by zero \(.*my_rewards.py, line 16\)"),
         ("nested('{')", r"JSONDecodeError: .* \(.*my_rewards.py, line 23\)"),
         ("sys.exit('end')", "SystemExit: end"),
-        ("10 ** 400", "OverflowError"),
         ("\x1b[2J", "SyntaxError"),
     ],
 )
