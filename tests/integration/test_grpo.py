@@ -31,6 +31,10 @@ def digits(prompts, completions, answer, **others):
     return [sum(c in "0123456789" for c in completion) + 0.1 * (completion == answer[0]) for completion in completions]
 
 
+def letters(completions):
+    return sum(map(ord, completions[0]))
+
+
 def short(completions):
     if os.path.exists("broken") and os.path.exists("runs/run-0001/rollouts/000001.jsonl"):
         raise KeyError("broken")
@@ -279,6 +283,17 @@ def test_a_run_resumes_with_the_same_distribution_and_more_rounds(finished, tmp_
         assert f"{key}: " in refused(**{key: value})
     _, said = learned(num_batches=7, reward_num_workers=2, reward_worker_timeout_seconds=20, rollout_micro_batch_size=6)
     assert "4 of 7 updates are done" in said
+
+
+def test_averages_answer_in_evaluations_and_not_in_rounds():
+    rows = []
+    for decay in (0, 0.9):
+        run = f"decay-{decay}"
+        keys = {"eval_interval": 2, "steps": 2, "learning_rate": 0.5, "reward_functions": "[judges:letters]"}
+        learned(run_name=run, ema_decay=decay, **keys)
+        rows.append(rows_of(Path("runs", run)))
+    assert rows[0][:2] == rows[1][:2]
+    assert rows[0][2]["eval_reward"] != rows[1][2]["eval_reward"]
 
 
 def test_a_function_that_fails_in_an_evaluation_loses_nothing():

@@ -70,9 +70,8 @@ def columns_problem(config: Config, key: str) -> str | None:
     """Returns why the columns do not hold documents, or conversations with use_sft; None if they can."""
     columns = config[key]
     if config.use_grpo:
-        return (
-            None if columns and all(columns) else "must be the column of prompts, and those that reward functions read"
-        )
+        named = columns and all(columns) and len(set(columns)) == len(columns)
+        return None if named else "must be the column of prompts, and those that reward functions read, each once"
     if config.use_sft and config.formatting_func_path:
         return None if columns and all(columns) else "must be the columns that the function reads"
     said = [column for column in columns if not config.use_sft or column != TOOLS]

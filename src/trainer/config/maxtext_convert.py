@@ -23,6 +23,7 @@ from trainer.config.maxtext_command import Command, as_text, has_variable
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
+from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.config.schema import plain_name, schema
 from trainer.config.values import read_text
 
@@ -32,14 +33,16 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
 STOPPING = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER)
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
-SFT, DPO = "trainer.sft", "trainer.dpo"
-SAME_WORDS = (TRAIN, SFT, DPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
+SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
+SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 # Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
-_OF_DATA = (TRAIN, SFT, DPO, COMPILE)
+_OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE)
 _LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
+_LENGTH = "max_target_length="
+_OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value, which is of each in MaxText"
 # What a command of a program must say, with an example.
 _NEEDED = {
     COMPILE: ("compile_topology=v5e-16",),
@@ -153,6 +156,11 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     rows += [_verdict(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
     if runs in (GENERATE, EXPORT):
         rows = [_without_data(row, runs) for row in rows]
+    if runs == DPO:
+        rows = [
+            row._replace(kind=DIFFERS, text=_OF_PAIR) if row.kind == SAME and row.word.startswith(_LENGTH) else row
+            for row in rows
+        ]
     yml, in_yml = yml_of(command.yml)
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if _in_environment(row)]
@@ -173,7 +181,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     loaded: Loaded | None = None
     try:
         assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        defaults = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS}.get(runs)
+        defaults = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}.get(runs)
         # Only translated.
         loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=defaults)
         problems = _other_defaults(yml, loaded)

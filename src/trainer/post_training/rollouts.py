@@ -88,6 +88,7 @@ class Rollouts:
         self._engine = engine_of(run, config.batch_size * config[GROUP])
         self._stream = dataset.train_stream(start.position, rows=config.batch_size)
         self._averages = jax.jit(run.sharded(self._averaged)) if config.ema_decay else None
+        self._interrupted: Callable[[], bool] = lambda: False
         self._rewards: Rewards | None = None
         self._stack = ExitStack()
 
@@ -113,10 +114,11 @@ class Rollouts:
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """See `BatchSource.take`."""
+        self._interrupted = interrupted
         if self._done % self.updates == 0:
             current = jax.block_until_ready(state())  # the update before, which is not a part of the round's time
             started = time.perf_counter()
-            made = self._make(current, interrupted)
+            made = self._make(current)
             self.waited += time.perf_counter() - started
             if made is None:
                 return None
@@ -133,8 +135,9 @@ class Rollouts:
         most = len(held_out.prompts) if steps < 0 else steps * eval_parts(run.config) * rows
         prompts = held_out.prompts[:most]
         variables = self._averages(state()) if self._averages else self._current(state())
-        rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, lambda: False, "evaluation")
-        assert rollouts is not None
+        rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, "evaluation")
+        if rollouts is None:
+            return
         scored = self._scored(prompts, rollouts, "evaluation")
         rewards, length = [one.reward for one in scored], run.config.max_target_length
         for first in range(0, len(prompts), rows):
@@ -142,14 +145,14 @@ class Rollouts:
             at = [(row, 0) for row in range(len(prompts[here]))]
             yield self._share(packed(rollouts[here], rewards[here], [0.0] * len(at), at, rows, length))
 
-    def _make(self, state: Any, interrupted: Callable[[], bool]) -> Round | None:
+    def _make(self, state: Any) -> Round | None:
         """Returns the next round; None if it was interrupted."""
         config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
         chosen, position = next(self._stream)
         prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
         seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config[GROUP]
         name = f"round {number + 1:,}"
-        rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, interrupted, name)
+        rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, name)
         if rollouts is None:
             return None
         of_each = [prompt for prompt in prompts for _ in range(group)]
@@ -184,7 +187,6 @@ class Rollouts:
         sampling: Sampling,
         seeds: Sequence[int],
         samples: int,
-        interrupted: Callable[[], bool],
         name: str,
     ) -> list[Rollout] | None:
         """Returns `samples` completions of each prompt by `variables`, (params, rest); None if interrupted."""
@@ -211,7 +213,7 @@ class Rollouts:
                 log_probs[i].append(event.log_prob)
                 if event.end is not None:
                     ends[i] = event.end
-            if interrupted():
+            if self._interrupted():
                 return None
             if time.perf_counter() - shown > _INTERVAL:
                 shown = time.perf_counter()

@@ -12,7 +12,7 @@ import pytest
 from trainer import from_maxtext
 from trainer.config import UserError, load, maxtext, maxtext_tools, schema
 from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import DIFFERS, REFUSED, TRAIN, by_kind, convert, program, unchecked
+from trainer.config.maxtext_convert import DIFFERS, REFUSED, SAME, TRAIN, by_kind, convert, program, unchecked
 
 DOCS = Path(__file__).parents[3] / "docs"
 BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "
@@ -193,6 +193,24 @@ def test_a_value_that_is_refused_is_told_before_what_differs_in_the_keys_meaning
     assert (row.kind, row.text) == (REFUSED, "not true or false; allowed: true or false")
     (row,) = convert(parse(["base.yml", "scan_layers=false"]), TRAIN).rows
     assert (row.kind, row.text) == (DIFFERS, maxtext.table()["meanings"]["scan_layers"])
+
+
+@pytest.mark.parametrize(
+    ("line", "kinds"),
+    [
+        (
+            "rl.train_rl base.yml rl.num_generations=4 batch_size=2",
+            {"rl.num_generations=4": SAME, "batch_size=2": SAME},
+        ),
+        ("rl.train_rl base.yml reward_functions=a,b", {"reward_functions=a,b": REFUSED}),
+        ("dpo.train_dpo base.yml dpo.dpo_beta=0.2", {"dpo.dpo_beta=0.2": SAME}),
+        ("dpo.train_dpo base.yml max_target_length=1024", {"max_target_length=1024": DIFFERS}),
+        ("sft.train_sft base.yml max_target_length=1024", {"max_target_length=1024": SAME}),
+    ],
+)
+def test_keys_of_post_training_have_verdicts(line, kinds):
+    _, made = converted(f"python3 -m maxtext.trainers.post_train.{line}")
+    assert kinds.items() <= {row.given: row.kind for row in made.rows}.items()
 
 
 def test_the_parts_of_a_command():
