@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import SFT_DEFAULTS
@@ -43,6 +43,8 @@ _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generat
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
 _OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value, which is of each in MaxText"
+# The defaults of programs where they differ from those of base.yml.
+_DEFAULTS: dict[str, Mapping[str, Any]] = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
 # What a command of a program must say, with an example.
 _NEEDED = {
     COMPILE: ("compile_topology=v5e-16",),
@@ -181,9 +183,8 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     loaded: Loaded | None = None
     try:
         assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        defaults = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}.get(runs)
         # Only translated.
-        loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=defaults)
+        loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=_DEFAULTS.get(runs))
         problems = _other_defaults(yml, loaded)
     except UserError as error:
         lines = str(error).split("\n  ")
