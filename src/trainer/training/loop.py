@@ -138,7 +138,7 @@ class _Loop:
         try:
             return batches.take(lambda: self.state, lambda: self._preemption.requested)
         except UserError:
-            if self.done % batches.updates == 0:
+            if self.done > self._start.updates and self.done % batches.updates == 0:
                 self.save(force=True)
             raise
 
