@@ -339,8 +339,8 @@ def test_lines_of_theirs_without_a_feature_that_is_missing_here_load(yml, words)
 
 
 def test_groups_of_rewards_and_preferences_spell_our_keys():
-    words = "rl.num_generations=4 rl.grpo_beta=0 rl.epsilon_high=null dpo.algo=orpo dpo.dpo_beta=0.2 dpo.orpo_lambda=0.3"
-    config = load([*words.split(), "dpo.max_prompt_length=7"]).config
+    words = "rl.num_generations=4 rl.grpo_beta=0 rl.epsilon_high=null dpo.algo=orpo dpo.dpo_beta=0.2"
+    config = load([*words.split(), "dpo.orpo_lambda=0.3", "dpo.max_prompt_length=7"]).config
     assert (config.rl_num_generations, config.rl_grpo_beta, config.rl_epsilon_high) == (4, 0, -1)
     assert (config.dpo_algo, config.dpo_beta, config.dpo_orpo_lambda) == ("orpo", 0.2, 0.3)
     assert config.dpo_max_prompt_length == 7
