@@ -96,6 +96,8 @@ def test_the_reference_may_have_moved_but_not_changed(first):
     train("moved", load_parameters_path="runs/nnx", steps=3, **keys)
     shutil.copytree("runs/nnx", "runs/elsewhere")
     assert "3 of 4 updates are done" in train("moved", load_parameters_path="runs/elsewhere", steps=4, **keys)
+    tokenizer = "runs/nnx/checkpoints/6/run/tokenizer"
+    assert "4 of 5 updates are done" in train("moved", steps=5, tokenizer_path=tokenizer, **keys)
     words = PAIRS | keys | {"run_name": "moved", "load_parameters_path": "runs/nnx/checkpoints/3"}
     code, printed = command(words, program=dpo.main)
     assert code == 2

@@ -144,7 +144,7 @@ class _Loop:
         try:
             yield
         except UserError:
-            if self.done % self._batches.updates == 0:
+            if self.done > self._start.updates and self.done % self._batches.updates == 0:
                 self.save(force=True)
             raise
 

@@ -90,7 +90,7 @@ def start(
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        frozen = _reference(run, say, given) if run.frozen.of_parameters else run.frozen.make()
+        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make()
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
             check_base(by_path(frozen), begin.reference, path, "its reference was a model", "the model of that time")
@@ -106,9 +106,13 @@ def start(
     return begin._replace(frozen=frozen, reference=base_of(config.load_parameters_path, by_path(frozen)))
 
 
-def _reference(run: Run, say: Say, given: Collection[str]) -> Any:
-    """Returns the parameters with which the run began, made as at that time."""
-    return run.frozen.make(_parameters(run, _new(run, lambda line: say(f"reference model: {line}"), given).state))
+def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
+    """Returns the parameters with which the run of the checkpoint `path` began, made as at that time: from the place of
+    that time, unless load_parameters_path gives another."""
+    before = inspect(path).reference
+    place = run.config.load_parameters_path or (before.path if before else "")
+    own = run._replace(config=FrozenConfigDict({**run.config, "load_parameters_path": place}))
+    return run.frozen.make(_parameters(own, _new(own, lambda line: say(f"reference model: {line}"), given).state))
 
 
 def _parameters(run: Run, state: Any) -> Any:

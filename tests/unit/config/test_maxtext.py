@@ -336,3 +336,13 @@ def test_data_of_ones_own_say_which_defaults_differ():
 @pytest.mark.parametrize("yml", ["src/maxtext/configs/base.yml", "base.yml"])
 def test_lines_of_theirs_without_a_feature_that_is_missing_here_load(yml, words):
     assert load([yml, *words.split()]).config.steps == 10
+
+
+def test_groups_of_rewards_and_preferences_spell_our_keys():
+    words = "rl.num_generations=4 rl.grpo_beta=0 rl.epsilon_high=null dpo.algo=orpo dpo.dpo_beta=0.2"
+    config = load([*words.split(), "dpo.orpo_lambda=0.3", "dpo.max_prompt_length=7"]).config
+    assert (config.rl_num_generations, config.rl_grpo_beta, config.rl_epsilon_high) == (4, 0, -1)
+    assert (config.dpo_algo, config.dpo_beta, config.dpo_orpo_lambda) == ("orpo", 0.2, 0.3)
+    assert config.dpo_max_prompt_length == 7
+    write("my.yml", "base_config: base.yml\nrl:\n  num_iterations: 2\n  epsilon_high: null\n  max_concurrency: 256\n")
+    assert load(["my.yml"]).config.rl_num_iterations == 2

@@ -1,5 +1,6 @@
 """DPO and ORPO: closed forms, the gradient, packing, accumulation and tiling, and 50 steps of TRL."""
 
+import itertools
 import json
 import math
 from functools import cache
@@ -17,6 +18,7 @@ from trainer.config.dump import as_words
 from trainer.data.batches import make_batch
 from trainer.data.documents import Counts, Document
 from trainer.data.packing import Packing
+from trainer.objectives import Frozen
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
 from trainer.runtime.place import place
 from trainer.training import build
@@ -163,6 +165,21 @@ def test_equal_policy_and_reference_give_log_2_and_accuracy_0(keys):
     for name in ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy"):
         assert found.means[name] == 0
     assert max(np.abs(grad).max() for grad in jax.tree.leaves(found.grads)) > 1e-4
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_equal_parameters_have_equal_log_probabilities_whatever_two_programs_compute(equal):
+    calls = itertools.count(1)
+
+    def apply(params, rest, x, *args, method="", capture=(), **_):
+        if method == "head":
+            return next(calls) * x * params["w"], {}, None
+        return jax.nn.one_hot(x, 64), {}, None
+
+    first = {"w": jnp.ones(64)}
+    params = first if equal else {"w": first["w"].at[3].set(2)}
+    sums = Dpo(apply, frozen=Frozen((), (), None)).sums(params, {}, rows_of(some_pairs(8), 32), None, frozen=first)
+    assert (sums.measured["reward_accuracy"] == sums.measured["reward_margin"] == 0) == equal
 
 
 def close(left, right, tolerance=1e-5):

