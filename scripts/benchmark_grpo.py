@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import sums
 
+from trainer.config.words import counted
+
 SEEDS = (0, 1, 2)
 TASK = {
     "dataset_type": "grain",
@@ -159,7 +161,8 @@ def plot(curves: dict[str, list[Curve]], file: str) -> None:
         for number, run in enumerate(runs):
             panel.plot(*zip(*run.points, strict=True), style, color=color, label=None if number else kind)
     panel.set(xlabel="seconds of steps and rollouts", ylabel="greedy accuracy on held-out sums", ylim=(0, 1))
-    panel.set_title(f"GRPO on sums of two numbers below 100; {len(next(iter(curves.values())))} seeds")
+    seeds = counted(len(next(iter(curves.values()))), "seed")
+    panel.set_title(f"GRPO on sums of two numbers below 100; {seeds}")
     panel.grid(alpha=0.3)
     panel.legend()
     figure.savefig(file, metadata={"Date": None})
