@@ -38,8 +38,7 @@ def _source(
     from trainer.post_training.rollouts import Rollouts
     from trainer.runtime.agreement import is_first
 
-    first = begin.updates // run.config.rl_num_iterations
-    files = RolloutFiles(run_dir, first) if run_dir is not None and is_first() else None
+    files = RolloutFiles(run_dir) if run_dir is not None and is_first() else None
     return Rollouts(run, dataset, begin, files, say)
 
 

@@ -237,13 +237,13 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, run_dir, console):
             return None
         compiled = loaded_step(run, console.say)
         files = metrics_files(run.config, run_dir.path, run_dir.folder.name)
-        # All possible errors in the command have been reported, so the run may now write to its folder.
-        entry = start_entry(run, begin, loaded.sources)
-        run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         source = None
         if kind.source:
             opened = stack.enter_context(kind.source(run, dataset, begin, run_dir, console.say))
             source = lambda *args: contextlib.nullcontext(opened)  # noqa: E731
+        # All possible errors in the command have been reported, so the run may now write to its folder.
+        entry = start_entry(run, begin, loaded.sources)
+        run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         if begin.updates < run.config.steps:
             compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)

@@ -312,3 +312,13 @@ def test_a_function_that_fails_names_its_sample_and_loses_nothing():
     Path("broken").unlink()
     learned(steps=4, checkpoint_period=100, save_checkpoint_on_start=False, eval_interval=-1)
     assert len(rollouts(RUN)) == 4
+
+
+def test_a_command_that_is_refused_leaves_the_folder_as_it_was(finished, tmp_path):
+    assert "judges:absent" in refused(reward_functions="[judges:absent]", run_name="other")
+    assert not list(Path("runs/other").glob("*.json*"))
+    killed_at(4, finished[0], tmp_path)
+    before = {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()}
+    Path("judges.py").write_text("raise ImportError('broken')")
+    assert "broken" in refused()
+    assert {path: path.read_bytes() for path in RUN.rglob("*") if path.is_file()} == before

@@ -14,30 +14,29 @@ _LARGE = ("prompt_tokens", "tokens", "log_probs")
 
 
 class RolloutFiles:
-    """The files of a run that begins with a round."""
+    """The files of a run."""
 
-    def __init__(self, run_dir: RunDir, first: int):
-        """Removes the files of the round `first` and of later ones, which an earlier process wrote.
-
-        Raises:
-          UserError: they cannot be removed.
-        """
-        self._folder = run_dir.path / ROLLOUTS
-        with writing(self._folder):
-            _remove(self._folder, first)
-        if run_dir.remote is not None:
-            with remote_errors(run_dir.remote):
-                _remove(run_dir.remote / ROLLOUTS, first)
+    def __init__(self, run_dir: RunDir):
+        self._run_dir, self._folder, self._begun = run_dir, run_dir.path / ROLLOUTS, False
 
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
 
+        Before its first round, it removes those of later rounds, which an earlier process wrote.
+
         Raises:
           UserError: the disk is full.
         """
-        path = self._folder / f"{number:06d}.jsonl"
+        path, remote = self._folder / f"{number:06d}.jsonl", self._run_dir.remote
         with writing(path):
             self._folder.mkdir(exist_ok=True)
+            if not self._begun:
+                _remove(self._folder, number)
+        if not self._begun and remote is not None:
+            with remote_errors(remote):
+                _remove(remote / ROLLOUTS, number)
+        self._begun = True
+        with writing(path):
             replace_file(path, "".join(f"{json.dumps(dict(row))}\n" for row in rows))
 
 

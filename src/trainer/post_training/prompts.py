@@ -102,17 +102,18 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     def open_stream(**settings: Any) -> Stream:
         return PreparedStream(train, **settings, **order)
 
+    stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
+    rendering = chat and chat.template.text
     identity = {
         "format": _FORMAT,
         "way": "prompts",
         "documents": fingerprint({"corpora": [corpus.identity for corpus in source.train]}),
-        "tokenizer": fingerprint({"tokenizer": tokenizer.fingerprint, "template": chat and chat.template.text}),
+        "tokenizer": fingerprint({"tokenizer": tokenizer.fingerprint, "template": rendering, "stop": stop}),
         "length": longest_prompt(config),
         "order": f"seed {order['seed']}" if order["shuffle"] else "that of the files",
     }
     summary = f"{source.name}: {counted(train.size, 'prompt')}"
     summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
-    stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
     if not any(token < config.vocab_size for token in stop):
         say("no token ends a completion: the tokenizer has none for the end, so each goes on to the end of its room")
     if chat is None and (template := tokenizer.chat_template):
