@@ -25,7 +25,7 @@ def _check(config: Config) -> None:
 
 def _dataset(config: Config, say: Callable[[str], None]) -> Any:
     from trainer.post_training.prompts import open_prompts
-    from trainer.post_training.rollouts import check_rows
+    from trainer.post_training.room import check_rows
 
     check_rows(config)
     return open_prompts(config, say)

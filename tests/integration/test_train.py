@@ -34,7 +34,7 @@ from trainer.observe.profiler import Profiler
 from trainer.post_training.chat_encoder import chat_encoder
 from trainer.post_training.pairs import pair_encoder
 from trainer.post_training.prompts import open_prompts
-from trainer.post_training.rollouts import check_rows
+from trainer.post_training.room import check_rows
 from trainer.train import main
 from trainer.training import build
 

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import FrozenConfigDict
 
 from trainer.backends import make_model
-from trainer.config import Config, UserError, eval_parts, global_batch_rows, microbatch_rows
+from trainer.config import UserError, eval_parts
 from trainer.config.invariant_keys import KEY, TILE
 from trainer.config.rl_keys import FUNCTIONS, GROUP, ITERATIONS
 from trainer.config.words import counted
@@ -21,13 +21,14 @@ from trainer.data import Batch, Position
 from trainer.inference.engine import Engine
 from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
 from trainer.inference.scheduler import LENGTH, Scheduler
-from trainer.inference.served import Served, for_decoding, longest_prompt
+from trainer.inference.served import Served, for_decoding
 from trainer.inference.text import TextStream
 from trainer.models.caches import takes_cache
 from trainer.observe import RolloutFiles
 from trainer.post_training.groups import Rollout, advantages, packed, places
 from trainer.post_training.prompts import INDEX, Prompt, PromptDataset
 from trainer.post_training.rewards import Rewards, Sample, Scored
+from trainer.post_training.room import completion_limit, rows_for
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.place import share_of_rows
 from trainer.training import Run, Start
@@ -303,39 +304,6 @@ def engine_of(run: Run, sequences: int) -> Engine:
     parts = math.prod(mesh.shape[axis] for axis in run.rules["activation_batch"])
     slots = -(-max(slots, config[GROUP]) // parts) * parts
     return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
-
-
-def completion_limit(config: Config) -> int | None:
-    """Returns the largest number of tokens of a completion; None if only the end of the row limits it."""
-    longest = config.max_prefill_predict_length
-    return None if longest < 0 else config.max_target_length - longest
-
-
-def rows_for(config: Config, needed: int) -> int:
-    """Returns the rows of an update that takes `needed` rows: those of all microbatches, or of half of them, a quarter,
-    ..., so that few programs are compiled."""
-    rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
-    while parts > 1 and -(-parts // 2) * rows >= needed:
-        parts = -(-parts // 2)
-    return parts * rows
-
-
-def check_rows(config: Config) -> None:
-    """Raises UserError if an update of `config`, resolved, may have too few rows for the sequences of a round."""
-    length, sequences = config.max_target_length, config.batch_size * config[GROUP]
-    longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
-    align = TILE if config[KEY] else 1
-    together = 1 + (length - longest) // (longest + -longest % align) if config.packing else 1
-    needed, there = -(-sequences // together), global_batch_rows(config)
-    if needed > there:
-        steps = -(-needed // microbatch_rows(config))
-        raise UserError(
-            f"batch_size={config.batch_size}, {GROUP}={config[GROUP]}: the {sequences:,} sequences of a round have up "
-            f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
-            f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "
-            "rows takes fewer microbatches"
-        )
 
 
 def _seeds(seed: int, number: int, count: int) -> list[int]:

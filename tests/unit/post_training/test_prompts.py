@@ -8,7 +8,7 @@ from sample_data import config_of, write_records
 
 from trainer.config import UserError, resolve
 from trainer.post_training.prompts import INDEX, open_prompts
-from trainer.post_training.rollouts import check_rows, rows_for
+from trainer.post_training.room import check_rows, rows_for
 
 ALL = {"eval_interval": -1, "held_out_share": 0}
 ROWS = [{"q": f"{i}+1=", "a": i, "more": {"k": [i]}} for i in range(20)]
