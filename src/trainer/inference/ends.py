@@ -12,11 +12,12 @@ from trainer.runtime.folders import check_folder
 
 def begin_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens before a prompt for the model of load_parameters_path: those that the tokenizer.json of a
-    Hugging Face directory adds, otherwise the token before each document."""
+    Hugging Face directory adds, otherwise, or if the directory is gone, the token before each document."""
     if tokenizer.bos is None:
         return []
     path = config.load_parameters_path
-    published = path and isinstance(open_source(path, config.decoder_block), HuggingFaceSource)
+    there = path and ("://" in path or local_path(path).exists())
+    published = there and isinstance(open_source(path, config.decoder_block), HuggingFaceSource)
     return tokenizer.template if published and isinstance(tokenizer, JsonTokenizer) else [tokenizer.bos]
 
 

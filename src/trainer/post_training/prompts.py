@@ -103,12 +103,16 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
         return PreparedStream(train, **settings, **order)
 
     stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
-    rendering = chat and chat.template.text
+    of_tokens = {
+        "tokenizer": tokenizer.fingerprint,
+        "template": chat and chat.template.text,
+        "ends": [begin_tokens(config, tokenizer), stop],
+    }
     identity = {
         "format": _FORMAT,
         "way": "prompts",
         "documents": fingerprint({"corpora": [corpus.identity for corpus in source.train]}),
-        "tokenizer": fingerprint({"tokenizer": tokenizer.fingerprint, "template": rendering, "stop": stop}),
+        "tokenizer": fingerprint(of_tokens),
         "length": longest_prompt(config),
         "order": f"seed {order['seed']}" if order["shuffle"] else "that of the files",
     }
