@@ -61,6 +61,7 @@ RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eva
 EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
     "docs/guides/sft.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
+    "docs/guides/preferences.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/benchmarks/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/crossing.md": [
