@@ -255,6 +255,7 @@ def test_what_is_refused_before_jax(monkeypatch):
         ("reward_functions=[judges]", "not the path of a function"),
         ("enable_diloco=true", "each island has parameters of its own"),
         ("mtp_num_layers=1", "would not be trained"),
+        ("z_loss_multiplier=0.1", "a term of the loss of the next token"),
         ("use_sft=true", "a run trains in one of these ways"),
         ("use_grpo=false", "trainer.grpo is for reinforcement learning"),
         ("train_data_columns=[prompts,answer]", "is the name of another argument"),

@@ -70,13 +70,14 @@ _ALL = (
     _rounds("checkpoint_period"),
     _left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
     _left_out("mtp_num_layers", "modules of multi-token prediction would not be trained"),
+    _left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
+    _left_out("label_smoothing", "this smooths the loss of the next token"),
     _left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
 )
 RL_CHECKS = tuple(((ENABLE, *keys), _of_rl(problem)) for keys, problem in _ALL)
 
 RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (KEYS, lambda c: not c[ENABLE], f"{ENABLE}=false"),
-    (("z_loss_multiplier", "label_smoothing"), lambda c: c[ENABLE], "they belong to the loss of the next token"),
     (("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c[ENABLE], "rollouts are packed"),
     (("steps",), lambda c: c[ENABLE] and c.num_batches > 0, f"num_batches x {ITERATIONS} updates are made"),
     (("reuse_example_batch",), lambda c: c[ENABLE], "each round has prompts of its own"),

@@ -139,7 +139,7 @@ class Rollouts:
         rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, "evaluation")
         if rollouts is None:
             return
-        scored = self._scored(prompts, rollouts, "evaluation")
+        scored = self._scored(prompts, self._texts(rollouts), "evaluation")
         rewards, length = [one.reward for one in scored], run.config.max_target_length
         for first in range(0, len(prompts), rows):
             here = slice(first, first + rows)
@@ -157,10 +157,11 @@ class Rollouts:
         if rollouts is None:
             return None
         of_each = [prompt for prompt in prompts for _ in range(group)]
-        scored = self._scored(of_each, rollouts, name)
+        texts = self._texts(rollouts)
+        scored = self._scored(of_each, texts, name)
         rewards = np.array([one.reward for one in scored])
         gains = advantages(rewards.reshape(-1, group)).reshape(-1)
-        self._write(of_each, rollouts, scored, gains)
+        self._write(of_each, rollouts, texts, scored, gains)
         self.metrics = {
             "reward_std": float(rewards.std()),
             "equal_groups": float((rewards.reshape(-1, group) == rewards[::group, None]).all(axis=1).mean()),
@@ -229,12 +230,15 @@ class Rollouts:
             for i in range(len(owners))
         ]
 
-    def _scored(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], name: str) -> list[Scored]:
-        """Returns the rewards of the completions, which the first process computes."""
+    def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
+        """Returns the texts of completions; [] in processes other than the first, which need none."""
+        return list(map(self._text, rollouts)) if is_first() else []
+
+    def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
+        """Returns the rewards of the completions `texts`, which the first process computes."""
 
         def scored() -> list[Scored]:
             assert self._rewards is not None
-            texts = map(self._text, rollouts)
             samples = [
                 Sample(prompt.text, text, prompt.columns, _Where(name, prompt.where))
                 for prompt, text in zip(prompts, texts, strict=True)
@@ -252,7 +256,12 @@ class Rollouts:
         return "".join(map(stream.add, drawn if rollout.truncated else drawn[:-1])) + stream.end()
 
     def _write(
-        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], scored: Sequence[Scored], gains: np.ndarray
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        scored: Sequence[Scored],
+        gains: np.ndarray,
     ) -> None:
         if self._files is None:
             return
@@ -261,7 +270,7 @@ class Rollouts:
             {
                 "step": self._done,
                 "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
-                "completion": self._text(rollout),
+                "completion": text,
                 "reward": one.reward,
                 "rewards": dict(zip(functions, one.by_function, strict=True)),
                 "advantage": gain,
@@ -271,7 +280,7 @@ class Rollouts:
                 "tokens": rollout.completion.tolist(),
                 "log_probs": rollout.log_probs.tolist(),
             }
-            for prompt, rollout, one, gain in zip(prompts, rollouts, scored, gains.tolist(), strict=True)
+            for prompt, rollout, text, one, gain in zip(prompts, rollouts, texts, scored, gains.tolist(), strict=True)
         )
         self._files.write(self._done // self.updates, rows)
 
