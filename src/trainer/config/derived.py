@@ -26,7 +26,6 @@ ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for ax
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 # The axes that nothing uses yet, with the reason.
 UNUSED_AXES = {
-    "stage": "pipeline parallelism is not supported yet",
     "context": "context parallelism is not supported yet",
     "context_usp_ulysses": "context parallelism is not supported yet",
     "context_autoregressive": "context parallelism for inference is not supported yet",

@@ -226,6 +226,9 @@ class Config(Mapping[str, Any]):
     num_diloco_fragments: int
     num_experts: int
     num_experts_per_tok: int
+    num_layers_per_pipeline_stage: int
+    num_pipeline_microbatches: int
+    num_pipeline_repeats: int
     num_processes: int
     num_vocab_tiling: int
     opt_type: str
@@ -238,6 +241,10 @@ class Config(Mapping[str, Any]):
     parameter_memory_host_offload: bool
     parameter_metrics_period: int
     per_device_batch_size: float
+    pipeline_delay_activation_forwarding: bool
+    pipeline_fsdp_ag_once: bool
+    pipeline_fsdp_ag_per_repeat: bool
+    pipeline_parallel_layers: int
     prefill_chunk_size: int
     prefix_caching_hbm_byte: int
     process_id: int
@@ -308,6 +315,10 @@ class Config(Mapping[str, Any]):
     save_checkpoint_on_completion: bool
     save_checkpoint_on_start: bool
     scan_layers: bool
+    scan_layers_per_stage: bool
+    scan_pipeline_iterations: bool
+    set_remat_policy_on_layers_per_stage: bool
+    set_remat_policy_on_pipeline_iterations: bool
     sft_train_on_completion_only: bool
     sgd_momentum: float
     shard_optimizer_over_data: bool
