@@ -1,16 +1,16 @@
 """The keys of pipeline parallelism."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
-from trainer.config.words import counted
 
 STAGE = "stage"  # the mesh axis
 MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
 LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
+SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
+REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
 
 
@@ -26,6 +26,8 @@ class Pipeline:
       layers: iterations of the stack's loop in each stage and repeat.
       microbatches: a multiple of `stages`.
       delay: iterations until the next stage has a result, 1 or 2.
+      scan, scan_layers: whether the loop over iterations, and that over a stage's layers, is rolled.
+      remat, remat_layers: whether an iteration of a stage, and each of its layers, is rematerialized.
     """
 
     repeats: int
@@ -33,6 +35,10 @@ class Pipeline:
     layers: int
     microbatches: int
     delay: int = 1
+    scan: bool = True
+    scan_layers: bool = False
+    remat: bool = True
+    remat_layers: bool = False
 
     @property
     def iterations(self) -> int:
