@@ -12,6 +12,7 @@ LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwardin
 SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
 REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
+KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, ONCE, PER_REPEAT)
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,11 @@ def _stage(
         at = 0 if plan.repeats == 1 else repeat
         held = jax.tree.map(lambda leaf: checkpoint_name(leaf[at], WEIGHTS), variables)
         inner = loop._replace(stack=part, first=first, context=loop.context._replace(**fields))
-        how = {"scan": plan.scan_layers, "remat": remat if plan.remat_layers else None, "cast_inside": cast_inside}
-        x, _, sown = run_loop(inner, apply, held, x, [None] * len(apply), **how)
+        of_layer = remat if plan.remat_layers else None
+        entries = [None] * len(apply)
+        x, _, sown = run_loop(
+            inner, apply, held, x, entries, scan=plan.scan_layers, remat=of_layer, cast_inside=cast_inside
+        )
         return x, sown
 
     policy = remat_stage if plan.remat else None

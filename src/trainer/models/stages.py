@@ -1,6 +1,7 @@
 """Divides a decoder's stacks into the stages of a pipeline."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,27 +108,39 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
     return found or [f"another number of layers than {asked}"]
 
 
+def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) -> Any:
+    """Returns the array of all layers of a stack, [layers, ...].
+
+    Args:
+      inside: [R, S, L, ...], the layers in the pipeline.
+      outside: [layers, ...], those that it leaves, or None.
+      before: axes before these, such as that of DiLoCo's islands.
+    """
+    rest = inside.shape[before + len(plan.sizes) :]
+    whole = inside.reshape(*inside.shape[:before], math.prod(plan.sizes), *rest)
+    return whole if outside is None else jnp.concatenate([whole, outside], before)
+
+
+def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
+    """Returns the inverse of `joined`; the second part may have no layers."""
+    count, above, rest = math.prod(plan.sizes), whole.shape[:before], whole.shape[before + 1 :]
+    inside = jax.lax.slice_in_dim(whole, 0, count, axis=before).reshape(*above, *plan.sizes, *rest)
+    return inside, jax.lax.slice_in_dim(whole, count, whole.shape[before], axis=before)
+
+
 @dataclass(frozen=True)
 class Division:
-    """How a pipeline divides the layers of a stack between two arrays: a stage's layers of each repeat, [R, S, L, ...],
-    and those that it leaves, [layers, ...]. In checkpoints they are one array [layers, ...]."""
+    """How a pipeline divides the layers of a stack between two stacks: those in it, and those that it leaves, if any.
+    In checkpoints they are one stack with the name of the first."""
 
     inside: Stack
     outside: Stack | None
 
-    def joined(self, inside: Any, outside: Any = None, before: int = 0) -> Any:
-        """Returns the array of all layers. `before`: axes before the leading ones, such as that of DiLoCo's islands."""
-        rest = inside.shape[before + len(self.inside.sizes) :]
-        whole = inside.reshape(*inside.shape[:before], self.inside.count, *rest)
-        return whole if outside is None else jnp.concatenate([whole, outside], before)
-
-    def divided(self, whole: Any, before: int = 0) -> tuple[Any, Any]:
-        """Returns the inverse of `joined`."""
-        count, above, rest = self.inside.count, whole.shape[:before], whole.shape[before + 1 :]
-        inside = jax.lax.slice_in_dim(whole, 0, count, axis=before).reshape(*above, *self.inside.sizes, *rest)
-        if self.outside is None:
-            return inside, None
-        return inside, jax.lax.slice_in_dim(whole, count, whole.shape[before], axis=before)
+    @property
+    def plan(self) -> Pipeline:
+        """The pipeline."""
+        assert self.inside.pipeline is not None
+        return self.inside.pipeline
 
     def to_layers(self, tree: Any, join: Callable[..., Any]) -> Any:
         """Returns `tree`, any pytree with canonical names of parameters, with `join(inside[, outside])` for the leaves
@@ -149,6 +162,7 @@ class Division:
             whole = rest.pop(self.inside.name)
             stacks = [stack.name for stack in (self.inside, self.outside) if stack is not None]
             below = [of[name] for of in wanted for name in stacks]
+            structure: Any  # a PyTreeDef; its stubs lack unflatten
             leaves, structure = jax.tree.flatten(whole)
             pairs = map(divide, leaves, *map(structure.flatten_up_to, below))
             parts = zip(*pairs, strict=True)
@@ -181,10 +195,26 @@ def to_layers(stacks: Sequence[Stack], tree: T) -> T:
     """Returns `tree`, any pytree with canonical names, with the layers in one leading axis, as without a pipeline. Call
     this under jit or, for shapes, under `jax.eval_shape`."""
     found = division(stacks)
-    return tree if found is None else found.to_layers(tree, found.joined)
+    return tree if found is None else found.to_layers(tree, functools.partial(joined, found.plan))
 
 
 def to_stages(stacks: Sequence[Stack], tree: T) -> T:
     """Returns the inverse of `to_layers`."""
     found = division(stacks)
-    return tree if found is None else found.to_stages(tree, found.divided)
+    return tree if found is None else found.to_stages(tree, functools.partial(divided, found.plan))
+
+
+def named_by_layer(stacks: Sequence[Stack], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns sown values, by path, with the layers of a pipeline in one leading axis."""
+    found = division(stacks)
+    if found is None:
+        return dict(values)
+    inside, outside = (f"decoder/{found.inside.name}{end}/" for end in ("", OUTSIDE))
+    of_layers = {}
+    for name, value in values.items():
+        if name.startswith(inside):
+            left = values.get(name.replace(inside, outside, 1))
+            of_layers[name] = joined(found.plan, value, left)
+        elif not name.startswith(outside):
+            of_layers[name] = value
+    return of_layers

@@ -12,8 +12,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.config import Config
+from trainer.config.pipeline_keys import Pipeline
 from trainer.models.families import stacks
-from trainer.models.stages import Division, division
+from trainer.models.stages import Division, divided, division, joined
 from trainer.sharding import axes_of, entry
 
 T = TypeVar("T")
@@ -60,28 +61,36 @@ def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:
 
 def _joined(found: Division, before: int, *parts: jax.Array) -> jax.Array:
     at = _abstract(found, before, *parts).sharding
-    whole = jax.jit(functools.partial(found.joined, before=before), out_shardings=at)(*parts)
-    kinds = {memory.kind for memory in next(iter(at.device_set)).addressable_memories()}
-    if _HOST in kinds and next(iter(at.device_set)).platform != "cpu":
+    whole = _joining(found.plan, before, at)(*parts)
+    device = next(iter(at.device_set))
+    if device.platform != "cpu" and _HOST in {memory.kind for memory in device.addressable_memories()}:
         whole = jax.block_until_ready(jax.device_put(whole, at.with_memory_kind(_HOST)))
     return whole
 
 
+@functools.cache
+def _joining(plan: Pipeline, before: int, at: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(joined, plan, before=before), out_shardings=at)
+
+
 def _divide(found: Division, before: int) -> Callable[..., tuple[jax.Array, Any]]:
     def divide(whole: jax.Array, *like: jax.ShapeDtypeStruct) -> tuple[jax.Array, Any]:
-        at = tuple(leaf.sharding for leaf in like)
-        fn = functools.partial(found.divided, before=before)
-        parts = jax.block_until_ready(jax.jit(fn, out_shardings=(*at, None)[:2])(whole))
+        parts = jax.block_until_ready(_dividing(found.plan, before, tuple(leaf.sharding for leaf in like))(whole))
         whole.delete()
-        return parts
+        return parts if len(like) > 1 else (*parts, None)
 
     return divide
+
+
+@functools.cache
+def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Callable[..., tuple[Any, ...]]:
+    return jax.jit(lambda whole: divided(plan, whole, before)[: len(at)], out_shardings=at)
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and the sharding of all layers. Where the mesh does not divide their number, they are not
     sharded over the stages."""
-    shape = jax.eval_shape(functools.partial(found.joined, before=before), *parts)
+    shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)
     if at is None:
         return shape
