@@ -273,7 +273,9 @@ def _files(run_dir):
 def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     import jax
 
+    from trainer.models.families import stacks
     from trainer.models.matrices import adapted_names, masked_kernels, quantized_and_float
+    from trainer.models.stages import stage_text
     from trainer.observe import product_rows
     from trainer.state import table
     from trainer.training import run_work
@@ -292,6 +294,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         products=product_rows(
             run.config, *quantized_and_float(run.config, run.model.param_axes), masked, adapted_names(run.config)
         ),
+        pipeline=stage_text(stacks(run.config)),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
     )
     for line in chosen(loaded.config, run.config):

@@ -11,6 +11,8 @@ from trainer.aot.chips import Chip, Estimate, chip_of, estimate
 from trainer.aot.cost import Cost, analyze
 from trainer.aot.dump import Dump
 from trainer.aot.suggest import Suggestion
+from trainer.models.families import stacks
+from trainer.models.stages import stage_text
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -54,6 +56,7 @@ class Report:
     device_kind: str
     devices: int
     mesh: Mapping[str, int]
+    pipeline: str  # its stages in words; "" without one
     memory: Memory
     hbm_bytes: int | None  # HBM of a device; None for simulated devices
     fits: bool | None
@@ -82,6 +85,7 @@ class Report:
         return {
             **{name: getattr(self, name) for name in ("topology", "num_slices", "device_kind", "devices")},
             "mesh": dict(self.mesh),
+            "pipeline": self.pipeline,
             "argument_bytes": memory.arguments,
             "output_bytes": memory.outputs,
             "alias_bytes": memory.aliased,
@@ -155,6 +159,7 @@ def make_report(
         device_kind=first.device_kind,
         devices=step.mesh.size,
         mesh={axis: size for axis, size in step.mesh.shape.items() if size > 1},
+        pipeline=stage_text(stacks(step.config)),
         memory=memory,
         hbm_bytes=chip.hbm_bytes if chip else None,
         fits=_fits(compiled, memory, chip),

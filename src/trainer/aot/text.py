@@ -32,6 +32,8 @@ def _head(report: Report) -> Iterator[str]:
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     yield f"{report.topology}{slices}: {report.devices} x {report.device_kind}, {mesh}"
+    if report.pipeline:
+        yield f"pipeline: {report.pipeline}"
     yield f"traced in {short_time(report.trace_seconds)}, compiled in {short_time(report.compile_seconds)}"
     yield ""
     yield verdict(report)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.words import counted
 
 STAGE = "stage"  # the mesh axis
 MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
@@ -50,6 +51,14 @@ class Pipeline:
     def bubble(self) -> float:
         """The share of the iterations in which a stage has nothing to do."""
         return self.delay * (self.stages - 1) / self.iterations
+
+    def text(self, layers: int) -> str:
+        """Returns the pipeline in words; `layers`: those of a stage in one repeat."""
+        times = f"{counted(self.repeats, 'repeat')} x " if self.repeats > 1 else ""
+        return (
+            f"{counted(self.stages, 'stage')} x {times}{counted(layers, 'layer')}; {self.microbatches} microbatches in "
+            f"{self.iterations} iterations, {self.bubble:.1%} of them idle (bubble)"
+        )
 
     @property
     def sizes(self) -> tuple[int, int, int]:

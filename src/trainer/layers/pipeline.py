@@ -22,7 +22,7 @@ from trainer.config.pipeline_keys import Pipeline
 from trainer.layers.loop import Loop, run_loop
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown
-from trainer.sharding import constrain, inside_stages, over_stages
+from trainer.sharding import Axes, constrain, inside_stages, mesh_axes, over_stages, shard_mapped
 
 # A stage's weights of one repeat, which are cut out of its weights of all repeats: never kept for the backward pass.
 WEIGHTS = "pipeline_stage_weights"
@@ -57,7 +57,7 @@ def run_pipeline(
     plan = loop.stack.pipeline
     assert plan is not None
     names = (STAGE, None, *BATCH)
-    with inside_stages():
+    with inside_stages(), jax.named_scope("pipeline"):
         inputs = constrain(_split(x, plan), names)
         context = {
             name: constrain(_flat(_split(value, plan)), (None, BATCH[0], *[None] * (value.ndim - 1)))
@@ -76,15 +76,18 @@ def run_pipeline(
                 name: constrain(value[microbatch], (STAGE, BATCH[0], *[None] * (value.ndim - 2)))
                 for name, value in context.items()
             }
-            arrived = constrain(jnp.roll(sent[0], 1, axis=0), (STAGE, *BATCH))
-            again = arrived
-            if waiting is not None:
-                again, waiting = _exchange(waiting, i, sent[0], here)
-            new = _slot(stream, i)
+            with jax.named_scope("to_next_stage"):
+                arrived = _shifted(sent[0], 1)
+                again = arrived
+                if waiting is not None:
+                    again, waiting = _exchange(waiting, i, sent[0], here)
+                new = _slot(stream, i)
             given = jnp.where(here == 0, jnp.where(i < plan.microbatches, new, again), arrived)
-            out, sown = run(variables, constrain(given, (STAGE, *BATCH)), fields, repeat, stages)
-            out = constrain(out, (STAGE, *BATCH))
-            _, stream = _exchange(stream, i, out, here)
+            with jax.named_scope("stages"):
+                out, sown = run(variables, constrain(given, (STAGE, *BATCH)), fields, repeat, stages)
+                out = constrain(out, (STAGE, *BATCH))
+            with jax.named_scope("results_of_the_last_stage"):
+                _, stream = _exchange(stream, i, out, here)
             return (stream, waiting, (*sent[1:], out)), sown
 
         # A result waits in the queue of the ring until its next repeat begins, unless that is at once.
@@ -141,6 +144,20 @@ def _stage(
     return jax.checkpoint(stage, prevent_cse=not plan.scan, policy=policy)
 
 
+def _shifted(x: jax.Array, by: int) -> jax.Array:
+    """Returns [S, b, t, e] with the entry of stage s at stage s + `by`, around the ring."""
+    stages = len(x)
+
+    def on_stage(part: jax.Array) -> jax.Array:
+        if not (axes := mesh_axes(STAGE)):
+            return jnp.roll(part, by, axis=0)
+        return jax.lax.ppermute(part, axes, [(s, (s + by) % stages) for s in range(stages)])
+
+    # Not a roll of the whole array: its gradient would be two permutes. Unchecked, for `jax.vmap` over islands.
+    names = Axes((STAGE, *BATCH))
+    return shard_mapped(on_stage, (names,), names, check=False)(x)
+
+
 def _slot(queue: jax.Array, i: Any) -> jax.Array:
     """Returns the entry [S, ...] of a queue [S, slots, ...] whose turn is iteration i."""
     return jax.lax.dynamic_index_in_dim(queue, i % queue.shape[1], 1, keepdims=False)
@@ -153,7 +170,7 @@ def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tu
     `here`: the numbers of the stages, [S, 1, ...].
     """
     out = _slot(queue, i)
-    moved = jnp.where(here == len(here) - 1, value, constrain(jnp.roll(out, -1, axis=0), (STAGE, *BATCH)))
+    moved = jnp.where(here == len(here) - 1, value, _shifted(out, -1))
     return out, jax.lax.dynamic_update_index_in_dim(queue, moved, i % queue.shape[1], 1)
 
 

@@ -14,6 +14,7 @@ from trainer.backends.base import tree_mode
 from trainer.backends.nnx_model import NNXModel
 from trainer.backends.permutation import Permutation
 from trainer.config import Config
+from trainer.config.pipeline_keys import microbatches
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Stack
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
@@ -57,7 +58,8 @@ class Linen:
         with tree_mode():
             check_layer(config)
         self.module = self._make_module(config)
-        id_bt, row_b = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+        rows = microbatches(config)  # a pipeline divides them
+        id_bt, row_b = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
         with tree_mode():
             init = self._make_module(initializing(config)).init
             made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)

@@ -62,6 +62,13 @@ def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
     return tuple(part for stack in found for part in (parts if stack is chosen else [stack]))
 
 
+def stage_text(stacks: Sequence[Stack]) -> str:
+    """Returns the pipeline of a model with these stacks in words; "" without one."""
+    plans = [(stack.pipeline, stack.pipeline.layers * len(stack.blocks)) for stack in stacks if stack.pipeline]
+    left = [f"; {counted(stack.layers, 'layer')} outside" for stack in stacks if not stack.pipeline and plans]
+    return "".join([*(plan.text(layers) for plan, layers in plans), *left])
+
+
 def _pipelined(config: Config, stack: Stack) -> int:
     """Returns the number of layers of `stack` that are in the pipeline."""
     period, here, per_stage = len(stack.blocks), stages(config), config[PER_STAGE]

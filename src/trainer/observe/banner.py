@@ -63,6 +63,7 @@ def banner_rows(
     run_dir: Path,
     trained: int | None = None,
     products: Sequence[tuple[str, str]] = (),
+    pipeline: str = "",
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
@@ -73,6 +74,7 @@ def banner_rows(
     return [
         ("devices", devices_text(config, device_kind, platform, process_count)),
         ("mesh", mesh_text(config)),
+        *([("pipeline", pipeline)] if pipeline else []),
         ("combination", combination(config)),
         (
             "model",

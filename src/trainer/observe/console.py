@@ -57,6 +57,7 @@ class Console:
         run_dir: Path,
         trained: int | None = None,
         products: Sequence[tuple[str, str]] = (),
+        pipeline: str = "",
         warnings: Sequence[str] = (),
     ) -> None:
         """Prints the summary of the run and each warning. Call it before the first `step`.
@@ -69,6 +70,7 @@ class Console:
           dataset: one line on the data.
           trained: how many of them are trained; None: all.
           products: rows on what is quantized, sparse and adapted (`product_rows`).
+          pipeline: its stages in words; "" without one.
         """
         self._work, self._run_dir = work, run_dir
         self._table(
@@ -82,6 +84,7 @@ class Console:
                 run_dir=run_dir,
                 trained=trained,
                 products=products,
+                pipeline=pipeline,
             )
         )
         for warning in warnings:
