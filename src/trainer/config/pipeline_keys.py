@@ -1,17 +1,33 @@
-"""The keys of pipeline parallelism."""
+"""The keys of pipeline parallelism, their checks, and settings without effect."""
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.dump import to_flow
+from trainer.config.errors import Unbuilt, shortened
+from trainer.config.keys import Config
+from trainer.config.rules import make_rules
+from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
 
+Values = Mapping[str, Any]  # a configuration
+
 STAGE = "stage"  # the mesh axis
+SIZES = (ICI[STAGE], DCN[STAGE])
 MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
 LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
 ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
+SCAN_ITERATIONS, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
+REMAT_ITERATIONS, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
+KEYS = (
+    *(PER_STAGE, REPEATS, MICROBATCHES, LAYERS, DELAY, ONCE, PER_REPEAT),
+    *(SCAN_ITERATIONS, SCAN_LAYERS, REMAT_ITERATIONS, REMAT_LAYERS),
+)
+# The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
+# its rule.
+_OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
 @dataclass(frozen=True)
@@ -50,24 +66,99 @@ class Pipeline:
         return self.repeats, self.stages, self.layers
 
 
-def stages(config: Mapping[str, Any]) -> int:
-    """Returns the number of stages; 1 without a pipeline."""
+def stages(config: Values) -> int:
+    """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
     return mesh_axes(config)[STAGE]
 
 
-def microbatches(config: Mapping[str, Any]) -> int:
-    """Returns the number of microbatches of the pipeline."""
-    return config[MICROBATCHES] if config[MICROBATCHES] > 0 else delay(config) * stages(config)
-
-
-def delay(config: Mapping[str, Any]) -> int:
+def delay(config: Values) -> int:
     """Returns the number of iterations until the next stage has a result."""
     return 2 if config[DELAY] else 1
 
 
-def unpipelined(config: Any) -> Any:
+def microbatches(config: Values) -> int:
+    """Returns the number of microbatches of the pipeline; 1 without one."""
+    return config[MICROBATCHES] if config[MICROBATCHES] > 0 and stages(config) > 1 else fewest(config)
+
+
+def fewest(config: Values) -> int:
+    """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
+    return delay(config) * stages(config) if stages(config) > 1 else 1
+
+
+def unpipelined(config: Config) -> Config:
     """Returns a configuration of the same model without a pipeline: its parameters are as in checkpoints. Its mesh is
     not that of the devices."""
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})
+
+
+def _microbatches(config: Values) -> str | None:
+    given, count, least = config[MICROBATCHES], stages(config), fewest(config)
+    if given == -1 or (given % count == 0 and given >= least):
+        return None
+    below = given // count * count
+    fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
+    twice = f", at least {least}, since a result arrives an iteration later" if config[DELAY] else ""
+    return f"must be a multiple of the {counted(count, 'stage')}{twice}; nearest: {fitting}"
+
+
+def _rules(config: Values) -> str | None:
+    rules = make_rules(config["logical_axis_rules"])
+    for name, axes in _OF_PIPELINE.items():
+        if rules[name] != axes:
+            return f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline; leave it out"
+    inside = [names for tensor, names in tensors_of(config).items() if tensor not in EVERY_MODEL or "between" in tensor]
+    doubled = {name for names in inside for name in names if STAGE in rules[name]} - {"activation_batch"}
+    if not doubled:
+        return None
+    return (
+        f"the rule of {min(doubled)} names the mesh axis {STAGE}, which separates the stages of a pipeline: all arrays "
+        "in it already have this axis; leave it out"
+    )
+
+
+def _left_out(key: str, problem: str) -> tuple[tuple[str, ...], Callable[[Values], str | None]]:
+    return (key,), lambda config: problem if config[key] else None
+
+
+def _of_stages(problem: Callable[[Values], str | None]) -> Callable[[Values], str | None]:
+    return lambda config: problem(config) if stages(config) > 1 else None
+
+
+def _gathers(config: Values) -> str | None:
+    both = config[ONCE] and config[PER_REPEAT]
+    return "weights are gathered once, or once for each repeat; set one of them" if both else None
+
+
+_ALL = (
+    ((MICROBATCHES, DELAY), _microbatches),
+    (("logical_axis_rules",), _rules),
+    _left_out(
+        "enable_streaming_diloco",
+        "a fragment is a set of layers, whose parameters would have to move between stages; set it to false",
+    ),
+    _left_out("use_grpo", Unbuilt("rollouts with a pipeline are not supported yet; use fsdp instead of stages")),
+)
+PIPELINE_CHECKS = (
+    ((ONCE, PER_REPEAT), _gathers),
+    *(((*SIZES, *keys), _of_stages(problem)) for keys, problem in _ALL),
+)
+
+
+def misfits(config: Values) -> list[str]:
+    """Returns one line for each of `PIPELINE_CHECKS` that fails in a configuration whose mesh is filled in."""
+    lines = []
+    for keys, problem in PIPELINE_CHECKS:
+        if said := problem(config):
+            lines.append(type(said)(f"{' '.join(f'{key}={shortened(to_flow(config[key]))}' for key in keys)}: {said}"))
+    return lines
+
+
+PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
+    ((PER_REPEAT,), lambda c: c[REPEATS] == 1, f"{REPEATS}=1, so there is no next repeat; {ONCE} gathers once"),
+    ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
+    ((REMAT_ITERATIONS, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
+)
