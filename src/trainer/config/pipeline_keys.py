@@ -27,7 +27,7 @@ KEYS = (
 )
 # The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
 # its rule.
-_OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
+OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,19 @@ def _microbatches(config: Values) -> str | None:
 
 def _rules(config: Values) -> str | None:
     rules = make_rules(config["logical_axis_rules"])
-    for name, axes in _OF_PIPELINE.items():
-        if rules[name] != axes:
-            return f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline; leave it out"
+    problems = [
+        f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline"
+        for name, axes in OF_PIPELINE.items()
+        if rules[name] != axes
+    ]
     inside = [names for tensor, names in tensors_of(config).items() if tensor not in EVERY_MODEL or "between" in tensor]
     doubled = {name for names in inside for name in names if STAGE in rules[name]} - {"activation_batch"}
-    if not doubled:
-        return None
-    return (
-        f"the rule of {min(doubled)} names the mesh axis {STAGE}, which separates the stages of a pipeline: all arrays "
-        "in it already have this axis; leave it out"
-    )
+    if doubled:
+        problems.append(
+            f"the rule of {min(doubled)} names the mesh axis {STAGE}, which separates the stages of a pipeline: all "
+            "arrays in it already have this axis"
+        )
+    return f"{'; '.join(problems)}; leave it out" if problems else None
 
 
 def _left_out(key: str, problem: str) -> tuple[tuple[str, ...], Callable[[Values], str | None]]:
