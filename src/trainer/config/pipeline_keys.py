@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
-from trainer.config.dump import to_flow
-from trainer.config.errors import Unbuilt, shortened
+from trainer.config.errors import Unbuilt
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
@@ -151,11 +150,12 @@ PIPELINE_CHECKS = (
 
 def misfits(config: Values) -> list[str]:
     """Returns one line for each of `PIPELINE_CHECKS` that fails in a configuration whose mesh is filled in."""
-    lines = []
-    for keys, problem in PIPELINE_CHECKS:
-        if said := problem(config):
-            lines.append(type(said)(f"{' '.join(f'{key}={shortened(to_flow(config[key]))}' for key in keys)}: {said}"))
-    return lines
+    failed = [(keys, said) for keys, problem in PIPELINE_CHECKS if (said := problem(config))]
+    return [type(said)(f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}") for keys, said in failed]
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"{key}={str(value).lower()}" if isinstance(value, int) else key  # not all rules
 
 
 PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
