@@ -1,6 +1,7 @@
 """The NNX model. Its train state is a TrainStateNNX, split into a flat nnx.State."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.config import Config
 from trainer.layers import sown
 from trainer.layers.param import unnamed
-from trainer.models.families import check_state, in_stack
+from trainer.models.families import check_state, leading_axes, stacks
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.paths import Path, name_of
@@ -37,7 +38,8 @@ class NNXModel:
         variables = {"params": self.abstract[0], "rest": self.abstract[1]}
         self._param_paths: set[Path] = {tuple(map(str, path)) for path, _ in nnx.to_flat_state(params)}
         self._variables = Permutation(state, variables, lambda path: self.canonical(("model", *path)))
-        self.param_axes, self.rest_axes = axes_of_params(params), axes_of_buffers(rest)
+        named = functools.partial(leading_axes, stacks(config))
+        self.param_axes, self.rest_axes = axes_of_params(params, named), axes_of_buffers(rest)
 
     def _make(self) -> Transformer:
         return Transformer(self.config, nnx.Rngs(params=seed_key(0)), self.decoder)
@@ -90,13 +92,16 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
     return ("rest", *names[:-1])
 
 
-def axes_of_params(params: nnx.State) -> dict:
-    """Returns the logical axis names of each array in the Params of a model, with the tree structure of params."""
+def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
+    """Returns the logical axis names of each array in the Params of a model, with the tree structure of params.
+
+    `leading(name)`: the leading axes of a parameter, if it has no names.
+    """
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
         given, value, name = variable.get_metadata().get("out_sharding"), variable.get_value(), name_of(path)
         ndim = max(part.ndim for part in jax.tree.leaves(value))
-        return axes_of_parts(Axes(given or unnamed(ndim, in_stack(name))), value, name)
+        return axes_of_parts(Axes(given or unnamed(ndim, leading(name))), value, name)
 
     return _of_variables(names, params)
 

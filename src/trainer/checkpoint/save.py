@@ -11,6 +11,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
 from trainer.config import Config
 from trainer.ops.paths import Path
+from trainer.state.stages import in_layers
 
 
 def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
@@ -66,7 +67,7 @@ def maybe_save_checkpoint(
     if _step_of(tree) != updates:
         raise ValueError(f"a checkpoint of {updates} updates is due, but the state holds {_step_of(tree)}")
     metrics = before()
-    manager.save(updates, without_base(tree, unsaved), sidecar(), metrics)
+    manager.save(updates, in_layers(config, without_base(tree, unsaved)), sidecar(), metrics)
     return True
 
 

@@ -20,15 +20,18 @@ from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import UserError
 from trainer.config.invariant_keys import compiler_options
+from trainer.config.pipeline_keys import unpipelined
 from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.models import families
 from trainer.models.mtp import MTP, depths
 from trainer.models.names import Names
+from trainer.models.stages import named_by_layer
 from trainer.objectives import hidden_states
 from trainer.ops.ahead import still_inside
 from trainer.ops.paths import by_name
 from trainer.runtime.place import place
+from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training import Run, Start
 from trainer.training.step import dropout_key, make_gradients
 
@@ -64,13 +67,22 @@ class Program:
 
     def layers(self, name: str) -> range | None:
         """Returns the indices of the layers in an array with that canonical name; None if it is not in a stack."""
-        stack = families.place(families.stacks(self.config), name)
+        stack = families.place(families.stacks(unpipelined(self.config)), name)
         return None if stack is None or name.startswith(ISLANDS) else stack.layers
 
     @property
     def abstract(self) -> Any:
         """The canonical train state as shapes with shardings."""
         return self.run.codec.unpack(self.run.abstract_args()[0])
+
+    def tree(self, native: Any) -> Any:
+        """Returns the canonical form of a native train state, without the stages of a pipeline."""
+        return in_layers(self.config, self.run.codec.unpack(native))
+
+    @property
+    def by_layer(self) -> Any:
+        """`abstract`, without the stages of a pipeline."""
+        return abstract_layers(self.config, self.abstract)
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Measured:
 
 def take(program: Program, begin: Start) -> Snapshot:
     """Returns the snapshot of a state that `training.start` made."""
-    tree = program.run.codec.unpack(begin.state)
+    tree = program.tree(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
     return Snapshot(params, {k: np.array(v) for k, v in by_name(later).items()} if begin.updates else None)
@@ -111,20 +123,21 @@ def state(program: Program, snapshot: Snapshot) -> Any:
       UserError: the snapshot is of a trained state, and this side's optimizer state has another structure.
     """
     run = program.run
-    wanted = names_of(program.abstract.params)
+    wanted = names_of(program.by_layer.params)
     given = {name: snapshot.params.get(program.names.common(name)) for name in wanted}
     fits = {name: x for name, x in given.items() if x is not None and x.size == wanted[name].size}
-    params = {} if len(fits) == len(wanted) else names_of(run.codec.unpack(run.init()).params)
+    params = {} if len(fits) == len(wanted) else names_of(program.tree(run.init()).params)
     for name, array in fits.items():
         leaf = wanted[name]
         params[name] = jax.device_put(array.reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
-    native = run.init(filled(program.abstract.params, params))
+    whole = filled(program.by_layer.params, params)
+    native = run.init(in_stages(run.config, whole, program.abstract.params))
     return native if snapshot.later is None else _with_later(program, native, snapshot.later)
 
 
 def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) -> Any:
     tree = program.run.codec.unpack(native)
-    rest = tree._replace(params=None)
+    rest = program.by_layer._replace(params=None)
     renamed = {program.names.common(name): leaf for name, leaf in by_name(rest).items()}
     if renamed.keys() != later.keys() or any(leaf.size != later[name].size for name, leaf in renamed.items()):
         odd = sorted(renamed.keys() ^ later.keys()) or sorted(
@@ -138,7 +151,9 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
         jax.device_put(later[name].reshape(leaf.shape).astype(leaf.dtype), leaf.sharding)
         for name, leaf in renamed.items()
     ]
-    return program.run.codec.pack(jax.tree.unflatten(jax.tree.structure(rest), leaves)._replace(params=tree.params))
+    whole = jax.tree.unflatten(jax.tree.structure(rest), leaves)
+    staged = in_stages(program.config, whole, program.abstract._replace(params=None))
+    return program.run.codec.pack(staged._replace(params=tree.params))
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -155,7 +170,7 @@ def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Ca
 def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Measures the parameters in the native train state."""
     del batch, known
-    tree = program.run.codec.unpack(state(program, snapshot))
+    tree = program.tree(state(program, snapshot))
     return Measured({"parameters": program.names.of(names_of(tree.params))})
 
 
@@ -172,7 +187,7 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
         hidden, sown = hidden_states(run.model.apply, params, tree.rest, batch, key, types)
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
         values = {name: value for kind in types for name, value in sown[kind.__name__].items()}
-        values |= {"final_norm": hidden, "logits": logits}
+        values = named_by_layer(families.stacks(run.config), values) | {"final_norm": hidden, "logits": logits}
         real = batch["inputs_segmentation"]
         ahead = functools.reduce(lambda segment, _: still_inside(segment), depths(run.config), real)
         masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in values}
@@ -203,7 +218,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     fn = make_gradients(run.config, run.objective, run.param_shardings)
     args = tree, place(batch, run.batch_shardings), run.frozen.make(tree.params)
     got = _compiled(known, run, fn, *args)(*args)
-    return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(by_name(got.grads))})
+    grads = by_name(in_layers(run.config, got.grads))
+    return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(grads)})
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
@@ -218,7 +234,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
     def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
         native, _ = compiled(state(program, begin), place(batch, run.batch_shardings), frozen)
-        tree = run.codec.unpack(native)
+        tree = program.tree(native)
         return program.names.of(names_of(tree.params)), program.names.of(by_name(tree._replace(params=None)))
 
     params, first = after(snapshot)

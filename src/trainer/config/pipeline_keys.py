@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
-from trainer.config.errors import Unbuilt
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
@@ -17,13 +16,10 @@ STAGE = "stage"  # the mesh axis
 SIZES = (ICI[STAGE], DCN[STAGE])
 MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
 LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
+SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
+REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
-SCAN_ITERATIONS, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
-REMAT_ITERATIONS, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
-KEYS = (
-    *(PER_STAGE, REPEATS, MICROBATCHES, LAYERS, DELAY, ONCE, PER_REPEAT),
-    *(SCAN_ITERATIONS, SCAN_LAYERS, REMAT_ITERATIONS, REMAT_LAYERS),
-)
+KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, ONCE, PER_REPEAT)
 # The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
 # its rule.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
@@ -41,6 +37,8 @@ class Pipeline:
       layers: iterations of the stack's loop in each stage and repeat.
       microbatches: a multiple of `stages`.
       delay: iterations until the next stage has a result, 1 or 2.
+      scan, scan_layers: whether the loop over iterations, and that over a stage's layers, is rolled.
+      remat, remat_layers: whether an iteration of a stage, and each of its layers, is rematerialized.
     """
 
     repeats: int
@@ -48,6 +46,10 @@ class Pipeline:
     layers: int
     microbatches: int
     delay: int = 1
+    scan: bool = True
+    scan_layers: bool = False
+    remat: bool = True
+    remat_layers: bool = False
 
     @property
     def iterations(self) -> int:
@@ -120,8 +122,9 @@ def _rules(config: Values) -> str | None:
     return f"{'; '.join(problems)}; leave it out" if problems else None
 
 
-def _left_out(key: str, problem: str) -> tuple[tuple[str, ...], Callable[[Values], str | None]]:
-    return (key,), lambda config: problem if config[key] else None
+def _streaming(config: Values) -> str | None:
+    moves = "a fragment is a set of layers, whose parameters would have to move between stages"
+    return f"{moves}; set it to false" if config["enable_streaming_diloco"] else None
 
 
 def _of_stages(problem: Callable[[Values], str | None]) -> Callable[[Values], str | None]:
@@ -136,11 +139,7 @@ def _gathers(config: Values) -> str | None:
 _ALL = (
     ((MICROBATCHES, DELAY), _microbatches),
     (("logical_axis_rules",), _rules),
-    _left_out(
-        "enable_streaming_diloco",
-        "a fragment is a set of layers, whose parameters would have to move between stages; set it to false",
-    ),
-    _left_out("use_grpo", Unbuilt("rollouts with a pipeline are not supported yet; use fsdp instead of stages")),
+    (("enable_streaming_diloco",), _streaming),
 )
 PIPELINE_CHECKS = (
     ((ONCE, PER_REPEAT), _gathers),
@@ -151,7 +150,7 @@ PIPELINE_CHECKS = (
 def misfits(config: Values) -> list[str]:
     """Returns one line for each of `PIPELINE_CHECKS` that fails in a configuration whose mesh is filled in."""
     failed = [(keys, said) for keys, problem in PIPELINE_CHECKS if (said := problem(config))]
-    return [type(said)(f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}") for keys, said in failed]
+    return [f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}" for keys, said in failed]
 
 
 def _shown(key: str, value: Any) -> str:
@@ -162,5 +161,5 @@ PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...
     (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
     ((PER_REPEAT,), lambda c: c[REPEATS] == 1, f"{REPEATS}=1, so there is no next repeat; {ONCE} gathers once"),
     ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
-    ((REMAT_ITERATIONS, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
+    ((REMAT, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
 )

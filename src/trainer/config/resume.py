@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.pipeline_keys import KEYS as OF_STAGES
+from trainer.config.pipeline_keys import KEYS as PIPELINE
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 from trainer.config.tiles import KEYS as TILES
@@ -25,7 +25,6 @@ LAYOUT = (
     *FLAGS,
     *ICI.values(),
     *DCN.values(),
-    *OF_STAGES,
     "allow_split_physical_axes",
     "shard_optimizer_over_data",
     "optimizer_memory_host_offload",
@@ -34,6 +33,7 @@ LAYOUT = (
     "sharding_tolerance",
     "debug_sharding",
     "scan_layers",
+    *PIPELINE,
     *TILES.values(),
     TILES_OF_THE_LOSS,
     *PROCESSES,

@@ -7,12 +7,15 @@ import jax
 
 from trainer.backends import make_model
 from trainer.config import Config
+from trainer.config.pipeline_keys import unpipelined
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import Served, for_decoding, longest_prompt
 from trainer.inference.text import Chat, tokens_of
 from trainer.models.caches import takes_cache
+from trainer.models.families import stacks
+from trainer.models.stages import to_layers
 
 
 class SamplePrompt(NamedTuple):
@@ -51,9 +54,10 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt
 
     def variables(state: Any) -> Any:
         params, rest = run.computation.trained(run.codec.unpack(state))
-        return jax.lax.with_sharding_constraint(params, run.param_shardings.compute), rest
+        params = jax.lax.with_sharding_constraint(params, run.param_shardings.compute)
+        return to_layers(stacks(run.config), (params, rest))
 
-    config = for_decoding(run.config, run.mesh.devices.flat[0].platform)
+    config = for_decoding(unpipelined(run.config), run.mesh.devices.flat[0].platform)
     model = run.model if config is run.config else make_model(config)
     slots = run.mesh.size  # one per device, so that any mesh can shard the batch
     engine = Engine(Served(config, run.mesh, run.rules, model, slots))

@@ -5,8 +5,6 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.sharding import LAYERS
-
 
 def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
     """Returns a parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh.
@@ -16,12 +14,12 @@ def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
     return nnx.Param(value, out_sharding=tuple(names), eager_sharding=False)
 
 
-def unnamed(ndim: int, stacked: bool) -> tuple[str | None, ...]:
+def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
     """Returns the logical names of a parameter that has none, which occurs only in a user's block.
 
-    `stacked`: whether it belongs to a stack, so that its first axis is layers.
+    `leading`: the leading axes of the stack to which it belongs.
     """
-    return (LAYERS, *[None] * (ndim - 1)) if stacked else (None,) * ndim
+    return (*leading, *[None] * (ndim - len(leading)))
 
 
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen

@@ -47,7 +47,7 @@ def offloaded(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) ->
     return _with(own, OFFLOADED.get(name, ()))
 
 
-def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> Policy | None:
+def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), stage: bool = False) -> Policy | None:
     """Returns the policy of `jax.checkpoint` for a block, or None if no block is checkpointed.
 
     Args:
@@ -55,6 +55,8 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) 
       choices: for custom, what to do with each tensor (`config.remat.TENSORS`): remat, device or offload.
       own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps
         these.
+      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each, unless
+        custom says otherwise.
     """
     if name == "none":
         return None
@@ -62,6 +64,8 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) 
         kept = tuple(tensor for tensor, choice in choices.items() if choice == "device" and tensor != LAYER_INPUT)
     else:
         kept = () if name in OFFLOADED else _with(own, KEPT[name])
+    if stage and (name != "custom" or choices[LAYER_INPUT] == "device"):
+        kept = (*kept, LAYER_INPUT)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(*kept, ROTATION),
         names_which_can_be_offloaded=offloaded(name, choices, own),

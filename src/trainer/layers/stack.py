@@ -1,27 +1,19 @@
-"""Stacks of blocks: the loop over layers and its rematerialization.
+"""Stacks of blocks: what a decoder is made of.
 
-A decoder is a list of stacks. Each stack has its own loop. Its parameters are stacked on axis 0 whether the loop is
-rolled or unrolled: `scan` determines how the loop is compiled, not the names of parameters.
+A decoder is a list of stacks. Each stack runs by itself (`layers.run`): as a loop, or in a pipeline. Its parameters are
+stacked in its leading axes, whether the loop is rolled or unrolled: `scan` determines how the loop is compiled, not the
+names of parameters.
 """
 
-import dataclasses
-import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from trainer.config.remat import LAYER_INPUT
-from trainer.layers.cache import Cache, Layers
-from trainer.layers.remat import Policy
-from trainer.layers.sown import Sown, capture, with_output
-from trainer.products import Context
-from trainer.sharding import LAYERS
+from trainer.config.pipeline_keys import Pipeline
+from trainer.sharding import LAYERS, STACKED
 
 # Makes a block: a class, or a `functools.partial` of one.
 MakeBlock = Callable[..., Any]
@@ -31,12 +23,24 @@ MakeBlock = Callable[..., Any]
 class Stack:
     """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked under `name`.
 
-    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`.
+    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`. `pipeline` says how the
+    repetitions are divided into stages; None: they are not.
     """
 
     name: str
     blocks: tuple[MakeBlock, ...]
     count: int
+    pipeline: Pipeline | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The logical names of the leading axes of its parameters."""
+        return (LAYERS,) if self.pipeline is None else STACKED
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of these axes. In memory order they are the repetitions of the pattern in their order."""
+        return (self.count,) if self.pipeline is None else self.pipeline.sizes
 
     @property
     def layers(self) -> int:
@@ -63,188 +67,17 @@ class Pattern(nnx.Module):
             setattr(self, f"layers_{i}", block(*args))
 
 
-def make_stack(blocks: Sequence[MakeBlock], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns one module with `count` repetitions of the pattern of `blocks`, each made by `block(rngs)`.
+def make_stack(stack: Stack, blocks: Sequence[MakeBlock], rngs: nnx.Rngs) -> nnx.Module:
+    """Returns one module with all repetitions of the pattern of `blocks`, each made by `block(rngs)`.
 
-    Its parameters have a leading axis with the logical name LAYERS.
+    Its parameters have the leading axes of `stack`. Their values do not depend on how these are divided.
     """
 
-    @nnx.vmap(in_axes=0, out_axes=0)
-    @nnx.transform_metadata(in_axes=0, out_axes=0, partition=LAYERS)
     def make(rngs: nnx.Rngs) -> nnx.Module:
         return blocks[0](rngs) if len(blocks) == 1 else Pattern(blocks, rngs)
 
-    return make(rngs.split(count))
-
-
-def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns `block`, a module or its state, with equal values, such that XLA cannot move casts to `dtype` out of the
-    loop.
-
-    If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler moves the casts of all
-    layers before the loop, keeps the results through the step, and transposes them in float32 to the layout that the
-    products inside prefer. Here the cast value depends on the loop's `index`, so the cast stays inside, and the layout
-    is fixed to row-major. A product with one is exact, so no bit changes.
-    """
-    one = jnp.where(index < 0, 0.0, 1.0)
-
-    def tied(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim < 2 or leaf.dtype.itemsize <= dtype.itemsize:
-            return leaf
-        return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim)))) * one.astype(leaf.dtype)
-
-    return jax.tree.map(tied, block)
-
-
-class Loop(NamedTuple):
-    """The arguments of a loop over the layers of a stack, shared by NNX and Linen.
-
-    Attributes:
-      stack: the stack.
-      first: the number of the stack's first layer in the model.
-      context: layer i of the model gets `context.at(i)`.
-      types: sown types to capture.
-      cache: how caches are used (`layers.cache`); its own entries are not read.
-      by_layer: whether the entries of its caches are `Layers`.
-    """
-
-    stack: Stack
-    first: int
-    context: Context
-    types: tuple[type[nnx.Variable], ...] = ()
-    cache: Cache = Cache(None)
-    by_layer: bool = False
-
-    def numbers(self) -> list[jax.Array]:
-        """Returns, for each block of the pattern, the numbers [count] of its layers."""
-        period = len(self.stack.blocks)
-        return [jnp.arange(self.first + i, self.first + self.stack.layers, period) for i in range(period)]
-
-    def layer(self, call: Callable[..., Any], x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-        """Runs one layer. Returns x, the entries of the stack's cache, and the sown values.
-
-        `call(x, cache, context) -> (x, cache), sown` runs the block of the layer.
-        """
-        x = checkpoint_name(x, LAYER_INPUT)
-        cache = None
-        if entries is not None:
-            layer = 0 if self.by_layer else (number - self.first) // len(self.stack.blocks)
-            cache = dataclasses.replace(self.cache, entries=entries, layer=layer)
-        (x, cache), sown = call(x, cache, self.context.at(number))
-        return x, None if cache is None else cache.entries, with_output(sown, self.types, x)
-
-    def turn(self, layers: Sequence[Callable[..., Any]], carry: tuple[Any, Any], numbers: Any) -> tuple[Any, Sown]:
-        """Runs one iteration of the loop: the `layers` in order, each called as `layer(x, entries, number)`.
-
-        The loop carries x and the caches.
-        """
-        x, entries = carry
-        after: list[Any] = []
-        sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in self.types}
-        for layer, block, cache, number in zip(layers, self.stack.paths, entries, numbers, strict=True):
-            x, cache, sown_values = layer(x, cache, number)
-            after.append(cache)
-            for name, values in sown_values.items():
-                sown[name] |= {f"{block}/{path}": value for path, value in values.items()}
-        return (x, after), sown
-
-
-def run_stack(
-    loop: Loop,
-    apply: Sequence[Callable[..., Any]],
-    variables: Sequence[Any],
-    x: jax.Array,
-    entries: Sequence[Any],
-    *,
-    scan: bool,
-    remat: Policy | None,
-    cast_inside: bool = False,
-) -> tuple[jax.Array, Sequence[Any], Sown]:
-    """Applies the layers of a stack in order.
-
-    Args:
-      apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` of one layer.
-      variables: the stacked variables: parameters, and separately all others; each is a list with one entry per block
-        of the pattern.
-      x: the first block's input.
-      entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer`, without `scan`.
-      scan: whether to roll the loop or to unroll it.
-      remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
-      cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
-
-    Returns:
-      The last block's x, the new caches, and the sown values with a leading axis of iterations.
-    """
-
-    def bound(block: Callable[..., Any]) -> Callable[..., Any]:
-        def layer(variables: Any, x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-            def call(*args: Any) -> Any:
-                return block(*(cast_in_loop(variables, number, x.dtype) if cast_inside else variables), *args)
-
-            return loop.layer(call, x, entries, number)
-
-        # Each layer is checkpointed separately, so that the backward pass of a pattern holds temporaries of one layer.
-        return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
-
-    layers = [bound(block) for block in apply]
-
-    def body(carry: tuple[Any, Any], turn: tuple[Any, Any]) -> tuple[Any, Sown]:
-        variables, numbers = turn
-        return loop.turn(list(map(functools.partial, layers, zip(*variables, strict=True))), carry, numbers)
-
-    stacked = list(variables), loop.numbers()
-    if scan:
-        (x, entries), sown = jax.lax.scan(body, (x, list(entries)), stacked)
-        return x, entries, sown
-    outputs, apart = [], []
-    for i in range(loop.stack.count):
-        held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
-        # Sliced outside of the checkpointed layer, so that the backward pass keeps no second copy of the parameters.
-        (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
-        outputs.append(output)
-        apart.append(held)
-        entries = entries if loop.by_layer else held
-    if loop.by_layer:
-        entries = [Layers(list(each)) for each in zip(*apart, strict=True)]
-    return x, entries, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs)
-
-
-def run_layer(
-    call: Callable[..., Any],
-    variables: Any,
-    x: jax.Array,
-    context: Context,
-    types: tuple[type[nnx.Variable], ...],
-    remat: Policy | None,
-) -> tuple[jax.Array, Sown]:
-    """Applies a layer outside of the stacks. Returns x and its sown values. The layer has no cache.
-
-    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context` is the layer's own context. For
-    `remat` see `run_stack`.
-    """
-
-    def layer(variables: Any, x: jax.Array) -> tuple[jax.Array, Sown]:
-        x = checkpoint_name(x, LAYER_INPUT)
-        (x, _), sown = call(variables, x, None, context)
-        return x, with_output(sown, types, x)
-
-    return (layer if remat is None else jax.checkpoint(layer, policy=remat))(variables, x)
-
-
-def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
-    """Calls `run_layer` for a block. `args` are x, context, types and remat."""
-    graphdef, *variables = nnx.split(module, nnx.Param, ...)
-    types = args[2]
-    return run_layer(lambda held, *given: capture(nnx.merge(graphdef, *held), types)(*given), variables, *args)
-
-
-def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
-    """Calls `run_stack` for `module`, which `make_stack` made."""
-    # The parameters of all blocks come first, as in Linen, so that the programs are the same.
-    parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
-    graphdefs, *variables = zip(*parts, strict=True)
-
-    def bound(graphdef: Any) -> Callable[..., Any]:
-        return lambda params, rest, *args: capture(nnx.merge(graphdef, params, rest), loop.types)(*args)
-
-    return run_stack(loop, [bound(graph) for graph in graphdefs], variables, x, entries, **how)
+    for name in reversed(stack.axes):
+        named = nnx.transform_metadata(make, in_axes=0, out_axes=0, partition=name)
+        make = nnx.vmap(named, in_axes=0, out_axes=0)
+    assert math.prod(stack.sizes) == stack.count
+    return make(rngs.split(stack.sizes if stack.pipeline else stack.count))

@@ -1,7 +1,7 @@
 """NNX modules inside Linen."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import linen, nnx
@@ -37,11 +37,11 @@ def is_box(x: Any) -> bool:
     return isinstance(x, linen.Partitioned)  # LogicallyPartitioned, too
 
 
-def unboxed(parameter: Any, stacked: bool = True) -> tuple[Any, Axes]:
-    """Returns a parameter's value and its logical axis names. `stacked`: see `layers.param.unnamed`."""
+def unboxed(parameter: Any, leading: Sequence[str] = ()) -> tuple[Any, Axes]:
+    """Returns a parameter's value and its logical axis names. `leading`: see `layers.param.unnamed`."""
     if is_box(parameter):
         return parameter.value, Axes(parameter.names)
-    return parameter, Axes(unnamed(parameter.ndim, stacked))
+    return parameter, Axes(unnamed(parameter.ndim, leading))
 
 
 def _box(variable: nnx.Variable) -> Any:

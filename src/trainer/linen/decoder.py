@@ -1,7 +1,7 @@
 """Linen decoder stacks inside the NNX model."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.config import Config
+from trainer.layers.loop import run_layer
 from trainer.layers.param import REST, Buffer, buffer, param
-from trainer.layers.stack import MakeBlock, run_layer
+from trainer.layers.stack import MakeBlock, Stack
 from trainer.linen.bridge import is_box, unboxed
 from trainer.linen.layer import apply_layer, is_linen, make_layer
 from trainer.linen.stack import Stacks, initializing
@@ -18,6 +19,7 @@ from trainer.models.families import blocks, stacks
 from trainer.models.mtp import last_block
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Decoder
+from trainer.ops.paths import path_of
 from trainer.products import Context
 from trainer.sharding import off_mesh
 
@@ -34,7 +36,7 @@ class LinenStackDecoder(Decoder):
         # The bridge constructs the model again within a step, with one row of one token, which the mesh cannot divide.
         with off_mesh():
             variables = init(rngs.params(), x, None, context, (), method="run_layers")
-        return {name: nnx.data(part) for name, part in _held(variables, stacked=True).items()}
+        return {name: nnx.data(part) for name, part in _held(variables, stacks(self.config)).items()}
 
     @classmethod
     def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
@@ -46,7 +48,7 @@ class LinenStackDecoder(Decoder):
         context = Context(ids, ids, rows=ids[0], key=None)
         with off_mesh():
             layer = make_layer(initializing(config), block, path, parent=None)
-            return nnx.data(_held(dict(layer.init(rngs.params(), x, None, context)), stacked=False))
+            return nnx.data(_held(dict(layer.init(rngs.params(), x, None, context))))
 
     def run_block(self, held, x, context, types):
         """See `Decoder.run_block`."""
@@ -67,9 +69,14 @@ def initial_decoder(config: Config) -> type[Decoder]:
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
 
 
-def _held(variables: Mapping[str, Any], stacked: bool) -> dict[str, Any]:
-    """Returns variables of Linen as nested `nnx.Variable`s; `stacked` as in `unboxed`."""
-    params = jax.tree.map(lambda leaf: param(*unboxed(leaf, stacked)), variables["params"], is_leaf=is_box)
+def _held(variables: Mapping[str, Any], stacks: Sequence[Stack] = ()) -> dict[str, Any]:
+    """Returns variables of Linen as nested `nnx.Variable`s. `stacks`: those whose parameters are among them."""
+    axes = {stack.name: stack.axes for stack in stacks}
+
+    def held(path: Any, leaf: Any) -> Any:
+        return param(*unboxed(leaf, axes.get(path_of(path)[0], ())))
+
+    params = jax.tree_util.tree_map_with_path(held, variables["params"], is_leaf=is_box)
     buffers = jax.tree.map(_buffer, variables.get(REST, {}), is_leaf=is_box)
     return nnx.to_pure_dict(nnx.merge_state(nnx.State(params), nnx.State(buffers)), lambda variable: variable)
 

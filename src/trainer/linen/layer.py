@@ -8,9 +8,10 @@ from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
 from trainer.config import Config, UserError
+from trainer.layers.loop import cast_in_loop
 from trainer.layers.param import REST
 from trainer.layers.sown import Sown, capture, type_names
-from trainer.layers.stack import MakeBlock, cast_in_loop
+from trainer.layers.stack import MakeBlock
 from trainer.linen.bridge import capturing, to_linen
 from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks, with_products
 from trainer.models.transformer import Types
@@ -67,7 +68,7 @@ def call_layer(
     `types`.
 
     `block` is a child of the running module. `number` is the number of the layer. For `cast_inside` see
-    `layers.stack.run_stack`.
+    `layers.loop.run_loop`.
     """
     if isinstance(block, bridge.ToLinen):
 

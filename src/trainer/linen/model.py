@@ -1,5 +1,7 @@
 """The combinations that use Linen."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,13 +15,14 @@ from trainer.backends.nnx_model import NNXModel
 from trainer.backends.permutation import Permutation
 from trainer.config import Config
 from trainer.layers.sown import Sown
+from trainer.layers.stack import Stack
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed
 from trainer.linen.decoder import LinenStackDecoder, initial_decoder
 from trainer.linen.layer import COLLECTIONS, check_layer
 from trainer.linen.stack import initializing
 from trainer.linen.transformer import Transformer
 from trainer.models import transformer
-from trainer.models.families import in_stack
+from trainer.models.families import leading_axes, stacks
 from trainer.models.init import init_variables
 from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
@@ -59,7 +62,8 @@ class Linen:
             init = self._make_module(initializing(config)).init
             made = jax.eval_shape(init, seed_key(0), id_bt, id_bt, id_bt, row_b)
         boxed = {name: part for name, part in made.items() if name in COLLECTIONS}  # without sown values
-        self.param_axes = jax.tree_util.tree_map_with_path(_axes, boxed["params"], is_leaf=is_box)
+        axes = functools.partial(_axes, stacks(config))
+        self.param_axes = jax.tree_util.tree_map_with_path(axes, boxed["params"], is_leaf=is_box)
         self.rest_axes = jax.tree.map(_axes_of_buffer, _merged(_parts(boxed)[1]), is_leaf=is_box)
         variables = linen.unbox(boxed)
         self._params, self._rest = _parts(variables)
@@ -133,8 +137,8 @@ class BridgedLinenDecoder(Bridged):
     decoder = LinenStackDecoder
 
 
-def _axes(path: tuple[Any, ...], parameter: Any) -> Any:
-    value, axes = unboxed(parameter, in_stack(name_of(path)))
+def _axes(stacks: Sequence[Stack], path: tuple[Any, ...], parameter: Any) -> Any:
+    value, axes = unboxed(parameter, leading_axes(stacks, name_of(path)))
     return axes_of_parts(axes, value, name_of(path))
 
 

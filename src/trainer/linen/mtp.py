@@ -6,8 +6,8 @@ from typing import Any
 from flax import linen
 
 from trainer.config import Config
+from trainer.layers.loop import run_layer
 from trainer.layers.sown import Sown
-from trainer.layers.stack import run_layer
 from trainer.linen.bridge import to_linen
 from trainer.linen.layer import apply_layer, make_layer
 from trainer.models import mtp

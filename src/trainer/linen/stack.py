@@ -10,23 +10,23 @@ from flax import linen
 
 from trainer.config import Config
 from trainer.layers.cache import Cache
+from trainer.layers.loop import Loop
 from trainer.layers.param import REST
+from trainer.layers.run import run_stack
 from trainer.layers.sown import Sown
-from trainer.layers.stack import Loop, MakeBlock, run_stack
+from trainer.layers.stack import MakeBlock
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
-from trainer.models.transformer import Types, casts_in_loop, run_stacks
+from trainer.models.transformer import Types, casts_in_loop, loop_options, run_stacks
 from trainer.products import Context
-from trainer.sharding import LAYERS
 
 
 def initializing(config: Config) -> ml_collections.FrozenConfigDict:
     """Returns `config` for initialization, which Linen traces with one token.
 
-    Parameters do not depend on the attention op, but kernels refuse this length. They do not depend on `scan_layers`
-    either: the scan always makes them.
+    Parameters do not depend on the attention op, but kernels refuse this length.
     """
-    return ml_collections.FrozenConfigDict({**config, "attention": "dot_product", "scan_layers": True})
+    return ml_collections.FrozenConfigDict({**config, "attention": "dot_product"})
 
 
 class Pattern(linen.Module):
@@ -49,7 +49,11 @@ class Stacks(linen.Module):
     @linen.compact
     def run_layers(self, x, cache: Cache | None, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:
         """See `models.transformer.Decoder.run_layers`."""
-        run = self._scan if self.config.scan_layers else self._unroll
+
+        def run(loop, x, entries):
+            lifted = self.is_initializing() or (self.config.scan_layers and loop.stack.pipeline is None)
+            return (self._scan if lifted else self._applied)(loop, x, entries)
+
         return run_stacks(self.config, run, x, cache, context, types)
 
     def _scan(self, loop: Loop, x, entries):
@@ -65,28 +69,32 @@ class Stacks(linen.Module):
         def turn(module, carry, numbers):
             return loop.turn([functools.partial(layer, block) for block in stack.modules(module)], carry, numbers)
 
-        scan = linen.scan(
-            turn,
-            variable_axes=dict.fromkeys(COLLECTIONS, 0),
-            split_rngs={"params": True},
-            length=stack.count,
-            metadata_params={linen.PARTITION_NAME: LAYERS},
-        )
+        scan = turn
+        for axis, size in zip(reversed(stack.axes), reversed(stack.sizes), strict=True):
+            scan = linen.scan(
+                scan,
+                variable_axes=dict.fromkeys(COLLECTIONS, 0),
+                split_rngs={"params": True},
+                length=size,
+                metadata_params={linen.PARTITION_NAME: axis},
+            )
         if len(stack.blocks) == 1:
             module = make_layer(self.config, stack.blocks[0], f"decoder/{stack.name}", name=stack.name)
         else:
             module = Pattern(self.config, stack.blocks, stack.paths, name=stack.name)
-        (x, entries), sown = scan(module, (x, list(entries)), loop.numbers())
+        (x, entries), sown = scan(
+            module, (x, list(entries)), [numbers.reshape(stack.sizes) for numbers in loop.numbers()]
+        )
         return x, entries, sown
 
-    def _unroll(self, loop: Loop, x, entries):
-        # The loop of the NNX stack, over the variables that linen.scan makes.
+    def _applied(self, loop: Loop, x, entries):
+        # The loop or the pipeline of the NNX stack, over the variables that linen.scan makes.
         stack, held = loop.stack, linen.unbox(self.variables)
         variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
         made = zip(stack.blocks, stack.paths, strict=True)
         layers = [make_layer(self.config, block, f"decoder/{path}", parent=None) for block, path in made]
         apply = [functools.partial(_apply, layer, loop.types) for layer in layers]
-        return run_stack(loop, apply, variables, x, entries, scan=False, remat=remat_policy(self.config))
+        return run_stack(loop, apply, variables, x, entries, **loop_options(self.config, stack))
 
 
 def _at(variables: Mapping[str, Any], path: str) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
 from trainer.models.sparsity import with_masks
+from trainer.models.stages import in_stages
 from trainer.products import Context, Rules, make_wide
 
 # The arguments of a block's call.
@@ -38,9 +39,15 @@ RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
 def in_stack(name: str) -> bool:
-    """Returns whether the parameter `name` belongs to a stack, so that its first axis is layers."""
+    """Returns whether the parameter `name` belongs to a stack, so that its leading axes are those of the stack."""
     _, found, path = f"/{name}".partition("/decoder/")
     return bool(found) and path.partition("/")[0] not in NOT_STACKS
+
+
+def leading_axes(stacks: Sequence[Stack], name: str) -> tuple[str, ...]:
+    """Returns the leading axes, which stack layers, of the parameter `name`; () outside of the stacks."""
+    found = (stack.axes for stack in stacks if f"/decoder/{stack.name}/" in f"/{name}/")
+    return next(found, ())
 
 
 def family(decoder_block: str) -> Family:
@@ -169,7 +176,7 @@ def stacks(config: Config) -> tuple[Stack, ...]:
             check_calls(block, ("config", "rngs"), name)
         elif problem := linen_stack(config):
             raise UserError(f"decoder_block={name}: {made.__name__} is not an nnx.Module; {problem}")
-    return found
+    return in_stages(config, found)
 
 
 def _is_stack(declared: Any) -> bool:
@@ -316,8 +323,8 @@ def forward_flops_per_token(config: Config, params: Any) -> float:
     """
     if (count := family(config.decoder_block).forward_flops) is not None:
         return count(config, None)
-    layers = [params["decoder"][stack.name] for stack in stacks(config)]
-    kernels = _entries(layers, 3) + _entries(params.get("mtp_block", {}), 2)
+    kernels = sum(_entries(params["decoder"][stack.name], len(stack.axes) + 2) for stack in stacks(config))
+    kernels += _entries(params.get("mtp_block", {}), 2)
     return 2.0 * (kernels + (1 + config.mtp_num_layers) * config.base_emb_dim * config.vocab_size)
 
 

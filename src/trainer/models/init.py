@@ -4,11 +4,18 @@ import jax
 from flax import nnx
 
 from trainer.config import Config
+from trainer.config.pipeline_keys import unpipelined
+from trainer.models.families import stacks
+from trainer.models.stages import to_stages
 from trainer.models.transformer import Decoder, Transformer
 
 
 def init_variables(config: Config, key: jax.Array, decoder: type[Decoder] = Decoder) -> tuple[dict, dict]:
-    """Returns initial (params, rest): nested dicts of canonical names, with layers on axis 0. Can be traced by jit."""
-    model = Transformer(config, nnx.Rngs(params=key), decoder)
-    params, rest = nnx.state(model, nnx.Param, nnx.Not(nnx.Param))
-    return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+    """Returns initial (params, rest): nested dicts of canonical names. Can be traced by jit.
+
+    The values do not depend on a pipeline.
+    """
+    model = Transformer(unpipelined(config), nnx.Rngs(params=key), decoder)
+    variables = (nnx.to_pure_dict(part) for part in nnx.state(model, nnx.Param, nnx.Not(nnx.Param)))
+    params, rest = to_stages(stacks(config), tuple(variables))
+    return params, rest

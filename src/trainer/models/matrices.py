@@ -20,7 +20,7 @@ from trainer.models.sparsity import is_masked
 from trainer.models.transformer import head_matrix
 from trainer.ops.paths import by_name
 from trainer.products import Kernel, maker
-from trainer.sharding import LAYERS
+from trainer.sharding import leading
 
 _CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless the family or a key chooses others"
 
@@ -174,7 +174,7 @@ def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], lis
     if not config.quantization:
         return [], []
     quantized, names = quantized_names(config), matrix_names(config)
-    axes = {name: [axis for axis in found if axis != LAYERS] for name, found in by_name(param_axes).items()}
+    axes = {name: [*found[leading(found) :]] for name, found in by_name(param_axes).items()}
     tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith("/bias")]
     stored = tuple(f"{name}/" for name in names)  # parts of a matrix that is stored in another form
     return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]

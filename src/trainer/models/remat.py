@@ -9,15 +9,16 @@ from trainer.layers.remat import Policy, make_policy, offloaded
 from trainer.models.families import family
 
 
-def remat_policy(config: Config) -> Policy | None:
+def remat_policy(config: Config, stage: bool = False) -> Policy | None:
     """Returns the policy of what a checkpointed block saves, or None if no block is checkpointed.
 
-    See `layers.remat.make_policy`.
+    `stage`: of an iteration of a pipeline's stage, which also saves the inputs of its blocks. See
+    `layers.remat.make_policy`.
 
     Raises:
       UserError: lists all tensors that `config` names and the family does not declare.
     """
-    return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections)
+    return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections, stage)
 
 
 def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:

@@ -11,8 +11,10 @@ from flax import nnx
 from trainer.config import Config
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
+from trainer.layers.loop import Loop
+from trainer.layers.run import run_module, run_modules
 from trainer.layers.sown import Activation, MtpHidden, Sown, sow
-from trainer.layers.stack import Loop, MakeBlock, make_stack, run_module, run_modules
+from trainer.layers.stack import MakeBlock, Stack, make_stack
 from trainer.models.families import family, stacks, with_products
 from trainer.models.mtp import MtpBlock, Types, run_mtp
 from trainer.models.norms import make_norm
@@ -79,12 +81,22 @@ def head_matrix(config: Config) -> tuple[str, ...]:
 
 
 def casts_in_loop(config: Config) -> bool:
-    """Returns whether the loop over layers casts its weights inside (`layers.stack.cast_in_loop`).
+    """Returns whether a rolled loop casts its weights inside (`layers.loop.cast_in_loop`).
 
     Not under Zero-1: there the step all-gathers the weights before the loop, and casting them before the all-gather
     halves its bytes.
     """
-    return config.scan_layers and not config.shard_optimizer_over_data
+    return not config.shard_optimizer_over_data
+
+
+def loop_options(config: Config, stack: Stack) -> dict[str, Any]:
+    """Returns how the loop of a stack, or its pipeline, runs: arguments of `layers.run.run_stack`."""
+    remat = remat_policy(config)
+    if stack.pipeline is None:
+        scan = config.scan_layers
+        return {"scan": scan, "remat": remat, "cast_inside": scan and casts_in_loop(config)}
+    cast_inside = stack.pipeline.scan and casts_in_loop(config)
+    return {"remat": remat, "remat_stage": remat and remat_policy(config, stage=True), "cast_inside": cast_inside}
 
 
 def outer_dropout(config: Config, x_bte: jax.Array, context: Context, site: int) -> jax.Array:
@@ -126,7 +138,7 @@ class Decoder(nnx.Module):
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """Returns the stacks by name. The name is also the attribute that holds a stack's parameters."""
         return {
-            stack.name: make_stack(list(map(self._maker, stack.blocks, stack.paths)), stack.count, rngs)
+            stack.name: make_stack(stack, list(map(self._maker, stack.blocks, stack.paths)), rngs)
             for stack in stacks(self.config)
         }
 
@@ -139,7 +151,7 @@ class Decoder(nnx.Module):
         return with_products(config, path, block(config, rngs), rngs)
 
     def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
-        """Runs a block that `make_block` made; see `layers.stack.run_layer`."""
+        """Runs a block that `make_block` made; see `layers.loop.run_layer`."""
         return run_module(held, x, context, types, remat_policy(self.config))
 
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
@@ -147,8 +159,7 @@ class Decoder(nnx.Module):
         config = self.config
 
         def run(loop: Loop, x: jax.Array, entries: Any) -> tuple[Any, Any, Sown]:
-            how = {"scan": config.scan_layers, "remat": remat_policy(config), "cast_inside": casts_in_loop(config)}
-            return run_modules(loop, getattr(self, loop.stack.name), x, entries, **how)
+            return run_modules(loop, getattr(self, loop.stack.name), x, entries, **loop_options(config, loop.stack))
 
         return run_stacks(config, run, x, cache, context, types)
 
@@ -165,7 +176,7 @@ class Decoder(nnx.Module):
 def run_stacks(
     config: Config, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """Calls `run(loop, x, entries)`, see `layers.stack.run_stack`, for each stack of the decoder in order."""
+    """Calls `run(loop, x, entries)`, see `layers.run.run_stack`, for each stack of the decoder in order."""
     entries, first = {}, 0
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):

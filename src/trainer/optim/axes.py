@@ -7,10 +7,10 @@ two sides, with its inputs first.
 
 from collections.abc import Sequence
 
-from trainer.sharding import LAYERS
+from trainer.sharding import STACKED as OF_STACKS
 
 # Axes that stack independent matrices: layers, and projections fused into one array.
-STACKED = frozenset((LAYERS, "qkv", "num_activations"))
+STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
 # As the leading axis it stacks independent matrices; after another axis it is the outputs of a router.
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.

@@ -8,7 +8,7 @@ import optax
 from jax.tree_util import tree_map_with_path
 
 from trainer.ops.paths import by_name, name_of
-from trainer.sharding import LAYERS
+from trainer.sharding import leading
 
 
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
@@ -18,9 +18,9 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
     be stacked like the parameter.
 
     Args:
-      param_axes: the logical axes of every parameter. A stacked parameter has `layers` as its first axis.
+      param_axes: the logical axes of every parameter. The leading ones of a stacked parameter stack layers.
     """
-    stacked = {name for name, axes in by_name(param_axes).items() if axes[:1] == (LAYERS,)}
+    stacked = {name: leading(axes) for name, axes in by_name(param_axes).items() if leading(axes)}
 
     def init(params: Any) -> Any:
         fn = tx.init
@@ -35,11 +35,12 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """For each number of layers, yields the axis to map over for each leaf of the parameters and of the state."""
-        layers = {name: leaf.shape[0] for name, leaf in by_name(params).items() if name in stacked}
+        """For each leading axis of each stack, yields the axis to map over for each leaf of the parameters and of the
+        state."""
+        layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape[1:] if name_of(path) in layers else leaf.shape, leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape[stacked.get(name_of(path), 0) :], leaf.dtype)
 
         state = jax.eval_shape(tx.init, tree_map_with_path(single, params))
 
@@ -47,11 +48,12 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
             names = (name_of(path[start:]) for start in range(len(path)))
             return next((name for name in names if name in layers), None)
 
-        for count in sorted(set(layers.values())):
-            here = {name for name, n in layers.items() if n == count}
-            yield (
+        for sizes in sorted(set(layers.values())):
+            here = {name for name, n in layers.items() if n == sizes}
+            axes = (
                 tree_map_with_path(lambda path, _, here=here: 0 if name_of(path) in here else None, params),
                 tree_map_with_path(lambda path, _, here=here: 0 if owner(path) in here else None, state),
             )
+            yield from [axes] * len(sizes)
 
     return optax.GradientTransformation(init, update)

@@ -1,5 +1,6 @@
 """The batches of reinforcement learning: in each round the model answers prompts, and its answers are judged."""
 
+import functools
 import json
 import math
 import time
@@ -15,6 +16,7 @@ from ml_collections import FrozenConfigDict
 from trainer.backends import make_model
 from trainer.config import UserError, eval_parts
 from trainer.config.invariant_keys import KEY, TILE
+from trainer.config.pipeline_keys import unpipelined
 from trainer.config.rl_keys import FUNCTIONS, GROUP, ITERATIONS
 from trainer.config.words import counted
 from trainer.data import Batch, Position
@@ -24,6 +26,8 @@ from trainer.inference.scheduler import LENGTH, Scheduler
 from trainer.inference.served import Served, for_decoding
 from trainer.inference.text import TextStream
 from trainer.models.caches import takes_cache
+from trainer.models.families import stacks
+from trainer.models.stages import division, to_layers
 from trainer.observe import RolloutFiles
 from trainer.post_training.groups import Rollout, advantages, packed, places
 from trainer.post_training.prompts import INDEX, Prompt, PromptDataset
@@ -88,6 +92,10 @@ class Rollouts:
         self._align = TILE if config[KEY] else 1
         self._engine = engine_of(run, config.batch_size * config[GROUP])
         self._stream = dataset.train_stream(start.position, rows=config.batch_size)
+        divided = division(stacks(config)) is not None
+        self._by_layer = (
+            jax.jit(functools.partial(to_layers, stacks(config))) if divided else lambda variables: variables
+        )
         self._averages = jax.jit(run.sharded(self._averaged)) if config.ema_decay else None
         self._interrupted: Callable[[], bool] = lambda: False
         self._rewards: Rewards | None = None
@@ -176,11 +184,12 @@ class Rollouts:
 
     def _current(self, state: Any) -> tuple[Any, Any]:
         tree = self._run.codec.unpack(state)
-        return tree.params, tree.rest
+        return self._by_layer((tree.params, tree.rest))
 
     def _averaged(self, state: Any) -> tuple[Any, Any]:
         params, rest = self._run.computation.trained(self._run.codec.unpack(state))
-        return jax.lax.with_sharding_constraint(params, self._run.param_shardings.compute), rest
+        params = jax.lax.with_sharding_constraint(params, self._run.param_shardings.compute)
+        return to_layers(stacks(self._run.config), (params, rest))
 
     def _complete(
         self,
@@ -306,7 +315,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
             f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; set "
             "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    own = FrozenConfigDict({**config, "return_log_prob": True})
+    own = FrozenConfigDict({**unpipelined(config), "return_log_prob": True})
     decoding = for_decoding(own, mesh.devices.flat[0].platform)
     at_once = config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)

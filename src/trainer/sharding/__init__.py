@@ -5,11 +5,13 @@ from trainer.sharding.context import (
     MAPPED,
     constrain,
     for_product,
+    inside_stages,
     mesh_axes,
     off_mesh,
     on_mesh,
     on_platform,
     on_tpu,
+    over_stages,
     reduce_gradient_early,
     same_mesh,
     shard_mapped,
@@ -18,12 +20,13 @@ from trainer.sharding.context import (
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
-from trainer.sharding.parts import LAYERS, axes_of_parts, kept_axes, with_own_tiles
+from trainer.sharding.parts import LAYERS, STACKED, axes_of_parts, kept_axes, leading, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
 
 __all__ = [
     "LAYERS",
     "MAPPED",
+    "STACKED",
     "Axes",
     "Rules",
     "axes_of",
@@ -32,7 +35,9 @@ __all__ = [
     "entry",
     "for_product",
     "get_mesh_from_config",
+    "inside_stages",
     "kept_axes",
+    "leading",
     "make_mesh",
     "make_rules",
     "memory_order",
@@ -42,6 +47,7 @@ __all__ = [
     "on_mesh",
     "on_platform",
     "on_tpu",
+    "over_stages",
     "reduce_gradient_early",
     "same_mesh",
     "shard_mapped",

@@ -21,6 +21,8 @@ from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
 
+_STAGE = "activation_stage"  # the axis of the stages of a pipeline
+
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
 
@@ -45,6 +47,35 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def inside_stages() -> Iterator[None]:
+    """A context in which only `activation_stage` is sharded over the stages of a pipeline."""
+    current = _current.get()
+    with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
+        yield
+
+
+def _without_stages(rules: Rules) -> Rules:
+    taken = rules[_STAGE]
+    return {name: axes if name == _STAGE else tuple(a for a in axes if a not in taken) for name, axes in rules.items()}
+
+
+def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+    """Returns `fn`, mapped over the stages of a pipeline: `in_axes` as in `jax.vmap`. Inside, all arrays are sharded
+    over the stages along the mapped axis."""
+    current = _current.get()
+    if current is None:
+        return jax.vmap(fn, in_axes)
+    mesh, rules = current
+    inside = {**rules, MAPPED: (*rules.get(MAPPED, ()), *rules[_STAGE])}
+
+    def on_stage(*args: Any) -> Any:
+        with _traced_on((mesh, inside)):
+            return fn(*args)
+
+    return jax.vmap(on_stage, in_axes, spmd_axis_name=rules[_STAGE])
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -12,7 +12,13 @@ from trainer.config import UserError
 from trainer.sharding.context import shards
 from trainer.sharding.rules import Axes, Tiles
 
-LAYERS = "layers"  # the logical axis that stacks the layers of a stack: the first axis of its parameters
+# The logical axes that stack the layers of a stack: the leading axes of its parameters. Without a pipeline only LAYERS.
+REPEATS, STAGES, LAYERS = STACKED = ("circular_repeats", "stages", "layers")
+
+
+def leading(axes: Sequence[str | None]) -> int:
+    """Returns the number of leading axes that stack the layers of a stack: 0, 1, or 3 in a pipeline."""
+    return len(axes) - len([*itertools.dropwhile(STACKED.__contains__, axes)])
 
 
 def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
@@ -90,14 +96,15 @@ def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Ax
     """Returns the possible axes of an array of `shape`, made from an array of shape `whole` with `axes`; [] if it does
     not fit.
 
-    The array may lack axes, except LAYERS, or have length 1 in them, and then the axis has no name. It keeps the other
-    axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come first.
+    The array may lack axes, except those of STACKED, or have length 1 in them, and then the axis has no name. It keeps
+    the other axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come
+    first.
     """
     if len(whole) != len(axes):
         return []
     if tuple(shape) == tuple(whole):
         return [axes]
-    stacked = {i for i, name in enumerate(axes) if name == LAYERS}
+    stacked = {i for i, name in enumerate(axes) if name in STACKED}
     found: dict[tuple[str | None, ...], Axes] = {}
     for kept in itertools.combinations(range(len(axes)), len(shape)):
         if stacked <= set(kept) and all(size in (1, whole[i]) for size, i in zip(shape, kept, strict=True)):
@@ -114,7 +121,7 @@ def _tiled_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[
     names = []
     for name, length, count in zip(axes, whole, shape, strict=True):
         tile = math.ceil(length / max(count, 1))
-        if math.ceil(length / tile) != count or (name == LAYERS and count != length):
+        if math.ceil(length / tile) != count or (name in STACKED and count != length):
             return []
         tiled = None if name is None or count == 1 or length % count else Tiles(name)
         names.append(name if count == length else tiled)

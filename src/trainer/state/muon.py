@@ -16,7 +16,7 @@ from trainer.layers.param import unnamed
 from trainer.models.families import in_stack
 from trainer.ops.paths import by_name, name_of
 from trainer.optim.muon import dimension_numbers
-from trainer.sharding import Axes
+from trainer.sharding import LAYERS, Axes
 
 # Parameters and their axes do not depend on these keys. With these values any configuration fits on one device.
 _ALONE = {
@@ -65,7 +65,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
 
 
 def _of_model(state: nnx.State) -> Any:
-    return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param)))
+    return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param), _first_axis))
 
 
 def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
@@ -83,13 +83,17 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
         if isinstance(leaf, meta.Partitioned):
             return Axes(leaf.names)
         if known is None:
-            return Axes(unnamed(leaf.ndim, in_stack(name_of(path))))
+            return Axes(unnamed(leaf.ndim, _first_axis(name_of(path))))
         name = name_of(path)
         if name not in known:
             raise UserError(f"the model of config has no parameter {name}")
         return known[name]
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_box)
+
+
+def _first_axis(name: str) -> tuple[str, ...]:
+    return (LAYERS,) if in_stack(name) else ()
 
 
 def _axes_of_model(config: Config) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.ops.paths import Path
-from trainer.sharding import LAYERS, axes_of
+from trainer.sharding import axes_of, leading
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
@@ -81,8 +81,7 @@ def disagreements(found: Iterable[Row]) -> list[str]:
         kernel = rows.get(f"{layer}/kernel")
         if last != "bias" or kernel is None:
             continue
-        stacked = kernel["axes"][0] == bias["axes"][0] == LAYERS
-        outputs = len(bias["shape"]) - stacked
+        outputs = len(bias["shape"]) - leading(bias["axes"])
         if outputs and kernel["spec"][-outputs:] != bias["spec"][-outputs:]:
             sentences.append(
                 f"{layer}: kernel and bias disagree: the kernel's outputs {_named(kernel, outputs)} are sharded by "

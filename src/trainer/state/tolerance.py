@@ -11,14 +11,15 @@ from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
 SHOWN = 5  # the number of largest parameters that the message lists
-_COPIES = (DATA, "diloco")  # the axes that replicate parameters by design
+# The axes that replicate parameters by design; a pipeline replicates what is outside of it.
+_COPIES = (DATA, "diloco", "stage")
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
 
-    Axes of size 1, data and diloco are ignored. So is a parameter that has no dimension divisible by the axis size, and
-    so are low-rank adapters, which are small and have only one axis of their matrix each.
+    Axes of size 1, data, diloco and stage are ignored. So is a parameter that has no dimension divisible by the axis
+    size, and so are low-rank adapters, which are small and have only one axis of their matrix each.
 
     Args:
       tensors, abstract, shardings: trees with equal structure, see `state.shardings`.

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.sharding import LAYERS
+from trainer.sharding import leading
 
 GRAD_NORM, PARAM_NORM, UPDATE_RATIO = "grad_norm/", "param_norm/", "update_ratio/"
 
@@ -44,5 +44,6 @@ def is_due(period: int, step: int, name: str) -> bool:
 
 
 def _norm(x: jax.Array, names: Any) -> jax.Array:
-    over = [i for i, name in enumerate(names) if name != LAYERS]
-    return jnp.sqrt((x.astype(jnp.float32) ** 2).sum(over))
+    stacked = leading(names)
+    norms = jnp.sqrt((x.astype(jnp.float32) ** 2).sum(range(stacked, x.ndim)))
+    return norms.reshape(-1) if stacked else norms

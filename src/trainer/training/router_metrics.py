@@ -32,6 +32,8 @@ def router_metrics(counts: Mapping[str, jax.Array], drops: bool, by_layer: bool)
         loads.append((tokens.max(-1) / chosen * tokens.shape[-1]).reshape(-1))
         dropped += counts[f"{stem}dropped"].sum()
         if by_layer:
+            tokens = tokens.reshape(-1, tokens.shape[-1]) if tokens.ndim > 2 else tokens
+            entropy = entropy.reshape(-1) if entropy.ndim > 1 else entropy
             found |= {f"{stem}{TOKENS}": tokens, f"{stem}router_entropy": entropy}
     if not loads:
         return {}  # a user's own experts that sow nothing

@@ -16,6 +16,7 @@ from trainer.checkpoint import (
     inspect,
     joined,
     load_parameters,
+    nested,
     newest,
     parted,
     place_of,
@@ -35,6 +36,7 @@ from trainer.config import (
     resets,
 )
 from trainer.config.lora_keys import ENABLE, RESTORE
+from trainer.config.pipeline_keys import unpipelined
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.models.names import names_of_blocks, renamed
@@ -44,6 +46,7 @@ from trainer.runtime.place import share_of_rows
 from trainer.runtime.storage import folder
 from trainer.runtime.versions import other_versions
 from trainer.state.diloco import like_islands, without_islands
+from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
 
@@ -93,7 +96,13 @@ def start(
         frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make()
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
-            check_base(by_path(frozen), begin.reference, path, "its reference was a model", "the model of that time")
+            check_base(
+                _by_layer(run, by_path(frozen)),
+                begin.reference,
+                path,
+                "its reference was a model",
+                "the model of that time",
+            )
         return begin
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
@@ -103,7 +112,9 @@ def start(
     if not run.frozen.of_parameters:
         return begin._replace(frozen=run.frozen.make())
     frozen = run.frozen.make(_parameters(run, begin.state))
-    return begin._replace(frozen=frozen, reference=base_of(config.load_parameters_path, by_path(frozen)))
+    return begin._replace(
+        frozen=frozen, reference=base_of(config.load_parameters_path, _by_layer(run, by_path(frozen)))
+    )
 
 
 def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
@@ -153,18 +164,29 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
     if config.reset_optimizer:
         say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
     if config.load_parameters_path:
-        params, rest = _abstract(run).params, run.states.one.rest
-        weights = load_parameters(config.load_parameters_path, config, joined(params, rest), say, given)
-        state = run.init(*parted(weights, rest))
+        place = config.load_parameters_path
+        state = run.init(*_weights(run, lambda own, wanted: load_parameters(place, own, wanted, say, given)))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
     elif config[ENABLE] and config[RESTORE]:
-        params, rest = _abstract(run).params, run.states.one.rest
-        state = run.init(*parted(initial_parameters(config, joined(params, rest)), rest))
+        state = run.init(*_weights(run, initial_parameters))
         _check_finite(run, state, f"{RESTORE}={config[RESTORE]}")
     else:
         state = run.init()
     frozen = _frozen(run, _parameters(run, state))
-    return Start(state, base=base_of(config.load_parameters_path, frozen) if frozen else None)
+    return Start(state, base=base_of(config.load_parameters_path, _by_layer(run, frozen)) if frozen else None)
+
+
+def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
+    """Returns the (params, rest) that `load(configuration without a pipeline, wanted)` returns as one tree."""
+    rest = run.states.one.rest
+    wanted = joined(_abstract(run).params, rest)
+    loaded = load(unpipelined(run.config), abstract_layers(run.config, wanted))
+    return parted(in_stages(run.config, loaded, wanted), rest)
+
+
+def _by_layer(run: Run, params: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns parameters by path in the form of checkpoints."""
+    return by_path(in_layers(run.config, nested({"/".join(path): leaf for path, leaf in params.items()})))
 
 
 def _frozen(run: Run, params: Any) -> dict[Path, Any]:
@@ -189,14 +211,16 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
         raise UserError(
             f"{path}: was saved without {ENABLE}, so it has no adapters; load_parameters_path takes it as base"
         )
-    params, rest = _abstract(run).params, run.states.one.rest
     if place := config.load_parameters_path or sidecar.base.path:
-        own = FrozenConfigDict({**config, RESTORE: ""})  # the adapters are those of the checkpoint
-        weights = load_parameters(place, own, joined(params, rest), say, given)
-        found = _frozen(run, parted(weights, rest)[0])
+
+        def load(own: Config, wanted: Any) -> Any:
+            own = FrozenConfigDict({**own, RESTORE: ""})  # the adapters are those of the checkpoint
+            return load_parameters(place, own, wanted, say, given)
+
+        found = _frozen(run, _weights(run, load)[0])
     else:
         found = _frozen(run, _parameters(run, run.init()))
-    check_base(found, sidecar.base, path)
+    check_base(_by_layer(run, found), sidecar.base, path)
     return found
 
 
@@ -256,10 +280,14 @@ def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wa
     in `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
-        return with_base(restore(path, without_base(wanted, base)), wanted, base)
+        return with_base(_read(run, path, without_base(wanted, base)), wanted, base)
     names = names_of_blocks(run.config)
     saved = without_base(renamed(wanted, names), base)
-    return renamed(with_base(restore(path, saved), renamed(wanted, names), base), names.inverse())
+    return renamed(with_base(_read(run, path, saved), renamed(wanted, names), base), names.inverse())
+
+
+def _read(run: Run, path: Any, wanted: Any) -> Any:
+    return in_stages(run.config, restore(path, abstract_layers(run.config, wanted)), wanted)
 
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:

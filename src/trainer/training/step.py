@@ -279,6 +279,7 @@ def _combine(left: Any, right: Any) -> Any:
 def _activation_statistics(totals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns mean, standard deviation and share of zeros of each layer's output, [layers], from batch sums."""
     statistics = {}
+    totals = {path: total.reshape(-1) if total.ndim > 1 else total for path, total in totals.items()}
     for path, count in totals.items():
         stem, found, _ = path.partition("output_count")
         if not found:

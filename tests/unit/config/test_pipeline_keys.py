@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trainer.config import NotBuilt, UserError, load, maxtext, resolve, schema
+from trainer.config import UserError, load, maxtext, resolve, schema
 from trainer.config.invariant_keys import split_on
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import DIFFERS, SAME, TRAIN, by_kind, convert
@@ -83,16 +83,6 @@ def test_what_is_wrong_without_devices(words, message):
     with pytest.raises(UserError, match=message) as caught:
         load(words.split())
     assert "1 mistake in" in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [2, -1])
-def test_rollouts_are_not_built(size):
-    """A size of -1 is known in the second stage."""
-    words = f"{BASE}use_grpo=true reward_functions=[a:b] ici_fsdp_parallelism=1 ici_pipeline_parallelism={size}"
-    words += " decode_sampling_temperature=1 dataset_type=grain grain_train_files=x train_data_columns=[prompt,answer]"
-    message = "ici_pipeline_parallelism=2.* dcn_pipeline_parallelism=1.* use_grpo=true.*: rollouts .* not supported yet"
-    with pytest.raises(NotBuilt, match=message):
-        resolve(load(words.split()).config, device_count=2, platform="cpu")
 
 
 def test_sizes_that_follow_from_the_devices_are_checked_with_them():

@@ -20,7 +20,9 @@ from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import make_policy
 from trainer.layers.sown import Total, sow
-from trainer.layers.stack import Loop, Stack, cast_in_loop, make_stack, run_modules
+from trainer.layers.loop import Loop, cast_in_loop
+from trainer.layers.run import run_modules
+from trainer.layers.stack import Stack, make_stack
 from trainer.products import context
 
 # One policy of each kind. tests/unit/layers/test_remat.py tests all.
@@ -68,7 +70,7 @@ class Block(nnx.Module):
 @functools.cache
 def blocks():
     with tree_mode():
-        return jax.jit(lambda: make_stack([Block], LAYERS, nnx.Rngs(0)))()
+        return jax.jit(lambda: make_stack(Stack("layers", (Block,), LAYERS), [Block], nnx.Rngs(0)))()
 
 
 def inputs():
@@ -249,7 +251,7 @@ def test_layers_are_numbered_through_all_stacks_so_that_no_two_share_a_key(scan)
     found, weights = {}, []
     with tree_mode():
         for stack in (Stack("single", (Keyed,), 2), Stack("pairs", (Keyed, Keyed), 2)):
-            module = make_stack(stack.blocks, stack.count, rngs)
+            module = make_stack(stack, stack.blocks, rngs)
             weights += jax.tree.leaves(nnx.state(module))
             settings = Loop(stack, first, Context(scale, row, key), (Total,))
             sown = run_modules(settings, module, x, [None] * len(stack.blocks), scan=scan, remat=None)[2]

@@ -1,0 +1,43 @@
+"""Runs stacks and single blocks, for NNX and Linen."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from trainer.layers.loop import Loop, run_layer, run_loop
+from trainer.layers.pipeline import run_pipeline
+from trainer.layers.sown import Sown, capture
+
+
+def run_stack(
+    loop: Loop, apply: Sequence[Callable[..., Any]], variables: Sequence[Any], x: jax.Array, entries: Any, **how: Any
+) -> tuple[jax.Array, Any, Sown]:
+    """Applies the layers of a stack in order, in a pipeline if it has one. See `layers.loop.run_loop`.
+
+    A pipeline has no caches: generation runs without it.
+    """
+    if loop.stack.pipeline is None:
+        return run_loop(loop, apply, variables, x, entries, **how)
+    x, sown = run_pipeline(loop, apply, variables, x, **how)
+    return x, entries, sown
+
+
+def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
+    """Calls `layers.loop.run_layer` for a block. `args` are x, context, types and remat."""
+    graphdef, *variables = nnx.split(module, nnx.Param, ...)
+    types = args[2]
+    return run_layer(lambda held, *given: capture(nnx.merge(graphdef, *held), types)(*given), variables, *args)
+
+
+def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
+    """Calls `run_stack` for `module`, which `make_stack` made."""
+    # The parameters of all blocks come first, as in Linen, so that the programs are the same.
+    parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
+    graphdefs, *variables = zip(*parts, strict=True)
+
+    def bound(graphdef: Any) -> Callable[..., Any]:
+        return lambda params, rest, *args: capture(nnx.merge(graphdef, params, rest), loop.types)(*args)
+
+    return run_stack(loop, [bound(graph) for graph in graphdefs], variables, x, entries, **how)

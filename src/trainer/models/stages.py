@@ -1,0 +1,220 @@
+"""Divides a decoder's stacks into the stages of a pipeline."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from trainer.config import Config, UserError
+from trainer.config.pipeline_keys import (
+    LAYERS,
+    PER_STAGE,
+    REMAT,
+    REMAT_LAYERS,
+    REPEATS,
+    SCAN,
+    SCAN_LAYERS,
+    Pipeline,
+    delay,
+    microbatches,
+    stages,
+)
+from trainer.config.words import counted
+from trainer.layers.stack import Stack
+
+T = TypeVar("T")
+
+OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers that the pipeline leaves
+
+
+def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
+    """Returns the stacks `found` with the longest one in a pipeline, if `config`, resolved, has several stages. The
+    layers that the pipeline leaves are a stack of their own after it.
+
+    Raises:
+      UserError: the numbers of stages, repeats, layers in a stage and layers do not fit each other; names the nearest
+        that do.
+    """
+    if stages(config) == 1:
+        return tuple(found)
+    chosen = max(found, key=lambda stack: stack.layers)
+    period = len(chosen.blocks)
+    count, per_stage = _pipelined(config, chosen), config[PER_STAGE]
+    plan = Pipeline(
+        repeats=count // (stages(config) * per_stage),
+        stages=stages(config),
+        layers=per_stage // period,
+        microbatches=microbatches(config),
+        delay=delay(config),
+        scan=config[SCAN],
+        scan_layers=config[SCAN_LAYERS],
+        remat=config[REMAT],
+        remat_layers=config[REMAT_LAYERS],
+    )
+    inside = dataclasses.replace(chosen, count=count // period, pipeline=plan)
+    outside = dataclasses.replace(chosen, name=chosen.name + OUTSIDE, count=chosen.count - inside.count)
+    parts = [inside, outside] if outside.count else [inside]
+    return tuple(part for stack in found for part in (parts if stack is chosen else [stack]))
+
+
+def _pipelined(config: Config, stack: Stack) -> int:
+    """Returns the number of layers of `stack` that are in the pipeline."""
+    period, here, per_stage = len(stack.blocks), stages(config), config[PER_STAGE]
+    asked = stack.layers if config[LAYERS] == -1 else config[LAYERS]
+    what = f"the stack {stack.name} of decoder_block={config.decoder_block}"
+    if asked > stack.layers:
+        raise UserError(f"{LAYERS}={asked}: {what} has {counted(stack.layers, 'layer')}; give at most {stack.layers}")
+    if per_stage % period:
+        raise UserError(
+            f"{PER_STAGE}={per_stage}: {what} repeats a pattern of {period} different layers, which a stage has as a "
+            f"whole; nearest: {PER_STAGE}={max(period, round(per_stage / period) * period)}"
+        )
+    repeats = config[REPEATS]
+    if repeats == -1 and asked % (here * per_stage) == 0 and asked:
+        return asked
+    if here * repeats * per_stage == asked:
+        return asked
+    times = f"{counted(here, 'stage')} x " + (f"{counted(repeats, 'repeat')} x " if repeats > 0 else "")
+    product = here * per_stage * (repeats if repeats > 0 else 1)
+    problem = f"{times}{counted(per_stage, 'layer')} per stage = {product}, which "
+    problem += f"is not the {asked} layers" if repeats > 0 else f"does not divide the {asked} layers"
+    fitting = _fitting(stack.layers, asked, here, per_stage, repeats, period)
+    raise UserError(f"{problem} of {what} in the pipeline; nearest: {' or '.join(fitting)}")
+
+
+def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, period: int) -> list[str]:
+    """Returns settings, one key each or two, with which the pipeline fits."""
+    found = []
+    unit = here * per_stage * max(repeats, 1)
+    if repeats > 0 and unit <= layers:
+        found.append(f"{LAYERS}={unit}")
+    if repeats > 0 and asked % (here * per_stage) == 0:
+        found.append(f"{REPEATS}={asked // (here * per_stage)}")
+    if repeats == -1 and asked >= unit:
+        found.append(f"{LAYERS}={asked // unit * unit}, and the other layers run outside of the pipeline")
+    if (asked // period) % here == 0:
+        each = asked // here
+        sizes = [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
+        if sizes:
+            found.append(f"{PER_STAGE}={min(sizes, key=lambda n: abs(math.log(n / per_stage)))}")
+    divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage * max(repeats, 1)) == 0]
+    if repeats == -1 and divisors:
+        found.append(f"{min(divisors, key=lambda n: abs(math.log(n / here)))} stages")
+    return found or [f"another number of layers than {asked}"]
+
+
+def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) -> Any:
+    """Returns the array of all layers of a stack, [layers, ...].
+
+    Args:
+      inside: [R, S, L, ...], the layers in the pipeline.
+      outside: [layers, ...], those that it leaves, or None.
+      before: axes before these, such as that of DiLoCo's islands.
+    """
+    rest = inside.shape[before + len(plan.sizes) :]
+    whole = inside.reshape(*inside.shape[:before], math.prod(plan.sizes), *rest)
+    return whole if outside is None else jnp.concatenate([whole, outside], before)
+
+
+def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
+    """Returns the inverse of `joined`; the second part may have no layers."""
+    count, above, rest = math.prod(plan.sizes), whole.shape[:before], whole.shape[before + 1 :]
+    inside = jax.lax.slice_in_dim(whole, 0, count, axis=before).reshape(*above, *plan.sizes, *rest)
+    return inside, jax.lax.slice_in_dim(whole, count, whole.shape[before], axis=before)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a pipeline divides the layers of a stack between two stacks: those in it, and those that it leaves, if any.
+    In checkpoints they are one stack with the name of the first."""
+
+    inside: Stack
+    outside: Stack | None
+
+    @property
+    def plan(self) -> Pipeline:
+        """The pipeline."""
+        assert self.inside.pipeline is not None
+        return self.inside.pipeline
+
+    def to_layers(self, tree: Any, join: Callable[..., Any]) -> Any:
+        """Returns `tree`, any pytree with canonical names of parameters, with `join(inside[, outside])` for the leaves
+        of the stack."""
+
+        def one(decoder: dict[str, Any]) -> dict[str, Any]:
+            rest = dict(decoder)
+            parts = [rest.pop(stack.name) for stack in (self.inside, self.outside) if stack is not None]
+            return {**rest, self.inside.name: jax.tree.map(join, *parts)}
+
+        return self._in_decoders(one, tree)
+
+    def to_stages(self, tree: Any, divide: Callable[..., tuple[Any, Any]], *like: Any) -> Any:
+        """Returns the inverse of `to_layers`. `divide(leaf[, inside[, outside]])` returns the two parts of a leaf; the
+        second and third argument are its leaves in `like`, a tree such as the result."""
+
+        def one(decoder: dict[str, Any], *wanted: dict[str, Any]) -> dict[str, Any]:
+            rest = dict(decoder)
+            whole = rest.pop(self.inside.name)
+            stacks = [stack.name for stack in (self.inside, self.outside) if stack is not None]
+            below = [of[name] for of in wanted for name in stacks]
+            structure: Any  # a PyTreeDef; its stubs lack unflatten
+            leaves, structure = jax.tree.flatten(whole)
+            pairs = map(divide, leaves, *map(structure.flatten_up_to, below))
+            parts = zip(*pairs, strict=True)
+            return {**rest, **{name: structure.unflatten(part) for name, part in zip(stacks, parts, strict=False)}}
+
+        return self._in_decoders(one, tree, *like)
+
+    def _in_decoders(self, change: Callable[..., dict[str, Any]], *trees: Any) -> Any:
+        def holds(node: Any) -> bool:
+            below = node.get("decoder") if isinstance(node, Mapping) else None
+            return isinstance(below, Mapping) and self.inside.name in below
+
+        def one(node: Any, *others: Any) -> Any:
+            return (
+                {**node, "decoder": change(node["decoder"], *(of["decoder"] for of in others))} if holds(node) else node
+            )
+
+        return jax.tree.map(one, *trees, is_leaf=holds)
+
+
+def division(stacks: Sequence[Stack]) -> Division | None:
+    """Returns how the pipeline of a model with these stacks divides its layers; None without a pipeline."""
+    inside = next((stack for stack in stacks if stack.pipeline), None)
+    if inside is None:
+        return None
+    return Division(inside, next((stack for stack in stacks if stack.name == inside.name + OUTSIDE), None))
+
+
+def to_layers(stacks: Sequence[Stack], tree: T) -> T:
+    """Returns `tree`, any pytree with canonical names, with the layers in one leading axis, as without a pipeline. Call
+    this under jit or, for shapes, under `jax.eval_shape`."""
+    found = division(stacks)
+    return tree if found is None else found.to_layers(tree, functools.partial(joined, found.plan))
+
+
+def to_stages(stacks: Sequence[Stack], tree: T) -> T:
+    """Returns the inverse of `to_layers`."""
+    found = division(stacks)
+    return tree if found is None else found.to_stages(tree, functools.partial(divided, found.plan))
+
+
+def named_by_layer(stacks: Sequence[Stack], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns sown values, by path, with the layers of a pipeline in one leading axis."""
+    found = division(stacks)
+    if found is None:
+        return dict(values)
+    inside, outside = (f"decoder/{found.inside.name}{end}/" for end in ("", OUTSIDE))
+    of_layers = {}
+    for name, value in values.items():
+        if name.startswith(inside):
+            left = values.get(name.replace(inside, outside, 1))
+            of_layers[name] = joined(found.plan, value, left)
+        elif not name.startswith(outside):
+            of_layers[name] = value
+    return of_layers

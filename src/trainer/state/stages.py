@@ -1,0 +1,105 @@
+"""Train states of a pipeline between their two forms: divided into stages, and by layer, as in checkpoints.
+
+Without a pipeline the forms are the same, and nothing is done. Leaves are converted one by one, and their layers move
+between devices if there is more than one repeat.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.config import Config
+from trainer.config.pipeline_keys import Pipeline
+from trainer.models.families import stacks
+from trainer.models.stages import Division, divided, division, joined
+from trainer.sharding import axes_of, entry
+
+T = TypeVar("T")
+
+_HOST = "pinned_host"
+
+
+def abstract_layers(config: Config, abstract: T) -> T:
+    """Returns a canonical train state of ShapeDtypeStructs, perhaps with shardings, by layer."""
+    return _in_layers(config, abstract, _abstract)
+
+
+def in_layers(config: Config, tree: T) -> T:
+    """Returns a canonical train state of arrays by layer. The arrays that it makes are in host memory if the devices
+    have pinned host memory, so that the device holds one leaf in both forms at most."""
+    return _in_layers(config, tree, _joined)
+
+
+def in_stages(config: Config, tree: T, abstract: T) -> T:
+    """Returns the inverse of `in_layers`, with the shardings of `abstract`, a train state divided into stages. The
+    arrays that are converted are deleted."""
+    found = division(stacks(config))
+    if found is None:
+        return tree
+    return _by_island(
+        lambda before, *trees: found.to_stages(trees[0], _divide(found, before), trees[1]), tree, abstract
+    )
+
+
+def _in_layers(config: Config, tree: T, join: Callable[..., Any]) -> T:
+    found = division(stacks(config))
+    if found is None:
+        return tree
+    return _by_island(lambda before, part: found.to_layers(part, functools.partial(join, found, before)), tree)
+
+
+def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:
+    """Returns `fn(axes before the leading ones, *trees)`, with an axis of islands in the states of DiLoCo's islands."""
+    if not hasattr(trees[0], "inner_state"):
+        return fn(0, *trees)
+    outer = fn(0, *(tree._replace(inner_state=None) for tree in trees))
+    return outer._replace(inner_state=fn(1, *(tree.inner_state for tree in trees)))
+
+
+def _joined(found: Division, before: int, *parts: jax.Array) -> jax.Array:
+    at = _abstract(found, before, *parts).sharding
+    whole = _joining(found.plan, before, at)(*parts)
+    device = next(iter(at.device_set))
+    if device.platform != "cpu" and _HOST in {memory.kind for memory in device.addressable_memories()}:
+        whole = jax.block_until_ready(jax.device_put(whole, at.with_memory_kind(_HOST)))
+    return whole
+
+
+@functools.cache
+def _joining(plan: Pipeline, before: int, at: NamedSharding) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(joined, plan, before=before), out_shardings=at)
+
+
+def _divide(found: Division, before: int) -> Callable[..., tuple[jax.Array, Any]]:
+    def divide(whole: jax.Array, *like: jax.ShapeDtypeStruct) -> tuple[jax.Array, Any]:
+        parts = jax.block_until_ready(_dividing(found.plan, before, tuple(leaf.sharding for leaf in like))(whole))
+        whole.delete()
+        return parts if len(like) > 1 else (*parts, None)
+
+    return divide
+
+
+@functools.cache
+def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Callable[..., tuple[Any, ...]]:
+    return jax.jit(lambda whole: divided(plan, whole, before)[: len(at)], out_shardings=at)
+
+
+def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and the sharding of all layers. Where the mesh does not divide their number, they are not
+    sharded over the stages."""
+    shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
+    at = getattr(parts[0], "sharding", None)
+    if at is None:
+        return shape
+    entries = [axes_of(part) for part in (*at.spec, *[None] * (parts[0].ndim - len(at.spec)))]
+    end = before + len(found.inside.sizes)
+    layers = [axis for axes in entries[before:end] for axis in axes]
+    size = 1
+    for axis in layers:
+        size *= at.mesh.shape[axis]
+    entries[before:end] = [tuple(layers) if shape.shape[before] % size == 0 else ()]
+    sharding = NamedSharding(at.mesh, PartitionSpec(*map(entry, entries)), memory_kind=at.memory_kind)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
