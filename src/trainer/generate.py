@@ -37,7 +37,8 @@ format   text (default), or jsonl: a line of JSON for each prompt, with prompt, 
          tokens, log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
-         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh;
+         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh,
+         without stages of a pipeline;
          compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes;
          use_chat_template=true makes each prompt the user's message to the assistant
 

@@ -28,6 +28,7 @@ from trainer.config.lora_keys import LORA_CHECKS
 from trainer.config.mtp_keys import MTP_CHECKS
 from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
+from trainer.config.pipeline_keys import PIPELINE_CHECKS
 from trainer.config.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
 from trainer.config.rl_keys import RL_CHECKS
 from trainer.config.rules import collisions
@@ -358,6 +359,7 @@ CHECKS = (
         Check(keys, problem)
         for keys, problem in (
             *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
+            *PIPELINE_CHECKS,
             *DECODING_CHECKS,
             *RL_CHECKS,
             *QUANTIZATION_CHECKS,

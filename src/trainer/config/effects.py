@@ -17,6 +17,7 @@ from trainer.config.latent_keys import is_latent
 from trainer.config.lora_keys import LORA_INERT
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
+from trainer.config.pipeline_keys import PIPELINE_INERT
 from trainer.config.quantization_keys import QUANTIZATION_INERT
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
 from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
@@ -199,7 +200,7 @@ INERT = (
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in RL_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
-    *(Inert(keys, when, reason) for keys, when, reason in QUANTIZATION_INERT),
+    *(Inert(keys, when, reason) for keys, when, reason in (*QUANTIZATION_INERT, *PIPELINE_INERT)),
     *(Inert(keys, when, reason) for keys, when, reason in (*SPARSITY_INERT, *LORA_INERT)),
 )
 

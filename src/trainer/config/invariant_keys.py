@@ -49,11 +49,16 @@ def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config]
     return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
 
 
-def _one_axis(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    return (key,), lambda config: None if config[key] in (1, -1) else _SPLIT
+def _one_axis(axis: str, key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+    return (key,), lambda config: None if config[key] in (1, -1) else _why_not(axis)
 
 
-_SPLIT = "each device must have whole rows and whole matrices; use data and fsdp"
+def _why_not(axis: str) -> str:
+    """Returns why a mesh axis must have one device."""
+    parts = "each device must have whole rows and whole matrices"
+    return f"{'bits of a pipeline are not proved' if axis == 'stage' else parts}; use data and fsdp"
+
+
 _ALL = (
     (("max_target_length",), _length),
     (("attention",), _attention),
@@ -65,7 +70,7 @@ _ALL = (
     _left_out("quantize_kvcache", "training has no cache in 8 bits"),
     _left_out(M, "bits of masked products are not proved"),
     _left_out(QTYPE, "bits of quantized products are not proved"),
-    *(_one_axis(keys[axis]) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
+    *(_one_axis(axis, keys[axis]) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
 )
 
 
@@ -77,9 +82,9 @@ INVARIANT_CHECKS = tuple(((KEY, *keys), _with_key(problem)) for keys, problem in
 
 
 def split_on(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each axis of a resolved `mesh` over which devices have parts of rows or of matrices."""
+    """Returns one line for each axis of a resolved `mesh` that must have one device."""
     wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values[KEY] else ()
-    return [f"{KEY}=true: {axis} has {mesh[axis]} devices: {_SPLIT}" for axis in wrong]
+    return [f"{KEY}=true: {axis} has {mesh[axis]} devices: {_why_not(axis)}" for axis in wrong]
 
 
 def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]:

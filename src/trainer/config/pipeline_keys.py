@@ -1,19 +1,28 @@
-"""The keys of pipeline parallelism."""
+"""The keys of pipeline parallelism, their checks, and settings without effect."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.keys import Config
+from trainer.config.rules import make_rules
+from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
 
+Values = Mapping[str, Any]  # a configuration
+
 STAGE = "stage"  # the mesh axis
+SIZES = (ICI[STAGE], DCN[STAGE])
 MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
 LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
 SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
 REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
 KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, ONCE, PER_REPEAT)
+# The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
+# its rule.
+OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
 @dataclass(frozen=True)
@@ -66,24 +75,99 @@ class Pipeline:
         return self.repeats, self.stages, self.layers
 
 
-def stages(config: Mapping[str, Any]) -> int:
-    """Returns the number of stages; 1 without a pipeline."""
+def stages(config: Values) -> int:
+    """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
     return mesh_axes(config)[STAGE]
 
 
-def microbatches(config: Mapping[str, Any]) -> int:
-    """Returns the number of microbatches of the pipeline."""
-    return config[MICROBATCHES] if config[MICROBATCHES] > 0 else delay(config) * stages(config)
-
-
-def delay(config: Mapping[str, Any]) -> int:
+def delay(config: Values) -> int:
     """Returns the number of iterations until the next stage has a result."""
     return 2 if config[DELAY] else 1
 
 
-def unpipelined(config: Any) -> Any:
+def microbatches(config: Values) -> int:
+    """Returns the number of microbatches of the pipeline; 1 without one."""
+    return config[MICROBATCHES] if config[MICROBATCHES] > 0 and stages(config) > 1 else fewest(config)
+
+
+def fewest(config: Values) -> int:
+    """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
+    return delay(config) * stages(config) if stages(config) > 1 else 1
+
+
+def unpipelined(config: Config) -> Config:
     """Returns a configuration of the same model without a pipeline: its parameters are as in checkpoints. Its mesh is
     not that of the devices."""
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})
+
+
+def _microbatches(config: Values) -> str | None:
+    given, count, least = config[MICROBATCHES], stages(config), fewest(config)
+    if given == -1 or (given % count == 0 and given >= least):
+        return None
+    below = given // count * count
+    fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
+    twice = f", at least {least}, since a result arrives an iteration later" if config[DELAY] else ""
+    return f"must be a multiple of the {counted(count, 'stage')}{twice}; nearest: {fitting}"
+
+
+def _rules(config: Values) -> str | None:
+    rules = make_rules(config["logical_axis_rules"])
+    problems = [
+        f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline"
+        for name, axes in OF_PIPELINE.items()
+        if rules[name] != axes
+    ]
+    inside = [names for tensor, names in tensors_of(config).items() if tensor not in EVERY_MODEL or "between" in tensor]
+    doubled = {name for names in inside for name in names if STAGE in rules[name]} - {"activation_batch"}
+    if doubled:
+        problems.append(
+            f"the rule of {min(doubled)} names the mesh axis {STAGE}, which separates the stages of a pipeline: all "
+            "arrays in it already have this axis"
+        )
+    return f"{'; '.join(problems)}; leave it out" if problems else None
+
+
+def _streaming(config: Values) -> str | None:
+    moves = "a fragment is a set of layers, whose parameters would have to move between stages"
+    return f"{moves}; set it to false" if config["enable_streaming_diloco"] else None
+
+
+def _of_stages(problem: Callable[[Values], str | None]) -> Callable[[Values], str | None]:
+    return lambda config: problem(config) if stages(config) > 1 else None
+
+
+def _gathers(config: Values) -> str | None:
+    both = config[ONCE] and config[PER_REPEAT]
+    return "weights are gathered once, or once for each repeat; set one of them" if both else None
+
+
+_ALL = (
+    ((MICROBATCHES, DELAY), _microbatches),
+    (("logical_axis_rules",), _rules),
+    (("enable_streaming_diloco",), _streaming),
+)
+PIPELINE_CHECKS = (
+    ((ONCE, PER_REPEAT), _gathers),
+    *(((*SIZES, *keys), _of_stages(problem)) for keys, problem in _ALL),
+)
+
+
+def misfits(config: Values) -> list[str]:
+    """Returns one line for each of `PIPELINE_CHECKS` that fails in a configuration whose mesh is filled in."""
+    failed = [(keys, said) for keys, problem in PIPELINE_CHECKS if (said := problem(config))]
+    return [f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}" for keys, said in failed]
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"{key}={str(value).lower()}" if isinstance(value, int) else key  # not all rules
+
+
+PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
+    ((PER_REPEAT,), lambda c: c[REPEATS] == 1, f"{REPEATS}=1, so there is no next repeat; {ONCE} gathers once"),
+    ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
+    ((REMAT, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
+)

@@ -1,7 +1,7 @@
 """Stage 2: fills in values that depend on the devices, and checks values that depend on the mesh."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ml_collections
@@ -12,11 +12,13 @@ from trainer.config.family import fixed
 from trainer.config.invariant_keys import split_on
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
+from trainer.config.pipeline_keys import MICROBATCHES, STAGE, fewest, microbatches, misfits, stages
 from trainer.config.rules import make_rules, with_lengths
+from trainer.config.schema import INT32_MAX
 from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 from trainer.config.tiles import wrong_tiles
-from trainer.config.vocab_tiles import choose_tiles
+from trainer.config.vocab_tiles import choose_tiles, divisors
 from trainer.config.windows import period
 
 
@@ -37,6 +39,7 @@ def resolve(
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if mesh:
+        mistakes += misfits(values)
         indivisible = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
         mistakes += split_on(values, mesh) or indivisible or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
@@ -105,33 +108,58 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
 
 
 def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each batch size that does not give all shards of the batch the same whole number of rows."""
+    """Returns one line for each batch size that does not give all shards of the batch, or of each microbatch of a
+    pipeline, the same whole number of rows."""
     keys = ["per_device_batch_size"]
     if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
         keys.append("eval_per_device_batch_size")
     # The rows of an island are sharded by the rule.
     axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
-    devices, parts = math.prod(mesh.values()), _product(mesh, axes)
+    devices, count = math.prod(mesh.values()), microbatches(values)
+    if count % stages(values):
+        count = 1  # `misfits` reports it
+    else:
+        axes = tuple(axis for axis in axes if axis != STAGE)  # the stages have different microbatches
+    parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}
+    others = _other_counts(values, count, parts // count, batches.values()) if count > 1 else ""
     lines = []
-    for key in keys:
-        rows = values[key] * devices
-        # A value such as 0.1 is not exact in binary; 0.1 x 30 devices still make 3 rows.
-        if round(rows) >= 1 and abs(rows - round(rows)) < 1e-6 and round(rows) % parts == 0:
+    for key, rows in batches.items():
+        if _is_whole(rows) and round(rows) % parts == 0:
             continue
         below = math.floor(rows / parts) * parts
-        fitting = " or ".join(f"{n / devices:.12g}" for n in (below, below + parts) if n)
+        fitting = " or ".join(f"{n / devices:.12g}" for n in (below, below + parts) if n) + others
         product = f"{values[key]:g} x {devices} devices = {rows:.6g} rows"
-        split = _split(mesh, axes, ["activation_batch"])
+        split = _split(mesh, axes, ["activation_batch"], count)
         lines.append(f"{key}={values[key]:g}: {product}, not a whole multiple of {parts} ({split}); nearest: {fitting}")
     return lines
 
 
-def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str]) -> str:
-    """Returns how a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`."""
-    splitting = [axis for axis in axes if mesh[axis] > 1]
-    product = " x ".join(f"{axis} {mesh[axis]}" for axis in splitting) or "no mesh axis above 1"
-    total = f" = {_product(mesh, axes)}" if len(splitting) > 1 else ""
-    return f"{product}{total} by the rule of {' and '.join(names)}"
+def _is_whole(rows: float) -> bool:
+    # A value such as 0.1 is not exact in binary; 0.1 x 30 devices still make 3 rows.
+    return round(rows) >= 1 and abs(rows - round(rows)) < 1e-6
+
+
+def _other_counts(values: Mapping[str, Any], count: int, shards: int, batches: Collection[float]) -> str:
+    """Returns the nearest numbers of a pipeline's microbatches that divide all `batches` into whole rows of each of the
+    `shards`, in words; "" if there are none."""
+    step = stages(values) * shards
+    if not all(_is_whole(rows) and rows <= INT32_MAX and round(rows) % step == 0 for rows in batches):
+        return ""
+    fitting = [n * stages(values) for n in divisors(round(rows) // step for rows in batches)]
+    below = [n for n in fitting if fewest(values) <= n < count][-1:]
+    near = [*below, *[n for n in fitting if n > count][:1]]
+    return f", or {MICROBATCHES}={' or '.join(map(str, near))}" if near else ""
+
+
+def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], count: int = 1) -> str:
+    """Returns how a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`. `count`: of the
+    pipeline's microbatches, in each of which it does."""
+    splitting = [f"{axis} {mesh[axis]}" for axis in axes if mesh[axis] > 1]
+    by_rule = f" by the rule of {' and '.join(names)}"
+    if count > 1:
+        splitting, by_rule = [f"{MICROBATCHES} {count}", *splitting], by_rule if splitting else ""
+    total = f" = {count * _product(mesh, axes)}" if len(splitting) > 1 else ""
+    return f"{' x '.join(splitting) or 'no mesh axis above 1'}{total}{by_rule}"
 
 
 def _product(mesh: Mapping[str, int], axes: tuple[str, ...]) -> int:

@@ -44,7 +44,7 @@ def worthwhile_tiles(config: Mapping[str, Any]) -> int:
     """
     logits, waiting = tile_bytes(config)
     fewest = 2 * logits / waiting
-    fitting = [n for n in _divisors(_tokens_per_device(config).values()) if n <= _most(logits, waiting)]
+    fitting = [n for n in divisors(_tokens_per_device(config).values()) if n <= _most(logits, waiting)]
     by_preference = [*(n for n in fitting if n >= fewest), *(n for n in reversed(fitting) if n < fewest)]
     return next((n for n in by_preference if logits - logits / n > waiting), 1)
 
@@ -103,7 +103,7 @@ def _tokens_per_device(values: Any) -> dict[str, int]:
     return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}
 
 
-def _divisors(numbers: Iterable[int]) -> list[int]:
+def divisors(numbers: Iterable[int]) -> list[int]:
     """Returns the common divisors."""
     common = math.gcd(*numbers)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
@@ -111,7 +111,7 @@ def _divisors(numbers: Iterable[int]) -> list[int]:
 
 
 def _nearest(asked: int, tokens: Iterable[int]) -> str:
-    fitting = _divisors(tokens)
+    fitting = divisors(tokens)
     below = [n for n in fitting if n < asked][-1:]
     return " or ".join(str(n) for n in (*below, *[n for n in fitting if n > asked][:1]))
 

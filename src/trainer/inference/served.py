@@ -14,6 +14,7 @@ from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
 from trainer.config.expert_keys import drops
 from trainer.config.invariant_keys import KEY
+from trainer.config.pipeline_keys import SIZES
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
@@ -86,6 +87,8 @@ def serve(
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
         served together.
     """
+    if staged := [f"{key}={config[key]}" for key in SIZES if config[key] != 1]:
+        raise UserError(f"{' '.join(staged)}: generation has no pipeline; give data, fsdp or tensor the devices")
     slices = slice_count(devices)
     # Modules of multi-token prediction are for training.
     values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}

@@ -38,7 +38,10 @@ def test_the_packed_base_yml_needs_no_file(argv):
 
 def test_loading_twice_shares_nothing():
     load([]).config.logical_axis_rules[0][1].append("tensor")
-    assert load([]).config.logical_axis_rules[0] == ["activation_batch", ["data", "fsdp", "fsdp_transpose", "expert"]]
+    assert load([]).config.logical_axis_rules[0] == [
+        "activation_batch",
+        ["stage", "data", "fsdp", "fsdp_transpose", "expert"],
+    ]
 
 
 def test_precedence_is_base_preset_yml_command_line():

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny_config
+from support import arguments, tiny_config
 
-from trainer.config import UserError
+from trainer.config import UserError, load
 from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
 from trainer.inference.sampling import sampling_key
 
@@ -325,6 +325,13 @@ def test_what_no_text_can_be_drawn_with_is_refused(how, message):
     else:
         with pytest.raises(UserError, match=message):
             engine.prefill(params, engine.padded(PROMPT), len(PROMPT), **how)
+
+
+@pytest.mark.parametrize("key", ["ici_pipeline_parallelism", "dcn_pipeline_parallelism"])
+def test_stages_of_a_pipeline_are_refused(key):
+    config = load(arguments("nnx", **MODEL | {key: 2})).config
+    with pytest.raises(UserError, match=f"^{key}=2: generation has no pipeline; give data, fsdp or tensor"):
+        MaxEngine(config, jax.devices()[:2])
 
 
 def test_prompts_are_padded_to_few_lengths():

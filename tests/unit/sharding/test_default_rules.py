@@ -14,6 +14,7 @@ HEADS = {"q_heads", "heads", "kv_heads", "activation_heads", "activation_kv_head
 WIDE = {"mlp", "vocab", "activation_mlp", "activation_vocab"}
 SPLITS = {
     "data": {"activation_batch"},
+    "stage": {"activation_batch", "activation_stage", "stages"},
     "fsdp": {"activation_batch", "embed", "embed_moe"},
     "fsdp_transpose": {"activation_batch", "kv", "kv_head_dim", "mlp", "vocab"},
     "expert": {"activation_batch", "embed", "exp"},
@@ -24,6 +25,7 @@ SPLITS = {
 # checked.
 REPLICATED = {
     "data": {tensor for tensor in TENSORS if "/" in tensor},  # the parameters
+    "stage": {"token_embedder/embedding", "decoder/logits_dense/kernel"},  # outside of the pipeline
     "tensor_sequence": {"inputs of attention and MLP"},
 }
 NORM = "pre_self_attention_layer_norm/scale"
@@ -37,7 +39,8 @@ def test_every_mesh_axis_splits_what_it_is_there_for():
 
 @pytest.mark.parametrize("axis", SPLITS)
 def test_no_large_tensor_is_left_replicated(axis):
-    whole = {tensor for tensor, names in TENSORS.items() if not SPLITS[axis] & set(names)}
+    leading = {"layers": "stages"} if axis == "stage" else {}  # a pipeline has both
+    whole = {tensor for tensor, names in TENSORS.items() if not SPLITS[axis] & {leading.get(n, n) for n in names}}
     assert whole - {NORM} == REPLICATED.get(axis, set()) - {NORM}
 
 
@@ -46,7 +49,7 @@ def test_the_outer_axis_of_a_dimension_is_the_same_for_weights_and_activations()
     tensor = tuple(axis for axis in MESH_AXES if axis.startswith("tensor"))
     assert {RULES[name] for name in HEADS} == {tensor}
     assert {RULES[name][:2] for name in WIDE} == {tensor}
-    assert RULES["activation_batch"] == ("data", "fsdp", "fsdp_transpose", "expert")
+    assert RULES["activation_batch"] == ("stage", "data", "fsdp", "fsdp_transpose", "expert")
 
 
 SIZES = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "logits_via_embedding": False}
