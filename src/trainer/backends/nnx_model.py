@@ -13,13 +13,13 @@ from trainer.backends.permutation import Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
 from trainer.config import Config
 from trainer.layers import sown
-from trainer.layers.param import unnamed
+from trainer.layers.param import axes_of
 from trainer.models.families import check_state, leading_axes, stacks
 from trainer.models.init import init_variables
 from trainer.models.transformer import Decoder, Transformer
 from trainer.ops.paths import Path, name_of
 from trainer.ops.random import seed_key
-from trainer.sharding import Axes, axes_of_parts
+from trainer.sharding import Axes
 
 
 class NNXModel:
@@ -99,9 +99,7 @@ def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -
     """
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
-        given, value, name = variable.get_metadata().get("out_sharding"), variable.get_value(), name_of(path)
-        ndim = max(part.ndim for part in jax.tree.leaves(value))
-        return axes_of_parts(Axes(given or unnamed(ndim, leading(name))), value, name)
+        return axes_of(variable, leading(name_of(path)), name_of(path))
 
     return _of_variables(names, params)
 

@@ -39,6 +39,7 @@ class Pipeline:
       delay: iterations until the next stage has a result, 1 or 2.
       scan, scan_layers: whether the loop over iterations, and that over a stage's layers, is rolled.
       remat, remat_layers: whether an iteration of a stage, and each of its layers, is rematerialized.
+      per_repeat: whether weights are all-gathered over fsdp once for each repeat.
     """
 
     repeats: int
@@ -50,6 +51,7 @@ class Pipeline:
     scan_layers: bool = False
     remat: bool = True
     remat_layers: bool = False
+    per_repeat: bool = False
 
     @property
     def iterations(self) -> int:

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
+
+from trainer.sharding import Axes, axes_of_parts
 
 
 def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
@@ -20,6 +23,13 @@ def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
     `leading`: the leading axes of the stack to which it belongs.
     """
     return (*leading, *[None] * (ndim - len(leading)))
+
+
+def axes_of(variable: nnx.Variable, leading: Sequence[str], name: str = "a parameter") -> Any:
+    """Returns the logical axes of each array of a parameter. `leading`: see `unnamed`."""
+    given, value = variable.get_metadata().get("out_sharding"), variable.get_value()
+    ndim = max(part.ndim for part in jax.tree.leaves(value))
+    return axes_of_parts(Axes(given or unnamed(ndim, leading)), value, name)
 
 
 REST = "rest"  # the name of buffers in a TrainTree, and of their collection in Linen

@@ -11,6 +11,7 @@ S: stages, R: repeats, L: iterations of the stack's loop in a stage, M: microbat
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer.config.pipeline_keys import Pipeline
 from trainer.layers.loop import Loop, run_loop
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown
-from trainer.sharding import Axes, constrain, inside_stages, mesh_axes, over_stages, shard_mapped
+from trainer.sharding import Axes, constrain, gathered_over_fsdp, inside_stages, mesh_axes, over_stages, shard_mapped
 
 # A stage's weights of one repeat, which are cut out of its weights of all repeats: never kept for the backward pass.
 WEIGHTS = "pipeline_stage_weights"
@@ -40,6 +41,7 @@ def run_pipeline(
     remat: Policy | None,
     remat_stage: Policy | None,
     cast_inside: bool,
+    axes: Callable[[], Any],
 ) -> tuple[jax.Array, Sown]:
     """Applies the layers of a stack in order, in its pipeline.
 
@@ -49,6 +51,7 @@ def run_pipeline(
       x: [b, t, e]. M divides b.
       remat_stage: what an iteration of a stage keeps for its backward pass; None: everything.
       cast_inside: whether the loop over iterations casts its weights inside (`layers.loop.cast_in_loop`).
+      axes: returns the logical axes of every array in `variables[0]`, the parameters, in their order.
 
     Returns:
       The last block's x, and the sown values with the leading axes [R, S, L]: values of microbatches combined, or in
@@ -56,52 +59,18 @@ def run_pipeline(
     """
     plan = loop.stack.pipeline
     assert plan is not None
-    names = (STAGE, None, *BATCH)
+    names, policy = (STAGE, None, *BATCH), (remat_stage if plan.remat else None) or _everything
     with inside_stages(), jax.named_scope("pipeline"):
         inputs = constrain(_split(x, plan), names)
-        context = {
-            name: constrain(_flat(_split(value, plan)), (None, BATCH[0], *[None] * (value.ndim - 1)))
-            for name, value in loop.context.by_row().items()
-        }
-        stage = _stage(loop, apply, plan, remat, remat_stage, cast_inside)
-        run = over_stages(stage, ([1] * len(variables), 0, 0, 0, 0))
-        stages = jnp.arange(plan.stages)
-        here = stages.reshape(-1, *[1] * x.ndim)
-
-        def iteration(carry: Any, i: Any) -> tuple[Any, Sown]:
-            stream, waiting, sent = carry
-            done = jnp.clip(i - plan.delay * stages, 0, plan.repeats * plan.microbatches - 1)
-            repeat, microbatch = done // plan.microbatches, done % plan.microbatches
-            fields = {
-                name: constrain(value[microbatch], (STAGE, BATCH[0], *[None] * (value.ndim - 2)))
-                for name, value in context.items()
-            }
-            with jax.named_scope("to_next_stage"):
-                arrived = _shifted(sent[0], 1)
-                again = arrived
-                if waiting is not None:
-                    again, waiting = _exchange(waiting, i, sent[0], here)
-                new = _slot(stream, i)
-            given = jnp.where(here == 0, jnp.where(i < plan.microbatches, new, again), arrived)
-            with jax.named_scope("stages"):
-                out, sown = run(variables, constrain(given, (STAGE, *BATCH)), fields, repeat, stages)
-                out = constrain(out, (STAGE, *BATCH))
-            with jax.named_scope("results_of_the_last_stage"):
-                _, stream = _exchange(stream, i, out, here)
-            return (stream, waiting, (*sent[1:], out)), sown
-
+        iteration = _iteration(loop, plan, _stage(loop, apply, plan, remat, cast_inside, policy))
         # A result waits in the queue of the ring until its next repeat begins, unless that is at once.
         slots = plan.microbatches // plan.stages - plan.delay
         waiting = jnp.zeros_like(inputs[:, :slots]) if plan.repeats > 1 and slots else None
         carry = inputs, waiting, (jnp.zeros_like(inputs[:, 0]),) * plan.delay
-        if plan.scan:
-            (stream, *_), sown = jax.lax.scan(iteration, carry, jnp.arange(plan.iterations))
+        if plan.per_repeat:
+            (stream, *_), sown = _by_repeat(plan, iteration, variables, axes(), policy, carry)
         else:
-            found = []
-            for i in range(plan.iterations):
-                carry, sown = iteration(carry, i)
-                found.append(sown)
-            stream, sown = carry[0], jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+            (stream, *_), sown = _loop(plan, plan.iterations, functools.partial(iteration, variables, 0), carry)
         # Microbatch m ended in slot (m + d (S - 1)) mod c of stage m / c.
         shift = plan.delay * (plan.stages - 1) % inputs.shape[1]
         outputs = constrain(jnp.roll(stream, -shift, axis=1), names)
@@ -113,35 +82,115 @@ def run_pipeline(
     return constrain(_joined(outputs), BATCH), result
 
 
+def _loop(plan: Pipeline, count: int, fn: Callable[..., Any], carry: Any, first: Any = 0) -> tuple[Any, Any]:
+    """Returns the carry and the results of `count` calls `fn(carry, i)`, with i from `first`."""
+    if plan.scan:
+        return jax.lax.scan(fn, carry, first + jnp.arange(count))
+    found = []
+    for i in range(count):
+        carry, result = fn(carry, first + i)
+        found.append(result)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+
+def _by_repeat(
+    plan: Pipeline, iteration: Callable[..., Any], variables: Sequence[Any], axes: Any, policy: Policy, carry: Any
+) -> tuple[Any, Sown]:
+    """Runs all iterations, in parts in which every stage is in one of two repeats. Each part all-gathers the weights of
+    these over fsdp, and its backward pass gathers them again and reduces their gradients once."""
+
+    def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
+        first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))
+        of_two = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, min(2, plan.repeats), 0), variables)
+        leaves, structure = jax.tree.flatten(of_two[0])
+        gathered = [gathered_over_fsdp(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
+        of_two = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHTS), [structure.unflatten(gathered), *of_two[1:]])
+        return _loop(plan, count, functools.partial(iteration, of_two, first), carry, r * plan.microbatches)
+
+    def checkpointed(count: int) -> Callable[..., Any]:
+        fn = functools.partial(part, count=count)
+        return jax.checkpoint(fn, prevent_cse=not plan.scan, policy=policy)
+
+    carry, sown = _loop(plan, plan.repeats, checkpointed(plan.microbatches), carry)
+    sown = jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), sown)
+    if rest := plan.iterations - plan.repeats * plan.microbatches:
+        carry, last = checkpointed(rest)(carry, plan.repeats)
+        sown = jax.tree.map(lambda *parts: jnp.concatenate(parts), sown, last)
+    return carry, sown
+
+
+def _iteration(loop: Loop, plan: Pipeline, stage: Callable[..., Any]) -> Callable[..., tuple[Any, Sown]]:
+    """Returns the function of one iteration: (variables [R or some repeats, S, L, ...], the first of these repeats,
+    carry, i) -> carry, sown."""
+    context = {
+        name: constrain(_flat(_split(value, plan)), (None, BATCH[0], *[None] * (value.ndim - 1)))
+        for name, value in loop.context.by_row().items()
+    }
+    run = over_stages(stage, ([1, 1], 0, 0, 0, 0, 0))
+    stages = jnp.arange(plan.stages)
+
+    def iteration(variables: Any, start: Any, carry: Any, i: Any) -> tuple[Any, Sown]:
+        stream, waiting, sent = carry
+        here = stages.reshape(-1, *[1] * (stream.ndim - 2))
+        done = jnp.clip(i - plan.delay * stages, 0, plan.repeats * plan.microbatches - 1)
+        repeat, microbatch = done // plan.microbatches, done % plan.microbatches
+        fields = {
+            name: constrain(value[microbatch], (STAGE, BATCH[0], *[None] * (value.ndim - 2)))
+            for name, value in context.items()
+        }
+        with jax.named_scope("to_next_stage"):
+            arrived = _shifted(sent[0], 1)
+            again = arrived
+            if waiting is not None:
+                again, waiting = _exchange(waiting, i, sent[0], here)
+            new = _slot(stream, i)
+        given = jnp.where(here == 0, jnp.where(i < plan.microbatches, new, again), arrived)
+        with jax.named_scope("stages"):
+            out, sown = run(variables, constrain(given, (STAGE, *BATCH)), fields, repeat - start, repeat, stages)
+            out = constrain(out, (STAGE, *BATCH))
+        with jax.named_scope("results_of_the_last_stage"):
+            _, stream = _exchange(stream, i, out, here)
+        return (stream, waiting, (*sent[1:], out)), sown
+
+    return iteration
+
+
 def _stage(
     loop: Loop,
     apply: Sequence[Callable[..., Any]],
     plan: Pipeline,
     remat: Policy | None,
-    remat_stage: Policy | None,
     cast_inside: bool,
+    policy: Policy,
 ) -> Callable[..., tuple[jax.Array, Sown]]:
-    """Returns the function of one stage in one iteration: (variables [R, L, ...], x, its context, r, s) -> x, sown."""
+    """Returns the function of one stage in one iteration: (variables [some repeats, L, ...], x, its context, the index
+    of its repeat among these, its repeat, its number) -> x, sown."""
     part = dataclasses.replace(loop.stack, count=plan.layers, pipeline=None)
 
     def stage(
-        variables: Any, x: jax.Array, fields: dict[str, jax.Array], repeat: jax.Array, stage: jax.Array
+        variables: Any, x: jax.Array, fields: dict[str, jax.Array], at: jax.Array, repeat: jax.Array, stage: jax.Array
     ) -> tuple[jax.Array, Sown]:
+        def cut(leaf: jax.Array) -> jax.Array:
+            return checkpoint_name(leaf[0] if len(leaf) == 1 else leaf[at], WEIGHTS)
+
         first = loop.first + (repeat * plan.stages + stage) * part.layers
-        at = 0 if plan.repeats == 1 else repeat
-        held = jax.tree.map(lambda leaf: checkpoint_name(leaf[at], WEIGHTS), variables)
         inner = loop._replace(stack=part, first=first, context=loop.context._replace(**fields))
-        of_layer = remat if plan.remat_layers else None
-        entries = [None] * len(apply)
+        of_layer, entries = remat if plan.remat_layers else None, [None] * len(apply)
         x, _, sown = run_loop(
-            inner, apply, held, x, entries, scan=plan.scan_layers, remat=of_layer, cast_inside=cast_inside
+            *(inner, apply, jax.tree.map(cut, variables), x, entries),
+            scan=plan.scan_layers,
+            remat=of_layer,
+            cast_inside=cast_inside,
         )
         return x, sown
 
-    policy = remat_stage if plan.remat else None
-    if policy is None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(WEIGHTS)
     return jax.checkpoint(stage, prevent_cse=not plan.scan, policy=policy)
+
+
+def _everything(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy that keeps everything except a stage's `WEIGHTS`, and floats of 8 bits, whose bits are kept
+    (`products.quantized`)."""
+    return params.get("name") != WEIGHTS and primitive is not jax.lax.bitcast_convert_type_p
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:

@@ -7,20 +7,28 @@ import jax
 from flax import nnx
 
 from trainer.layers.loop import Loop, run_layer, run_loop
+from trainer.layers.param import axes_of
 from trainer.layers.pipeline import run_pipeline
 from trainer.layers.sown import Sown, capture
 
 
 def run_stack(
-    loop: Loop, apply: Sequence[Callable[..., Any]], variables: Sequence[Any], x: jax.Array, entries: Any, **how: Any
+    loop: Loop,
+    apply: Sequence[Callable[..., Any]],
+    variables: Sequence[Any],
+    x: jax.Array,
+    entries: Any,
+    axes: Callable[[], Any],
+    **how: Any,
 ) -> tuple[jax.Array, Any, Sown]:
     """Applies the layers of a stack in order, in a pipeline if it has one. See `layers.loop.run_loop`.
 
-    A pipeline has no caches: generation runs without it.
+    A pipeline has no caches: generation runs without it. For `axes` and `how` see `layers.pipeline.run_pipeline`, and
+    for a loop `run_loop`.
     """
     if loop.stack.pipeline is None:
         return run_loop(loop, apply, variables, x, entries, **how)
-    x, sown = run_pipeline(loop, apply, variables, x, **how)
+    x, sown = run_pipeline(loop, apply, variables, x, axes=axes, **how)
     return x, entries, sown
 
 
@@ -40,4 +48,13 @@ def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[
     def bound(graphdef: Any) -> Callable[..., Any]:
         return lambda params, rest, *args: capture(nnx.merge(graphdef, params, rest), loop.types)(*args)
 
-    return run_stack(loop, [bound(graph) for graph in graphdefs], variables, x, entries, **how)
+    def axes() -> list[Any]:
+        held = [nnx.to_pure_dict(params, lambda variable: variable) for params in variables[0]]
+        named = [axes_of(variable, loop.stack.axes) for variable in jax.tree.leaves(held, is_leaf=_is_variable)]
+        return jax.tree.leaves(named)
+
+    return run_stack(loop, [bound(graph) for graph in graphdefs], variables, x, entries, axes, **how)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)

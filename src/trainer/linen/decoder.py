@@ -14,7 +14,7 @@ from trainer.layers.param import REST, Buffer, buffer, param
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.linen.bridge import is_box, unboxed
 from trainer.linen.layer import apply_layer, is_linen, make_layer
-from trainer.linen.stack import Stacks, initializing
+from trainer.linen.stack import Stacks, init_stacks, initializing
 from trainer.models.families import blocks, stacks
 from trainer.models.mtp import last_block
 from trainer.models.remat import remat_policy
@@ -29,13 +29,7 @@ class LinenStackDecoder(Decoder):
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """See `Decoder.make_layers`."""
-        x = jnp.zeros((1, 1, self.config.base_emb_dim), self.config.dtype)
-        ids = jnp.zeros((1, 1), jnp.int32)
-        context = Context(ids, ids, rows=ids[0], key=None)
-        init = _stacks(initializing(self.config)).init
-        # The bridge constructs the model again within a step, with one row of one token, which the mesh cannot divide.
-        with off_mesh():
-            variables = init(rngs.params(), x, None, context, (), method="run_layers")
+        variables = init_stacks(self.config, rngs.params())
         return {name: nnx.data(part) for name, part in _held(variables, stacks(self.config)).items()}
 
     @classmethod
@@ -61,7 +55,8 @@ class LinenStackDecoder(Decoder):
     def run_layers(self, x, cache, context, types):
         """See `Decoder.run_layers`."""
         variables = _variables({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
-        return _stacks(self.config).apply(variables, x, cache, context, types, method="run_layers")
+        stacked = Stacks(self.config, parent=None)  # never a child of a Linen module that is currently running
+        return stacked.apply(variables, x, cache, context, types, method="run_layers")
 
 
 def initial_decoder(config: Config) -> type[Decoder]:
@@ -89,7 +84,3 @@ def _variables(held: dict[str, Any]) -> dict[str, Any]:
     """Returns the inverse of `_held`, without boxes."""
     params, buffers = (nnx.to_pure_dict(part) for part in nnx.filter_state(nnx.state(held), nnx.Param, Buffer))
     return {"params": params} | ({REST: buffers} if buffers else {})
-
-
-def _stacks(config: Config) -> Stacks:
-    return Stacks(config, parent=None)  # never a child of a Linen module that is currently running

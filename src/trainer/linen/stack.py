@@ -5,20 +5,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 from flax import linen
 
 from trainer.config import Config
+from trainer.config.pipeline_keys import microbatches
 from trainer.layers.cache import Cache
 from trainer.layers.loop import Loop
 from trainer.layers.param import REST
 from trainer.layers.run import run_stack
 from trainer.layers.sown import Sown
 from trainer.layers.stack import MakeBlock
+from trainer.linen.bridge import is_box, unboxed
 from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, casts_in_loop, loop_options, run_stacks
+from trainer.ops.random import seed_key
 from trainer.products import Context
+from trainer.sharding import off_mesh
 
 
 def initializing(config: Config) -> ml_collections.FrozenConfigDict:
@@ -94,7 +99,24 @@ class Stacks(linen.Module):
         made = zip(stack.blocks, stack.paths, strict=True)
         layers = [make_layer(self.config, block, f"decoder/{path}", parent=None) for block, path in made]
         apply = [functools.partial(_apply, layer, loop.types) for layer in layers]
-        return run_stack(loop, apply, variables, x, entries, **loop_options(self.config, stack))
+
+        def axes() -> list[Any]:
+            made = jax.eval_shape(lambda: init_stacks(self.config, seed_key(0)))["params"]
+            boxes = [_at(made, path) for path in stack.paths]
+            return [unboxed(leaf, stack.axes)[1] for leaf in jax.tree.leaves(boxes, is_leaf=is_box)]
+
+        return run_stack(loop, apply, variables, x, entries, axes, **loop_options(self.config, stack))
+
+
+def init_stacks(config: Config, key: jax.Array) -> Mapping[str, Any]:
+    """Returns the initial variables of the stacks, in boxes with their logical axes."""
+    rows = microbatches(config)  # a pipeline divides them
+    ids, x = jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows, 1, config.base_emb_dim), config.dtype)
+    context = Context(ids, ids, rows=ids[:, 0], key=None)
+    # The bridge constructs the model again within a step, with rows of one token, which the mesh cannot divide.
+    with off_mesh():
+        stacks = Stacks(initializing(config), parent=None)
+        return stacks.init(key, x, None, context, (), method="run_layers")
 
 
 def _at(variables: Mapping[str, Any], path: str) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from trainer.config import Config, UserError
 from trainer.config.pipeline_keys import (
     LAYERS,
+    PER_REPEAT,
     PER_STAGE,
     REMAT,
     REMAT_LAYERS,
@@ -55,6 +56,7 @@ def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
         scan_layers=config[SCAN_LAYERS],
         remat=config[REMAT],
         remat_layers=config[REMAT_LAYERS],
+        per_repeat=config[PER_REPEAT],
     )
     inside = dataclasses.replace(chosen, count=count // period, pipeline=plan)
     outside = dataclasses.replace(chosen, name=chosen.name + OUTSIDE, count=chosen.count - inside.count)

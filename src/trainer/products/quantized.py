@@ -279,8 +279,17 @@ def _forward(how: _How, x: jax.Array, kernel: jax.Array, sizes: Any, noise_keys:
 
 def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tuple[str, ...]) -> _Kept:
     value, found = how.quantize(x, how.recipe.forward, method, over, shared)
-    value = jax.tree.map(lambda part: checkpoint_name(part, QUANTIZED), value)
+    value = jax.tree.map(_named, value)
     return _Kept(value, (x, found) if clips(method) else None)
+
+
+def _named(part: jax.Array) -> jax.Array:
+    """Returns `part` under a name for rematerialization. Floats of 8 bits are kept as bits: JAX rounds floats that a
+    checkpoint keeps, and gets NaN for float8_e4m3fn above 240."""
+    if part.dtype.itemsize > 1 or not jnp.issubdtype(part.dtype, jnp.floating):
+        return checkpoint_name(part, QUANTIZED)
+    bits = checkpoint_name(jax.lax.bitcast_convert_type(part, jnp.uint8), QUANTIZED)
+    return jax.lax.bitcast_convert_type(bits, part.dtype)
 
 
 def clips(method: str) -> bool:

@@ -5,6 +5,7 @@ from trainer.sharding.context import (
     MAPPED,
     constrain,
     for_product,
+    gathered_over_fsdp,
     inside_stages,
     mesh_axes,
     off_mesh,
@@ -21,7 +22,7 @@ from trainer.sharding.context import (
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.parts import LAYERS, STACKED, axes_of_parts, kept_axes, leading, with_own_tiles
-from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec, without_fsdp
 
 __all__ = [
     "LAYERS",
@@ -34,6 +35,7 @@ __all__ = [
     "constrain",
     "entry",
     "for_product",
+    "gathered_over_fsdp",
     "get_mesh_from_config",
     "inside_stages",
     "kept_axes",
@@ -58,4 +60,5 @@ __all__ = [
     "sum_dtype",
     "take",
     "with_own_tiles",
+    "without_fsdp",
 ]

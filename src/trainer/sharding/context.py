@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
+from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec, without_fsdp
 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
@@ -116,6 +116,15 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """
     at = _sharding(names, x.shape)
     return x if at is None else jax.lax.with_sharding_constraint(x, at)
+
+
+def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`."""
+    current = _current.get()
+    if current is None:
+        return x
+    mesh, rules = current
+    return jax.lax.with_sharding_constraint(x, without_fsdp(named_sharding(mesh, names, x.shape, rules)))
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:

@@ -15,6 +15,10 @@ class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. It is a pytree leaf, while a plain tuple would be a node."""
 
 
+# The mesh axes over which parameters are sharded only to save memory: they are all-gathered before a product.
+FSDP = ("fsdp", "fsdp_transpose")
+
+
 class Tiles(str):
     """The name of an axis in an array with one entry for each tile of that axis. If the mesh does not divide the number
     of tiles, the array is replicated over the mesh axes of the name."""
@@ -71,6 +75,12 @@ def named_sharding(
             raise UserError(f"{_title(what, names, shape)}: {split} by the rule of {name} does not divide {size}")
         entries.append(None if size % parts else entry(axes))
     return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def without_fsdp(sharding: NamedSharding) -> NamedSharding:
+    """Returns `sharding` without the axes of FSDP."""
+    kept = [entry([axis for axis in axes_of(part) if axis not in FSDP]) for part in sharding.spec]
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept), memory_kind=sharding.memory_kind)
 
 
 def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
