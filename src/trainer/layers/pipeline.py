@@ -102,6 +102,7 @@ def _by_repeat(
     def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
         first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))
         of_two = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, min(2, plan.repeats), 0), variables)
+        structure: Any  # a PyTreeDef; its stubs lack unflatten
         leaves, structure = jax.tree.flatten(of_two[0])
         gathered = [gathered_over_fsdp(leaf, names) for leaf, names in zip(leaves, axes, strict=True)]
         of_two = jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHTS), [structure.unflatten(gathered), *of_two[1:]])

@@ -21,13 +21,14 @@ from trainer.sharding.context import (
     take,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
-from trainer.sharding.parts import LAYERS, STACKED, axes_of_parts, kept_axes, leading, with_own_tiles
+from trainer.sharding.parts import LAYERS, STACKED, STAGES, axes_of_parts, kept_axes, leading, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec, without_fsdp
 
 __all__ = [
     "LAYERS",
     "MAPPED",
     "STACKED",
+    "STAGES",
     "Axes",
     "Rules",
     "axes_of",

@@ -119,12 +119,12 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`."""
-    current = _current.get()
-    if current is None:
+    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient is
+    sharded over these, too."""
+    at = _sharding(names, x.shape)
+    if at is None:
         return x
-    mesh, rules = current
-    return jax.lax.with_sharding_constraint(x, without_fsdp(named_sharding(mesh, names, x.shape, rules)))
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, at), without_fsdp(at))
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:

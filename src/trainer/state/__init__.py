@@ -22,7 +22,7 @@ from trainer.state.diloco import (
 from trainer.state.init import init_state_fn
 from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
 from trainer.state.muon import get_muon_weight_dimension_numbers
-from trainer.state.shardings import ParamShardings, Tensor, state_shardings, tensors
+from trainer.state.shardings import ParamShardings, Tensor, gathered_stages, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "build_diloco_state",
     "build_zero1_input_state_mesh_shardings",
     "check_tolerance",
+    "gathered_stages",
     "get_abstract_state_nnx",
     "get_mesh_from_config",
     "get_muon_weight_dimension_numbers",

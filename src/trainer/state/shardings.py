@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model
 from trainer.ops.paths import Path, by_path
-from trainer.sharding import Axes, Rules, kept_axes, named_sharding
+from trainer.sharding import STAGES, Axes, Rules, kept_axes, named_sharding, without_fsdp
 from trainer.state.zero1 import over_data
 
 Shape = tuple[int, ...]
@@ -73,6 +73,16 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
         return over_data(found, leaf.shape) if zero1 and tensor.of_parameter else found
 
     return jax.tree.map(one, tensors(model, abstract), abstract)
+
+
+def gathered_stages(named: Any, shardings: Any) -> Any:
+    """Returns `shardings`, those of a native train state, without fsdp for what the stages of a pipeline hold: their
+    weights are all-gathered once, before the first iteration. `named`: see `tensors`."""
+
+    def one(tensor: Tensor, sharding: NamedSharding) -> NamedSharding:
+        return without_fsdp(sharding) if STAGES in tensor.axes else sharding
+
+    return jax.tree.map(one, named, shardings)
 
 
 class ParamShardings(NamedTuple):

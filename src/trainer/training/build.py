@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
+from trainer.config.pipeline_keys import ONCE
 from trainer.config.quantization_keys import STORED
 from trainer.models.families import axis_rules
 from trainer.models.matrices import check_matrices
@@ -23,6 +24,7 @@ from trainer.sharding import make_mesh, on_mesh, slice_count, spec
 from trainer.state import (
     ParamShardings,
     check_tolerance,
+    gathered_stages,
     init_state_fn,
     set_named_sharding_nnx,
     state_shardings,
@@ -69,6 +71,8 @@ def build(
     on_device = state_shardings(model, abstract, mesh, rules, zero1=zero1)
     check_tolerance(named, abstract, on_device, config.sharding_tolerance)
     computing = state_shardings(model, abstract, mesh, rules) if zero1 else on_device
+    if config[ONCE]:
+        computing = gathered_stages(named, computing)
     params = ParamShardings(codec.unpack(on_device).params, codec.unpack(computing).params)
     stored = storage_shardings(config, model, abstract, on_device)
     fetch = fetcher(config, codec.unpack(on_device))
