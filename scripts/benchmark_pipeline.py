@@ -26,7 +26,7 @@ MODEL = (
 ).split()
 STAGES = ["dcn_pipeline_parallelism=2", "num_pipeline_microbatches=8"]
 FIVE = [*STAGES, "num_layers_per_pipeline_stage=5"]
-ONE = [*STAGES, "num_layers_per_pipeline_stage=1"]
+SIXTEEN = [*STAGES, "base_num_decoder_layers=16", "override_model_config=true"]
 ALL = [*STAGES, "num_layers_per_pipeline_stage=40", "scan_layers_per_stage=true"]
 OF_LAYERS = ["set_remat_policy_on_pipeline_iterations=false", "set_remat_policy_on_layers_per_stage=true"]
 EIGHT = [*STAGES[:1], "base_num_decoder_layers=8", "override_model_config=true"]
@@ -38,8 +38,9 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "8 repeats x 5 layers, gathered per repeat": (False, [*FIVE, "pipeline_fsdp_ag_per_repeat=true"]),
     "8 repeats x 5 layers, gathered once": (False, [*FIVE, "pipeline_fsdp_ag_once=true"]),
     "1 repeat x 40 layers": (True, [*ALL, *OF_LAYERS]),
-    "40 repeats x 1 layer": (True, ONE),
-    "40 repeats x 1 layer, gathered per repeat": (True, [*ONE, "pipeline_fsdp_ag_per_repeat=true"]),
+    "16 layers, 8 repeats x 1 layer": (True, SIXTEEN),
+    "16 layers, 8 repeats x 1 layer, gathered per repeat": (True, [*SIXTEEN, "pipeline_fsdp_ag_per_repeat=true"]),
+    "16 layers, 8 repeats x 1 layer, gathered once": (True, [*SIXTEEN, "pipeline_fsdp_ag_once=true"]),
     **{
         f"8 layers, {count} microbatches, {'rolled' if scan else 'unrolled'}": (
             False,
@@ -111,8 +112,10 @@ def measure(out: Path, folder: Path | None, only: str) -> None:
 def table(lines: list[dict[str, Any]]) -> None:
     """Prints a row for each case."""
     theirs = {line["case"]: line["figures"]["temp_bytes"] for line in lines if line["program"] == "maxtext"}
-    print("| | arguments, GB | temporaries, GB | MaxText | | sent in groups across slices, GB | of it permutes | "
-          "sent within a slice, GB | gathers | products, PFLOP | compiled in, s | commit |")
+    print(
+        "| | arguments, GB | temporaries, GB | MaxText | | sent in groups across slices, GB | of it permutes | "
+        "sent within a slice, GB | gathers | products, PFLOP | compiled in, s | commit |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for line in (line for line in lines if line["program"] == "trainer"):
         it, its = line["figures"], theirs.get(line["case"])
