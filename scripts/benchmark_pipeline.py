@@ -2,11 +2,12 @@
 
     python scripts/benchmark_pipeline.py --out pipeline.jsonl [--maxtext DIR] [--only NAME]
     python scripts/benchmark_pipeline.py --table pipeline.jsonl
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_pipeline.py --compile
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_pipeline.py --steps 20
 
-The first command compiles for two slices of TPUs, one case at a time, and appends their figures to the file; a case that
-it has is not measured again. DIR is that of benchmark_memory.py; its libtpu then compiles both programs. The last command
-times steps on this machine's CPU.
+The first command compiles for two slices of TPUs, one case at a time, and appends their figures to the file; a case
+that it has is not measured again. DIR is that of benchmark_memory.py; its libtpu then compiles both programs. The last
+two time compilation and steps on this machine's CPU.
 """
 
 import argparse
@@ -20,16 +21,16 @@ from typing import Any
 
 from benchmark_memory import ROOT, read, run, write
 
-MODEL = (
-    "model_name=llama3.1-70b dataset_type=synthetic compile_topology=v5p-32 compile_topology_num_slices=2 "
-    "max_target_length=2048 per_device_batch_size=4 ici_fsdp_parallelism=16 remat_policy=full attention=flash"
-).split()
+MODEL = [
+    *("model_name=llama3.1-70b", "dataset_type=synthetic", "compile_topology=v5p-32", "compile_topology_num_slices=2"),
+    *("max_target_length=2048", "per_device_batch_size=4", "ici_fsdp_parallelism=16"),
+    *("remat_policy=full", "attention=flash"),
+]
 STAGES = ["dcn_pipeline_parallelism=2", "num_pipeline_microbatches=8"]
 FIVE = [*STAGES, "num_layers_per_pipeline_stage=5"]
 SIXTEEN = [*STAGES, "base_num_decoder_layers=16", "override_model_config=true"]
 ALL = [*STAGES, "num_layers_per_pipeline_stage=40", "scan_layers_per_stage=true"]
 OF_LAYERS = ["set_remat_policy_on_pipeline_iterations=false", "set_remat_policy_on_layers_per_stage=true"]
-EIGHT = [*STAGES[:1], "base_num_decoder_layers=8", "override_model_config=true"]
 # Name: whether MaxText has it, settings.
 CASES: dict[str, tuple[bool, list[str]]] = {
     "fsdp over both slices": (False, ["dcn_fsdp_parallelism=2"]),
@@ -41,23 +42,15 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "16 layers, 8 repeats x 1 layer": (True, SIXTEEN),
     "16 layers, 8 repeats x 1 layer, gathered per repeat": (True, [*SIXTEEN, "pipeline_fsdp_ag_per_repeat=true"]),
     "16 layers, 8 repeats x 1 layer, gathered once": (True, [*SIXTEEN, "pipeline_fsdp_ag_once=true"]),
-    **{
-        f"8 layers, {count} microbatches, {'rolled' if scan else 'unrolled'}": (
-            False,
-            [*EIGHT, f"num_pipeline_microbatches={count}", f"scan_pipeline_iterations={str(scan).lower()}"],
-        )
-        for scan, counts in ((True, (2, 4, 8)), (False, (2, 4)))
-        for count in counts
-    },
 }
 TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
-# Width, layers and rows of the timed model are such that products take most of a step.
-TIMED = (
-    "dataset_type=synthetic eval_interval=-1 base_emb_dim=256 base_mlp_dim=768 base_num_query_heads=4 "
-    "base_num_kv_heads=4 head_dim=64 vocab_size=512 base_num_decoder_layers=8 max_target_length=128 "
-    "per_device_batch_size=4 remat_policy=full gradient_clipping_threshold=0"
-).split()
+# Its width and rows are such that products take most of a step.
+TIMED = [
+    *("dataset_type=synthetic", "eval_interval=-1", "base_emb_dim=256", "base_mlp_dim=768", "base_num_query_heads=4"),
+    *("base_num_kv_heads=4", "head_dim=64", "vocab_size=512", "base_num_decoder_layers=8", "max_target_length=128"),
+    *("per_device_batch_size=4", "remat_policy=full", "gradient_clipping_threshold=0", "sharding_tolerance=1"),
+]
 WAYS = {
     "fsdp": ["ici_fsdp_parallelism=8"],
     "data": ["ici_data_parallelism=8", "ici_fsdp_parallelism=1"],
@@ -68,7 +61,6 @@ WAYS = {
             "ici_fsdp_parallelism=1",
             f"num_pipeline_microbatches={count}",
             f"num_layers_per_pipeline_stage={each}",
-            "sharding_tolerance=1",
         ]
         for stages, count, each in ((2, 2, 4), (2, 8, 4), (4, 4, 2), (4, 4, 1), (4, 8, 1), (8, 8, 1))
     },
@@ -137,16 +129,39 @@ def table(lines: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def _built(settings: list[str]) -> Any:
+    import jax
+
+    from trainer.config import load
+    from trainer.training import build
+
+    return build(load(["base.yml", *TIMED, *settings]).config, jax.devices())
+
+
+def compile_times() -> None:
+    """Prints the CPU seconds to trace and compile a step with 2 stages by the number of microbatches."""
+    print("| microbatches | loop over iterations | traced, CPU s | compiled, CPU s | bytes of the program's text |")
+    print("|---|---|---|---|---|")
+    for scan, counts in ((True, (2, 4, 8, 16)), (False, (2, 4, 8))):
+        for count in counts:
+            own = [f"num_pipeline_microbatches={count}", f"scan_pipeline_iterations={str(scan).lower()}"]
+            it = _built(["ici_pipeline_parallelism=2", "ici_data_parallelism=4", "ici_fsdp_parallelism=1", *own])
+            begun = time.process_time()
+            lowered = it.step.lower(*it.abstract_args())
+            traced = time.process_time()
+            text = lowered.compile().as_text()
+            seconds = f"{traced - begun:.1f} | {time.process_time() - traced:.1f}"
+            print(f"| {count} | {'rolled' if scan else 'unrolled'} | {seconds} | {len(text)} |", flush=True)
+
+
 def times(steps: int) -> None:
     """Prints the time of a step of each of WAYS, which take turns, against that without a pipeline."""
     import jax
     from benchmark_default import batch_of
 
-    from trainer.config import load
     from trainer.models.families import stacks
-    from trainer.training import build
 
-    runs = {name: build(load(["base.yml", *TIMED, *own]).config, jax.devices()) for name, own in WAYS.items()}
+    runs = {name: _built(own) for name, own in WAYS.items()}
     programs = {name: (run.compile(), run.init(), batch_of(run)) for name, run in runs.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(steps):
@@ -174,11 +189,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of cases' names")
     parser.add_argument("--table", type=Path, help="file of figures to print")
     parser.add_argument("--steps", type=int, help="time this many steps on this machine's CPU")
+    parser.add_argument("--compile", action="store_true", help="time compilation on this machine's CPU")
     given = parser.parse_args()
     if given.out:
         measure(given.out, given.maxtext, given.only)
     if given.table or given.out:
         table(read(given.table or given.out))
+    if given.compile:
+        compile_times()
     if given.steps:
         times(given.steps)
 

@@ -113,7 +113,7 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
             found.append(f"{PER_STAGE}={min(sizes, key=lambda n: abs(math.log(n / per_stage)))}")
     divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage * max(repeats, 1)) == 0]
     if repeats == -1 and divisors:
-        found.append(f"{min(divisors, key=lambda n: abs(math.log(n / here)))} stages")
+        found.append(counted(min(divisors, key=lambda n: abs(math.log(n / here))), "stage"))
     return found or [f"another number of layers than {asked}"]
 
 
