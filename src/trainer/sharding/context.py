@@ -122,9 +122,29 @@ def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
     """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient
     is sharded over these, too."""
     at = _sharding(names, x.shape)
-    if at is None:
-        return x
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, at), without_fsdp(at))
+    return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
+
+
+def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """Returns `x`, whose gradient is sharded by the logical names of its axes, however `x` is sharded."""
+    at = _sharding(names, x.shape)
+    return x if at is None else _resharded(x, None, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _resharded(x: jax.Array, to: NamedSharding | None, back: NamedSharding) -> jax.Array:
+    return x if to is None else jax.lax.with_sharding_constraint(x, to)
+
+
+def _resharded_forward(x: jax.Array, to: NamedSharding | None, back: NamedSharding) -> tuple[jax.Array, None]:
+    return _resharded(x, to, back), None
+
+
+def _resharded_backward(to: NamedSharding | None, back: NamedSharding, _: None, cotangent: jax.Array) -> Any:
+    return (jax.lax.with_sharding_constraint(cotangent, back),)
+
+
+_resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
