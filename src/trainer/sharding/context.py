@@ -119,8 +119,8 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient is
-    sharded over these, too."""
+    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient
+    is sharded over these, too."""
     at = _sharding(names, x.shape)
     if at is None:
         return x
