@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from compiler import EXACT
 from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, model_of, tiny_config
 
 from trainer.backends import StateCodec
@@ -172,7 +171,8 @@ def test_initial_values_do_not_depend_on_the_pipeline(combination):
     config = config_of(combination, **{"base_num_decoder_layers": 6, LAYERS: 4})
 
     def initial(config):
-        params, _ = jax.jit(model_of(config).init, compiler_options=EXACT)(seed_key(0))
+        # Without fusions: in one, code may round a product differently.
+        params, _ = jax.jit(model_of(config).init, compiler_options={"xla_disable_hlo_passes": "fusion"})(seed_key(0))
         return to_layers(stacks(config), params)
 
     expected = initial(unpipelined(config))
