@@ -21,7 +21,8 @@ from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
 
-_STAGE = "activation_stage"  # the axis of the stages of a pipeline
+_STAGE = "activation_stage"  # the axis of the stages of a pipeline, in activations
+_OF_STAGES = (_STAGE, "stages")  # and in parameters
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -51,7 +52,8 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_stages() -> Iterator[None]:
-    """A context in which only `activation_stage` is sharded over the stages of a pipeline."""
+    """A context in which only `activation_stage`, and `stages` of parameters, are sharded over the stages of a
+    pipeline."""
     current = _current.get()
     with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
         yield
@@ -59,7 +61,9 @@ def inside_stages() -> Iterator[None]:
 
 def _without_stages(rules: Rules) -> Rules:
     taken = rules[_STAGE]
-    return {name: axes if name == _STAGE else tuple(a for a in axes if a not in taken) for name, axes in rules.items()}
+    return {
+        name: axes if name in _OF_STAGES else tuple(a for a in axes if a not in taken) for name, axes in rules.items()
+    }
 
 
 def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
