@@ -107,7 +107,7 @@ def _by_repeat(
     plan: Pipeline, iteration: Callable[..., Any], variables: Sequence[Any], axes: Any, policy: Policy, carry: Any
 ) -> tuple[Any, Sown]:
     """Runs all iterations, in parts in which every stage is in one of two repeats. Each part all-gathers the weights of
-    these over fsdp, and its backward pass gathers them again and reduces their gradients once."""
+    these over fsdp, and its backward pass gathers them again."""
 
     def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
         first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))

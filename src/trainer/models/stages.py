@@ -27,10 +27,9 @@ from trainer.config.pipeline_keys import (
 )
 from trainer.config.words import counted
 from trainer.layers.stack import Stack
+from trainer.ops.paths import OUTSIDE
 
 T = TypeVar("T")
-
-OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers that the pipeline leaves
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
@@ -78,12 +77,13 @@ def _pipelined(config: Config, stack: Stack) -> int:
     what = f"the stack {stack.name} of decoder_block={config.decoder_block}"
     if asked > stack.layers:
         raise UserError(f"{LAYERS}={asked}: {what} has {counted(stack.layers, 'layer')}; give at most {stack.layers}")
+    repeats = config[REPEATS]
     if per_stage % period:
+        sizes = _sizes(asked, here, repeats, period) or [max(period, round(per_stage / period) * period)]
         raise UserError(
             f"{PER_STAGE}={per_stage}: {what} repeats a pattern of {period} different layers, which a stage has as a "
-            f"whole; nearest: {PER_STAGE}={max(period, round(per_stage / period) * period)}"
+            f"whole; nearest: {PER_STAGE}={_nearest(sizes, per_stage)}"
         )
-    repeats = config[REPEATS]
     if repeats == -1 and asked % (here * per_stage) == 0 and asked:
         return asked
     if here * repeats * per_stage == asked:
@@ -91,7 +91,7 @@ def _pipelined(config: Config, stack: Stack) -> int:
     times = f"{counted(here, 'stage')} x " + (f"{counted(repeats, 'repeat')} x " if repeats > 0 else "")
     product = here * per_stage * (repeats if repeats > 0 else 1)
     problem = f"{times}{counted(per_stage, 'layer')} per stage = {product}, which "
-    problem += f"is not the {asked} layers" if repeats > 0 else f"does not divide the {asked} layers"
+    problem += f"{'is not' if repeats > 0 else 'does not divide'} the {counted(asked, 'layer')}"
     fitting = _fitting(stack.layers, asked, here, per_stage, repeats, period)
     raise UserError(f"{problem} of {what} in the pipeline; nearest: {' or '.join(fitting)}")
 
@@ -106,15 +106,22 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
         found.append(f"{REPEATS}={asked // (here * per_stage)}")
     if repeats == -1 and asked >= unit:
         found.append(f"{LAYERS}={asked // unit * unit}, and the other layers run outside of the pipeline")
-    if (asked // period) % here == 0:
-        each = asked // here
-        sizes = [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
-        if sizes:
-            found.append(f"{PER_STAGE}={min(sizes, key=lambda n: abs(math.log(n / per_stage)))}")
-    divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage * max(repeats, 1)) == 0]
+    if sizes := _sizes(asked, here, repeats, period):
+        found.append(f"{PER_STAGE}={_nearest(sizes, per_stage)}")
+    divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage) == 0]
     if repeats == -1 and divisors:
-        found.append(counted(min(divisors, key=lambda n: abs(math.log(n / here))), "stage"))
-    return found or [f"another number of layers than {asked}"]
+        found.append(counted(_nearest(divisors, here), "stage"))
+    return found or [f"a stack of {counted(unit * (max(1, round(asked / unit)) if repeats == -1 else 1), 'layer')}"]
+
+
+def _sizes(asked: int, here: int, repeats: int, period: int) -> list[int]:
+    """Returns the numbers of layers in a stage that fit."""
+    each = asked // here if asked % here == 0 else 0
+    return [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
+
+
+def _nearest(numbers: Sequence[int], wanted: int) -> int:
+    return min(numbers, key=lambda n: abs(math.log(n / wanted)))
 
 
 def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) -> Any:

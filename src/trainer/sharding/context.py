@@ -21,7 +21,8 @@ from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
 
-_STAGES = ("activation_stage", "stages")  # the axes of the stages of a pipeline: of activations, of parameters
+_STAGE = "activation_stage"  # the axis of the stages of a pipeline, in activations
+_OF_STAGES = (_STAGE, "stages")  # and in parameters
 
 _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -51,15 +52,18 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_stages() -> Iterator[None]:
-    """A context in which only `activation_stage` and `stages` are sharded over the stages of a pipeline."""
+    """A context in which only `activation_stage`, and `stages` of parameters, are sharded over the stages of a
+    pipeline."""
     current = _current.get()
     with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
         yield
 
 
 def _without_stages(rules: Rules) -> Rules:
-    taken = rules[_STAGES[0]]
-    return {name: axes if name in _STAGES else tuple(a for a in axes if a not in taken) for name, axes in rules.items()}
+    taken = rules[_STAGE]
+    return {
+        name: axes if name in _OF_STAGES else tuple(a for a in axes if a not in taken) for name, axes in rules.items()
+    }
 
 
 def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
@@ -69,13 +73,13 @@ def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
     if current is None:
         return jax.vmap(fn, in_axes)
     mesh, rules = current
-    inside = {**rules, MAPPED: (*rules.get(MAPPED, ()), *rules[_STAGES[0]])}
+    inside = {**rules, MAPPED: (*rules.get(MAPPED, ()), *rules[_STAGE])}
 
     def on_stage(*args: Any) -> Any:
         with _traced_on((mesh, inside)):
             return fn(*args)
 
-    return jax.vmap(on_stage, in_axes, spmd_axis_name=rules[_STAGES[0]])
+    return jax.vmap(on_stage, in_axes, spmd_axis_name=rules[_STAGE])
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -16,12 +16,12 @@ from trainer.backends.base import tree_mode
 from trainer.config.remat import PROJECTIONS
 from trainer.layers.cache import Cache
 from trainer.layers.dense import Dense
+from trainer.layers.loop import Loop, cast_in_loop
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.remat import make_policy
-from trainer.layers.sown import Total, sow
-from trainer.layers.loop import Loop, cast_in_loop
 from trainer.layers.run import run_modules
+from trainer.layers.sown import Total, sow
 from trainer.layers.stack import Stack, make_stack
 from trainer.products import context
 

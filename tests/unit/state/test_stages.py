@@ -1,0 +1,84 @@
+"""Sharded train states of a pipeline between stages and layers."""
+
+import math
+
+import jax
+import numpy as np
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits
+
+from trainer.config import load
+from trainer.config.pipeline_keys import LAYERS
+from trainer.models.families import stacks
+from trainer.models.stages import to_layers
+from trainer.ops.paths import by_name
+from trainer.state.stages import abstract_layers, in_layers, in_stages
+from trainer.training import build
+
+KEYS = {
+    "base_num_decoder_layers": 8,
+    "per_device_batch_size": 2,
+    "sharding_tolerance": 1,
+    "opt_type": "adafactor",
+    "adafactor_min_dim_size_to_factor": 8,
+}
+
+
+def filled(abstract):
+    """Returns arrays with different values everywhere."""
+    numbers = iter(range(10**6))
+
+    def one(leaf):
+        first = next(numbers)
+        values = np.arange(first, first + math.prod(leaf.shape)).reshape(leaf.shape).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    return jax.tree.map(one, abstract)
+
+
+def converted(**keys):
+    """Returns a configuration, its train state, and the same by layer. Checks the way back, and the shardings."""
+    run = build(load(arguments(ALL_COMBINATIONS[0], **KEYS | keys)).config, jax.devices())
+    abstract = run.codec.unpack(run.abstract_args()[0])
+    tree = filled(abstract)
+    before = jax.tree.map(np.asarray, tree)
+    found, wanted = in_layers(run.config, tree), abstract_layers(run.config, abstract)
+    by_layer = jax.tree.map(np.asarray, found)
+    assert jax.tree.map(np.shape, by_layer) == jax.tree.map(np.shape, wanted)
+    jax.tree.map(lambda leaf, of: np.testing.assert_equal(leaf.sharding.spec, of.sharding.spec), found, wanted)
+    back = in_stages(run.config, found, abstract)
+    assert_equal_bits(jax.tree.map(np.asarray, back), before)
+    jax.tree.map(lambda leaf, of: np.testing.assert_equal(leaf.sharding, of.sharding), back, abstract)
+    return run.config, before, by_layer, {name: leaf.sharding.spec for name, leaf in by_name(wanted).items()}
+
+
+KERNEL = "params/decoder/layers/mlp/wo/kernel"
+
+
+def test_a_state_by_layer_and_back():
+    """Six layers are in the pipeline and two are not: eight, which lie on the two stages."""
+    config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **{LAYERS: 6})
+    assert_equal_bits(by_layer, to_layers(stacks(config), before))
+    assert specs[KERNEL][0] == "stage"
+
+
+def test_layers_that_the_stages_do_not_divide():
+    _, _, by_layer, specs = converted(ici_pipeline_parallelism=4, base_num_decoder_layers=5, **{LAYERS: 4})
+    assert by_name(by_layer)[KERNEL].shape == (5, 32, 16)
+    assert specs[KERNEL][0] is None
+
+
+def test_islands():
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "opt_type": "adamw"}
+    _, _, by_layer, specs = converted(ici_pipeline_parallelism=4, **islands)
+    kernel = by_name(by_layer)[f"inner_state/{KERNEL}"]
+    assert kernel.shape == (2, 8, 32, 16)
+    assert np.all(np.diff(kernel.ravel()) == 1)
+    assert specs[f"inner_state/{KERNEL}"][:2] == ("diloco", "stage")
+
+
+def test_without_a_pipeline_nothing_is_done():
+    run = build(load(arguments(ALL_COMBINATIONS[0], **KEYS)).config, jax.devices())
+    tree = run.codec.unpack(run.abstract_args()[0])
+    assert in_layers(run.config, tree) is tree
+    assert in_stages(run.config, tree, tree) is tree
+    assert abstract_layers(run.config, tree) is tree
