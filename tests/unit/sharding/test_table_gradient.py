@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.aot import dump
+from trainer.aot.cost import analyze
 from trainer.aot.topologies import devices_of
 from trainer.config.topologies import find_topology
 from trainer.sharding import on_mesh, take
@@ -70,6 +71,29 @@ def test_only_where_devices_hold_the_whole_table(monkeypatch):
     replicated = {"names": ("length", "length"), "out_names": ("batch", "length", "width")}
     assert "sort[" in program(data, **replicated)
     assert "sort[" not in program(both, **replicated)  # the rows are sharded
+
+
+def test_devices_sum_their_columns_only():
+    """Otherwise the compiler reduces the whole table over all devices."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rules = {"batch": ("data", "fsdp"), "length": (), "embed": ("fsdp",), "width": (), "vocab": ()}
+    rng = np.random.default_rng(0)
+    ids, rows = rng.integers(0, 64, (8, 32)), rng.integers(-9, 9, (8, 32, 8))  # whole numbers: any order, the same sums
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"),), (None, "fsdp")))
+    with on_mesh(mesh, rules):
+        fn = jax.jit(
+            lambda *args: gradient(*args, out_names=("batch", "length", "width")),
+            in_shardings=(split, whole, whole),
+            out_shardings=split,
+        ).lower(jnp.ones((64, 8)), jnp.asarray(ids), jnp.asarray(rows, jnp.bfloat16))
+        compiled = fn.compile()
+    expected = np.zeros((64, 8), np.float32)
+    np.add.at(expected, ids, rows)
+    np.testing.assert_array_equal(
+        compiled(jnp.ones((64, 8)), jnp.asarray(ids), jnp.asarray(rows, jnp.bfloat16)), expected
+    )
+    reduced = [each for each in analyze(compiled.as_text(), mesh).collectives if each.kind == "all-reduce"]
+    assert [(each.axes, each.size) for each in reduced] == [(("data",), 64 * 8 * 4 // 4)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
