@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from pipeline_cases import DELAY, LAYERS, M, ONCE, PER_REPEAT, PER_STAGE, STAGES, assert_equal_gradients, made, measured
+from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M, assert_equal_gradients, made, measured
 from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update
 
 from trainer.aot.cost import analyze

@@ -4,13 +4,16 @@ Its comparisons take the output of a stack of simple layers; ours the loss of th
 tolerance. Sizes that do not concern the pipeline are smaller. Each case pins its combination.
 """
 
+import contextlib
+
 import pytest
-from pipeline_cases import DELAY, LAYERS, M, ONCE, PER_REPEAT, PER_STAGE, R, STAGES, assert_equal_gradients
+from compiler import exact
+from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M, R, assert_equal_gradients
 from run_cases import command
 from support import ALL_COMBINATIONS, EVERY_MATRIX, TINY, pinned
 
 # Combinations in turn, so that each has several cases.
-EIGHT = {"base_emb_dim": 28, "base_num_decoder_layers": 8, "per_device_batch_size": 4, "base_num_kv_heads": 4}
+EIGHT = {"base_emb_dim": 32, "base_num_decoder_layers": 8, "per_device_batch_size": 4, "base_num_kv_heads": 4}
 FOUR = EIGHT | {"base_num_decoder_layers": 4}
 DEEPSEEK = EIGHT | EVERY_MATRIX | {"shared_experts": 1, "first_num_dense_layers": 0}
 DROPS = {"sparse_matmul": False, "capacity_factor": 4.0}
@@ -76,7 +79,9 @@ def test_full_train(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, keys, said = FULL_TRAIN[name]
     three = {"steps": 3, "vocab_size": 32, "ici_fsdp_parallelism": -1, "scan_layers_per_stage": False}
-    code, output = command(TINY | pinned(PINNED[name]) | three | model | keys, devices=8)
+    # The older code generation for fusions makes NaNs of AMD's floats of 8 bits.
+    with exact() if "nanoo" in name else contextlib.nullcontext():
+        code, output = command(TINY | pinned(PINNED[name]) | three | model | keys, devices=8)
     assert code == 0, output
     assert said in output
     assert "completed step: 2," in output
