@@ -39,7 +39,7 @@ COVERED = {
     r"integration/test_parity\.py::test_(another_mesh_on|a_fault_in_routing)": "adamw's fault, and sides of a program",
     r"integration/test_parity\.py::test_all_combinations": "test_five_combinations.py; linen/test_wrong_shift.py",
     r"integration/test_pipeline\.py::test_loss\S*\[(tensor|zero|d|four|per|re|seq|two|pat|b)": "accumulation; experts",
-    r"integration/test_pipeline\.py::test_quantized\S*\[(int8|fp8-keys1)": "fp8 in a pipeline",
+    r"integration/test_pipeline\.py::test_quantized\S*\[int8": "fp8",
     r"integration/test_pipeline\.py::test_all_combi\S*-(unrolled|per )": "everything",
     r"integration/test_pipeline\.py::test_what_moves\[(no queue|once)": "a queue; per repeat",
     r"integration/test_pipeline_maxtext\.py::test_(same|full)": "test_pipeline.py; layers/test_pipeline.py",

@@ -83,27 +83,16 @@ def test_loss_and_gradients(name):
     assert sum(map(len, sown)) == layers
 
 
-@pytest.mark.parametrize(
-    ("quantization", "keys"),
-    [
-        ("fp8", {STAGES: 2, M: 4, "remat_policy": "none"}),
-        ("fp8", {"remat_policy": "minimal_with_quantization"}),
-        ("int8", {STAGES: 2, M: 4, "remat_policy": "minimal_with_quantization"}),
-    ],
-)
-def test_quantized_products(quantization, keys):
-    """What the backward pass keeps of quantized operands has their values. A microbatch has scales of its own, so
-    that gradients are near those without a pipeline, but not equal; 8 bits of float are coarse."""
-    loss, found = measured(made(quantization=quantization, **keys))
-    same, expected = _exact_products()
-    assert loss == pytest.approx(same, rel=0.02)
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_quantized_products(quantization):
+    """What the backward pass keeps of quantized operands has their values, and a bubble makes no NaN. Operands of a
+    microbatch may have scales of their own."""
+    loss, found = measured(made(quantization=quantization, **{STAGES: 2, M: 4}, remat_policy="none"))
+    same, expected = measured(made(quantization=quantization, remat_policy="minimal_with_quantization"))
+    assert loss == pytest.approx(same, rel=0.01)
     for name, array in expected.items():
-        assert np.linalg.norm(found[name] - array) < 0.6 * np.linalg.norm(array), name
-
-
-@functools.cache
-def _exact_products():
-    return measured(made())
+        assert np.linalg.norm(array) > 0
+        assert np.linalg.norm(found[name] - array) < 0.1 * np.linalg.norm(array), name
 
 
 EVERYTHING = {
