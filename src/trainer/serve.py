@@ -99,34 +99,34 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
     for note in loaded.notes:
         _say(note)
     tokens = read_tokens(config.token_file, config.host)
-    at = bound(config.host, config.port)
-    names = _names(config.served_model_name or _name(config.load_parameters_path), paths)
-    opened = [open_adapters(path, average=False if raw else None) for path in paths]
-    engine = MaxEngine(config, adapters=opened, controls=True)
-    tokenizer = engine.get_tokenizer()
-    chat = Prompts(config, tokenizer, _say)
-    hand = {key for key, where in loaded.changed.items() if by_hand(where)}
-    params = engine.load_params(say=_say, given=hand, average=average)
-    model = Model(
-        scheduler=Scheduler(engine, params),
-        tokenizer=tokenizer,
-        chat=chat,
-        adapters=names,
-        begin=engine.begin_tokens(tokenizer),
-        stop=engine.stop_tokens(tokenizer),
-        turn_end=chat.stop_tokens(),
-        default=sampling_of(engine.config),
-        seed=config.decode_sampling_seed if "decode_sampling_seed" in hand else None,
-    )
-    _say(f"the model is loaded after {time.perf_counter() - started:.1f} s; compiling")
+    with bound(config.host, config.port) as at:
+        names = _names(config.served_model_name or _name(config.load_parameters_path), paths)
+        opened = [open_adapters(path, average=False if raw else None) for path in paths]
+        engine = MaxEngine(config, adapters=opened, controls=True)
+        tokenizer = engine.get_tokenizer()
+        chat = Prompts(config, tokenizer, _say)
+        hand = {key for key, where in loaded.changed.items() if by_hand(where)}
+        params = engine.load_params(say=_say, given=hand, average=average)
+        model = Model(
+            scheduler=Scheduler(engine, params),
+            tokenizer=tokenizer,
+            chat=chat,
+            adapters=names,
+            begin=engine.begin_tokens(tokenizer),
+            stop=engine.stop_tokens(tokenizer),
+            turn_end=chat.stop_tokens(),
+            default=sampling_of(engine.config),
+            seed=config.decode_sampling_seed if "decode_sampling_seed" in hand else None,
+        )
+        _say(f"the model is loaded after {time.perf_counter() - started:.1f} s; compiling")
 
-    def ready() -> None:
-        slots, length = engine.max_concurrent_decodes, config.max_target_length
-        seconds = time.perf_counter() - started
-        print(f"ready after {seconds:.1f} s: {', '.join(names)}; {slots} slots of {length} tokens", flush=True)
-        print(_banner(url_of(at), next(iter(names)), config, bool(tokens)), flush=True)
+        def ready() -> None:
+            slots, length = engine.max_concurrent_decodes, config.max_target_length
+            seconds = time.perf_counter() - started
+            print(f"ready after {seconds:.1f} s: {', '.join(names)}; {slots} slots of {length} tokens", flush=True)
+            print(_banner(url_of(at), next(iter(names)), config, bool(tokens)), flush=True)
 
-    Server(model, at, tokens).run(ready)
+        Server(model, at, tokens).run(ready)
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:

@@ -28,13 +28,15 @@ def bound(host: str, port: int) -> socket.socket:
     Raises:
       UserError: the address is taken or does not exist.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise UserError(_cannot_listen(host, port, error)) from None
+    with contextlib.ExitStack() as failing:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            found = failing.enter_context(socket.socket(family, kind, protocol))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except (OSError, UnicodeError) as error:
+            raise UserError(_cannot_listen(host, port, error)) from None
+        failing.pop_all()
     return found
 
 
