@@ -21,7 +21,7 @@ from compiler import xla_flags
 from trainer import serve
 from trainer.generate import main as generate
 
-KEYS = ["per_device_batch_size=3", "prefill_chunk_size=16", "max_target_length=64"]
+KEYS = ["per_device_batch_size=3", "prefill_chunk_size=16", "max_target_length=64", "add_eos=false"]
 TESTS = Path(__file__).parents[1]
 
 
@@ -110,7 +110,7 @@ def test_several_adapters_in_one_batch(server, folder, monkeypatch, capsys):
     answers = {}
 
     def ask(name):
-        body = {"model": name, "prompt": "def f", "max_tokens": 58, "temperature": 0}
+        body = {"model": name, "prompt": "def f", "max_tokens": 59, "temperature": 0}
         answers[name] = call(url, "/v1/completions", body)
 
     threads = [threading.Thread(target=ask, args=(name,)) for name in texts]
@@ -119,7 +119,7 @@ def test_several_adapters_in_one_batch(server, folder, monkeypatch, capsys):
     for thread in threads:
         thread.join()
     assert {name: answer["choices"][0]["text"] for name, answer in answers.items()} == texts
-    assert max(map(len, texts.values())) > 30
+    assert min(map(len, texts.values())) > 30
     assert all(answer["model"] == name for name, answer in answers.items())
 
 
