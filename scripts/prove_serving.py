@@ -109,6 +109,9 @@ async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
         try:
             yield server
             server.end()
+        except Exception:
+            print(server.said(), file=sys.stderr)
+            raise
         finally:
             server.process.kill()
 
@@ -277,7 +280,7 @@ def malformed_bytes(i: int, rng: random.Random) -> bytes:
             b"GET /../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
             b"DELETE /v1/models HTTP/1.1\r\nhost: a\r\n\r\n",
         ),
-        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 20_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 200_000 + b"\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\n{}",

@@ -51,7 +51,7 @@ class _Request:
     ended: bool = False
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no truth value
 class _Prompt:
     """A prompt and the requests that continue it."""
 

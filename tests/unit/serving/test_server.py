@@ -1,97 +1,27 @@
 """A server over a tiny model of bytes: its answers are those of the scheduler, its limits hold, and slots come back."""
 
 import contextlib
-import copy
 import http.client
 import json
 import socket
 import threading
 import time
 
-import jax
 import pytest
-from ml_collections import FrozenConfigDict
-from support import tiny_config
+from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, tiny_engine, wait_for
 
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.inference import Sampling, Scheduler
 from trainer.inference.controls import Asked
-from trainer.inference.sampling import sampling_of
-from trainer.post_training.chat_encoder import Prompts
-from trainer.serving import Model, Server, bound
 
-LENGTH, SLOTS, WAITING, BODY = 128, 3, 6, 20_000
 GREEDY = {"temperature": 0, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
 def made():
     """An engine, its parameters and the address of a server."""
-    keys = {"max_target_length": LENGTH, "vocab_size": 257, "tokenizer_type": "bytes", "base_num_decoder_layers": 1}
-    keys |= {"per_device_batch_size": SLOTS, "use_chunked_prefill": True, "prefill_chunk_size": 32}
-    keys |= {"max_waiting_prompts": WAITING, "max_body_bytes": BODY, "receive_seconds": 1.0}
-    engine = MaxEngine(tiny_config("nnx", **keys), jax.devices()[:1], controls=True)
-    params = engine.load_params(say=lambda line: None)
+    engine, params = tiny_engine()
     with served(engine, params) as port:
         yield engine, params, port
-
-
-@contextlib.contextmanager
-def served(engine, params, tokens=(), fails="", **keys):
-    """Runs a server with further keys. Yields its port. `fails`: how the server must fail."""
-    engine = copy.copy(engine)
-    engine.config = FrozenConfigDict({**engine.config, **keys})
-    tokenizer = engine.get_tokenizer()
-    scheduler, chat = Scheduler(engine, params), Prompts(engine.config, tokenizer)
-    end, default = [tokenizer.eos], sampling_of(engine.config)
-    model = Model(scheduler, tokenizer, chat, {"tiny": 0}, [tokenizer.bos], end, chat.stop_tokens(), default, None)
-    at, ready, errors = bound("127.0.0.1", 0), threading.Event(), []
-    server = Server(model, at, tokens)
-
-    def run():
-        try:
-            server.run(ready.set)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(120)
-    port = Port(at.getsockname()[1])
-    port.scheduler, port.server, port.thread = scheduler, server, thread
-    yield port
-    if not fails:
-        server.stop()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert [fails in str(error) for error in errors] == [True] * bool(fails)
-    if fails:
-        return
-    assert scheduler.idle
-    assert scheduler.free_slots == SLOTS
-
-
-class Port(int):
-    """A port, with what listens there."""
-
-
-def call(port, path="/v1/completions", body=None, method="POST", **headers):
-    """Returns the status, the headers and the body of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | {name.replace("_", "-"): it for name, it in headers.items()}
-    connection.request(method, path, data, headers)
-    answer = connection.getresponse()
-    text = answer.read()
-    connection.close()
-    return answer.status, answer.headers, text
-
-
-def complete(port, path="/v1/completions", **body):
-    if path == "/v1/completions":
-        body = {"prompt": "ab"} | body
-    status, _, text = call(port, path, body)
-    assert status == 200, text
-    return json.loads(text)
 
 
 def events(text):
@@ -114,13 +44,6 @@ def alone(made, prompt, limit, sampling=None, **how):
     scheduler = Scheduler(*made[:2])
     scheduler.submit(prompt, limit=limit, sampling=sampling or Sampling(0.0), **how)
     return [event.token for event in scheduler.run()]
-
-
-def wait_for(condition):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def test_tokens_are_those_of_the_scheduler(made):
