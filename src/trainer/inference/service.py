@@ -80,16 +80,15 @@ def warm_up(scheduler: Scheduler) -> None:
     engine = scheduler.engine
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes = sorted({min(size, chunk) for size in engine.rows.buckets})
-    one, other = 0, 1 % engine.config.vocab_size
-    for size in sizes:
-        scheduler.submit([one] * size, limit=2)
-        # After a whole chunk, or after a cached prefix.
+    for first, size in enumerate(sizes):  # each begins with another token, so that they share no prefix
+        scheduler.submit([first] * size, limit=2)
+        # After a whole chunk, or after a cached prefix: the first token of the one before.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
-            scheduler.submit([one] * before + [other] * size, limit=2)
+            scheduler.submit([first] * before + [first + 1] * size, limit=2)
     if engine.served.controls:
         for length in {chunk, min(chunk + 1, longest)}:
-            scheduler.submit([one] * length, limit=2, asked=Asked(log_probs=True, prompt_log_probs=True))
+            scheduler.submit([0] * length, limit=2, asked=Asked(log_probs=True, prompt_log_probs=True))
     for _ in scheduler.run():
         pass
     scheduler.forget_prefixes()
