@@ -87,6 +87,12 @@ def complete(port, path="/v1/completions", **body):
     return json.loads(text)
 
 
+def slow(port):
+    """Makes the steps of a server slow, so that a test acts while a request runs."""
+    turn = port.scheduler.turn
+    port.scheduler.turn = lambda: (time.sleep(0.003), turn())[1]
+
+
 def wait_for(condition):
     until = time.monotonic() + 60
     while not condition():

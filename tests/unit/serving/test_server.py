@@ -8,11 +8,12 @@ import threading
 import time
 
 import pytest
-from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, tiny_engine, wait_for
+from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, slow, tiny_engine, wait_for
 
 from trainer.inference import Sampling, Scheduler
 from trainer.inference.controls import Asked
 
+ENDLESS = {"logit_bias": {"256": -100}}  # no token ends the text
 GREEDY = {"temperature": 0, "return_token_ids": True}
 
 
@@ -173,13 +174,16 @@ def test_what_is_refused(made):
 
 def test_a_full_queue(made):
     """429 says when to come back; those that were accepted get their answers."""
-    port, body = made[2], {"prompt": ["a"] * WAITING, "max_tokens": 100}
+    engine, params, _ = made
+    body = {"prompt": ["a"] * WAITING, "max_tokens": 20, **ENDLESS}
     answers, threads = [], []
-    for _ in range(4):
-        threads.append(threading.Thread(target=lambda: answers.append(call(port, body=body))))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
+    with served(engine, params) as port:
+        slow(port)
+        for _ in range(4):
+            threads.append(threading.Thread(target=lambda: answers.append(call(port, body=body))))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
     assert {status for status, *_ in answers} == {200, 429}
     for status, headers, text in answers:
         if status == 429:
@@ -194,9 +198,9 @@ def test_a_client_that_goes_away_frees_its_slots(made, stream, monkeypatch):
     port, turns = made[2], []
     wait_for(lambda: port.scheduler.idle)
     turn = port.scheduler.turn
-    monkeypatch.setattr(port.scheduler, "turn", lambda: (turns.append(1), turn())[1])
+    monkeypatch.setattr(port.scheduler, "turn", lambda: (turns.append(1), time.sleep(0.003), turn())[2])
     connection = http.client.HTTPConnection("127.0.0.1", int(port))
-    body = json.dumps({"prompt": ["a", "b"], "n": 3, "max_tokens": 120, "stream": stream})
+    body = json.dumps({"prompt": ["a", "b"], "n": 3, "max_tokens": 120, "stream": stream, **ENDLESS})
     connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
     wait_for(lambda: port.scheduler.free_slots < SLOTS)
     connection.sock.shutdown(socket.SHUT_RDWR)
@@ -230,11 +234,12 @@ def test_slow_senders_are_closed(made):
 def test_a_request_that_takes_too_long(made):
     engine, params, _ = made
     with served(engine, params, request_seconds=0.05) as port:
-        said, headers = refusal(port, 408, body={"prompt": ["a"] * 6, "max_tokens": 120})
+        slow(port)
+        said, headers = refusal(port, 408, body={"prompt": ["a"] * 6, "max_tokens": 120, **ENDLESS})
         assert "request_seconds=0.05" in said
         assert headers["x-should-retry"] == "false"
         wait_for(lambda: port.scheduler.idle)
-        text = call(port, body={"prompt": ["a"] * 6, "max_tokens": 120, "stream": True})[2].decode()
+        text = call(port, body={"prompt": ["a"] * 6, "max_tokens": 120, "stream": True, **ENDLESS})[2].decode()
         assert "request_seconds=0.05" in text
         assert "[DONE]" not in text
         wait_for(lambda: port.scheduler.idle)
@@ -243,8 +248,9 @@ def test_a_request_that_takes_too_long(made):
 def test_the_end_finishes_what_was_accepted(made):
     engine, params, _ = made
     with served(engine, params) as port:
+        slow(port)
         answers = []
-        body = {"prompt": ["a"] * 5, "max_tokens": 120}
+        body = {"prompt": ["a"] * 5, "max_tokens": 120, **ENDLESS}
         thread = threading.Thread(target=lambda: answers.append(call(port, body=body)))
         thread.start()
         wait_for(lambda: port.scheduler.free_slots == 0)
@@ -261,8 +267,9 @@ def test_the_end_finishes_what_was_accepted(made):
 def test_the_end_does_not_wait_longer_than_it_may(made):
     engine, params, _ = made
     with served(engine, params, drain_seconds=0) as port:
+        slow(port)
         answers = []
-        body = {"prompt": ["a"] * 6, "max_tokens": 120}
+        body = {"prompt": ["a"] * 6, "max_tokens": 120, **ENDLESS}
         thread = threading.Thread(target=lambda: answers.append(call(port, body=body)))
         thread.start()
         wait_for(lambda: port.scheduler.free_slots == 0)
