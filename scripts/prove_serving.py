@@ -108,6 +108,7 @@ async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
         server = Served(model, keys, Path(folder))
         try:
             yield server
+            await server.client.close()
             server.end()
         except Exception:
             print(server.said(), file=sys.stderr)

@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
 
-from trainer.config import Loaded, UserError, command_line, exit_on_user_error, load
+from trainer.config import Config, Loaded, UserError, command_line, exit_on_user_error, load
 from trainer.config.files import by_hand
 from trainer.config.help import explanation, help_text, question
 from trainer.config.words import visible
@@ -149,7 +148,7 @@ def _name(path: str) -> str:
     return visible(run[-1]) if run else "model"
 
 
-def _banner(url: str, name: str, config: Any, token: bool) -> str:
+def _banner(url: str, name: str, config: Config, token: bool) -> str:
     """Returns the address and a command that works there."""
     from trainer.serving import VARIABLE
 

@@ -29,7 +29,7 @@ class PrefixCache:
         """The bytes of all arrays."""
         return self._size
 
-    def get(self, tokens: np.ndarray, of: Hashable = 0) -> tuple[Prefix | None, int]:
+    def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
         """Returns a prefix that begins like `tokens` and may be donated, and how many tokens they share; else (None,
         0).
 
@@ -52,7 +52,7 @@ class PrefixCache:
         prefix = _copied(self._found[best][1])
         return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
-    def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = 0) -> None:
+    def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = (0, "")) -> None:
         """Keeps `prefix`, the result of prefilling `tokens`, and drops the least recently used."""
         prefix = prefix._replace(sequences=prefix.sequences._replace(controls=None))
         key, size = (of, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))

@@ -56,8 +56,8 @@ class Service:
 
     def _run(self) -> None:
         try:
-            warm_up(self._scheduler)
-            self._deliver([])
+            if warm_up(self._scheduler, lambda: self._stopping):
+                self._deliver([])
             while not self._stopping:
                 self._turn()
         finally:
@@ -75,8 +75,9 @@ class Service:
             self._deliver(events)
 
 
-def warm_up(scheduler: Scheduler) -> None:
-    """Compiles the programs of an idle scheduler whose prompts go in chunks, by a request for each."""
+def warm_up(scheduler: Scheduler, stopping: Callable[[], bool] = lambda: False) -> bool:
+    """Compiles the programs of an idle scheduler whose prompts go in chunks, by a request for each. Returns whether it
+    has; not if `stopping` between two of them."""
     engine = scheduler.engine
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes = sorted({min(size, chunk) for size in engine.rows.buckets})
@@ -89,6 +90,9 @@ def warm_up(scheduler: Scheduler) -> None:
     if engine.served.controls:
         for length in {chunk, min(chunk + 1, longest)}:
             scheduler.submit([0] * length, limit=2, asked=Asked(log_probs=True, prompt_log_probs=True))
-    for _ in scheduler.run():
-        pass
+    while not scheduler.idle:
+        if stopping():
+            return False
+        scheduler.turn()
     scheduler.forget_prefixes()
+    return True

@@ -84,7 +84,8 @@ class Routes:
         front, received = self._front, time.perf_counter()
         owner = self._owner(request)
         front.check_ready()
-        asked = query(read_json(await self._body(request)), chat=chat, default=front.model.default)
+        body = await self._body(request)
+        asked = await front.aside(lambda: query(read_json(body), chat=chat, default=front.model.default))
         model, adapter = front.adapter(asked.model)
         rows = await front.tokens(asked)
         owner = owner if self._config.prefix_caching_by_token else ""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.config import Config, UserError
 from trainer.data.documents import Record
@@ -20,6 +20,7 @@ from trainer.serving.metrics import Metrics
 from trainer.serving.queries import Query, as_api_error
 from trainer.serving.texts import Names, Text, Token
 
+Result = TypeVar("Result")
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 
@@ -132,8 +133,7 @@ class Front:
         self._running: dict[int, _Running] = {}
         self._generations: set[Generation] = set()
         self._seconds = 1.0  # a mean of the time of requests, for Retry-After
-        # Templates and tokenizers take their time, in which the loop goes on.
-        self._pool = ThreadPoolExecutor(2, "tokens")
+        self._pool = ThreadPoolExecutor(2, "requests")
         in_loop = self._loop.call_soon_threadsafe
         self.service = Service(
             model.scheduler,
@@ -161,13 +161,17 @@ class Front:
             )
         return name, known[name]
 
+    async def aside(self, function: Callable[..., Result], *given: Any) -> Result:
+        """Returns what a function returns that may take its time. It runs in another thread, and the loop goes on."""
+        return await self._loop.run_in_executor(self._pool, function, *given)
+
     async def tokens(self, query: Query) -> list[list[int]]:
         """Returns the tokens of the prompts.
 
         Raises:
           ApiError: they cannot be made, or there are none or too many.
         """
-        rows = await self._loop.run_in_executor(self._pool, self._tokens, query)
+        rows = await self.aside(self._tokens, query)
         longest, room = self.model.scheduler.engine.max_prefill_length, self.model.config.max_target_length
         for row in rows:
             if not row:

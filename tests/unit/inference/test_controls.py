@@ -137,3 +137,14 @@ def test_threads_share_a_scheduler():
     assert ended.get(timeout=10) is None
     assert list(found.values()) == expected
     assert scheduler.free_slots == SLOTS
+
+
+def test_the_thread_ends_between_two_programs_while_it_compiles():
+    engine = engine_of(max_target_length=128)
+    ended = queue.Queue()
+    service = Service(Scheduler(engine, engine.load_params(say=lambda line: None)), ended.put, ended.put)
+    service.start()
+    service.stop()
+    assert ended.get(timeout=1) is None
+    assert engine._generate._cache_size() <= 1
+    assert ended.empty()  # it never was ready

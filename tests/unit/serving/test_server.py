@@ -223,12 +223,13 @@ def test_slow_senders_are_closed(made):
     assert complete(port, max_tokens=3)
     ends = []
     for connection in open_:
-        connection.settimeout(20)
+        connection.settimeout(60)
         with contextlib.suppress(ConnectionResetError), connection:
-            ends.append(connection.recv(10_000))
-    assert time.monotonic() - begun < 10
-    assert next(end for end in ends if end).startswith(b"HTTP/1.1 408 ")
-    assert b"receive_seconds=1" in b"".join(ends)
+            ends.append(b"".join(iter(lambda connection=connection: connection.recv(10_000), b"")))
+    assert time.monotonic() - begun < 60
+    (said,) = filter(None, ends)  # only what had a whole head gets an answer
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"receive_seconds=1" in said
 
 
 def test_a_request_that_takes_too_long(made):
