@@ -67,6 +67,7 @@ COVERED = {
     r"unit/data/test_streams\.py::test_a_share_that_changes\S*\[40": "the smaller share",
     r"unit/inference/test_batch_invariant\.py::test_log\S*\[(lora|mixtral|unrolled)-float32": "bfloat16",
     r"unit/inference/test_batch_invariant\.py::test_log\S*\[(gemma2|gpt3|deepseek|llama2|qwen3_moe)-bfl": "float32",
+    r"unit/inference/test_controls\.py::test_(a_warm\S*\[False|with_batch)": "prefixes; test_batch_invariant.py",
     r"unit/inference/test_engine\.py::test_more_requests\S*\[gpt3": "the other kinds; decoding in models/test_gpt3.py",
     r"unit/inference/test_goldens\.py\S*\[(deepseek-v2|mixtral|qwen3-tied)": "deepseek-v3, qwen3-moe; their logits",
     r"unit/inference/test_goldens\.py\S*\[(gemma\]|olmo2|qwen2|smollm3)": "gemma2, olmo3, exaone4; their logits",
