@@ -117,7 +117,7 @@ def text(name, combination):
     return lowered_update(made(combination, **PROGRAMS[name])).as_text()
 
 
-@pytest.mark.parametrize(("combination", "name"), itertools.product(ALL_COMBINATIONS[1:], PROGRAMS))
+@pytest.mark.parametrize(("combination", "name"), list(itertools.product(ALL_COMBINATIONS[1:], PROGRAMS)))
 def test_all_combinations_have_the_same_program(combination, name):
     assert text(name, combination) == text(name, ALL_COMBINATIONS[0])
 
