@@ -169,7 +169,6 @@ def _shown(key: str, value: Any) -> str:
 
 PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
-    ((PER_REPEAT,), lambda c: c[REPEATS] == 1, f"{REPEATS}=1, so there is no next repeat; {ONCE} gathers once"),
     ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
     ((REMAT, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
 )

@@ -23,7 +23,16 @@ from trainer.config.pipeline_keys import Pipeline
 from trainer.layers.loop import Loop, run_loop
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown
-from trainer.sharding import Axes, constrain, gathered_over_fsdp, inside_stages, mesh_axes, over_stages, shard_mapped
+from trainer.sharding import (
+    Axes,
+    constrain,
+    gathered_over_fsdp,
+    inside_stages,
+    mesh_axes,
+    over_stages,
+    shard_mapped,
+    with_gradient_over,
+)
 
 # A stage's weights of one repeat, which are cut out of its weights of all repeats: never kept for the backward pass.
 WEIGHTS = "pipeline_stage_weights"
@@ -62,13 +71,14 @@ def run_pipeline(
     names, policy = (STAGE, None, *BATCH), (remat_stage if plan.remat else None) or _everything
     with inside_stages(), jax.named_scope("pipeline"):
         inputs = constrain(_split(x, plan), names)
-        iteration = _iteration(loop, plan, _stage(loop, apply, plan, remat, cast_inside, policy))
+        of_weights = axes() if plan.per_repeat else None
+        iteration = _iteration(loop, plan, _stage(loop, apply, plan, remat, cast_inside, policy, of_weights))
         # A result waits in the queue of the ring until its next repeat begins, unless that is at once.
         slots = plan.microbatches // plan.stages - plan.delay
         waiting = jnp.zeros_like(inputs[:, :slots]) if plan.repeats > 1 and slots else None
         carry = inputs, waiting, (jnp.zeros_like(inputs[:, 0]),) * plan.delay
         if plan.per_repeat:
-            (stream, *_), sown = _by_repeat(plan, iteration, variables, axes(), policy, carry)
+            (stream, *_), sown = _by_repeat(plan, iteration, variables, of_weights, policy, carry)
         else:
             (stream, *_), sown = _loop(plan, plan.iterations, functools.partial(iteration, variables, 0), carry)
         # Microbatch m ended in slot (m + d (S - 1)) mod c of stage m / c.
@@ -163,6 +173,7 @@ def _stage(
     remat: Policy | None,
     cast_inside: bool,
     policy: Policy,
+    axes: Any,
 ) -> Callable[..., tuple[jax.Array, Sown]]:
     """Returns the function of one stage in one iteration: (variables [some repeats, L, ...], x, its context, the index
     of its repeat among these, its repeat, its number) -> x, sown."""
@@ -174,11 +185,18 @@ def _stage(
         def cut(leaf: jax.Array) -> jax.Array:
             return checkpoint_name(leaf[0] if len(leaf) == 1 else leaf[at], WEIGHTS)
 
+        here = jax.tree.map(cut, variables)
+        if axes is not None:
+            # Each iteration reduce-scatters its gradients. Otherwise they are all-reduced, and summed on every device.
+            structure: Any  # a PyTreeDef; its stubs lack unflatten
+            leaves, structure = jax.tree.flatten(here[0])
+            over = [with_gradient_over(leaf, names[2:]) for leaf, names in zip(leaves, axes, strict=True)]
+            here = [structure.unflatten(over), *here[1:]]
         first = loop.first + (repeat * plan.stages + stage) * part.layers
         inner = loop._replace(stack=part, first=first, context=loop.context._replace(**fields))
         of_layer, entries = remat if plan.remat_layers else None, [None] * len(apply)
         x, _, sown = run_loop(
-            *(inner, apply, jax.tree.map(cut, variables), x, entries),
+            *(inner, apply, here, x, entries),
             scan=plan.scan_layers,
             remat=of_layer,
             cast_inside=cast_inside,

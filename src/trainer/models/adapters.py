@@ -16,6 +16,7 @@ from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QT
 from trainer.config.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.models.quantization import named
+from trainer.ops.paths import whole_name
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, make_wide, maker
 from trainer.products.dequantized import Storage, dequantized
 
@@ -27,7 +28,7 @@ def storage_of_base(config: Config) -> Storage:
 
 def is_adapted(config: Config, name: str) -> bool:
     """Returns whether the matrix `name` has an adapter."""
-    return bool(config[ENABLE] and re.search(named(config[PATTERN] or LAYERS), name))
+    return bool(config[ENABLE] and re.search(named(config[PATTERN] or LAYERS), whole_name(name)))
 
 
 def with_adapters(config: Config, rules: Rules) -> Rules:

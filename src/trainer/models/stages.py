@@ -27,10 +27,9 @@ from trainer.config.pipeline_keys import (
 )
 from trainer.config.words import counted
 from trainer.layers.stack import Stack
+from trainer.ops.paths import OUTSIDE
 
 T = TypeVar("T")
-
-OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers that the pipeline leaves
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:

@@ -7,6 +7,13 @@ import jax
 
 Path = tuple[str, ...]
 
+OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers that a pipeline leaves
+
+
+def whole_name(name: str) -> str:
+    """Returns the name that a parameter has in checkpoints, where no pipeline divides a stack: patterns match it."""
+    return name.replace(f"{OUTSIDE}/", "/")
+
 
 def path_of(keypath: tuple[Any, ...]) -> Path:
     """Returns the names along a JAX key path, for any kind of container."""

@@ -10,7 +10,7 @@ from jax.tree_util import tree_map_with_path
 
 from trainer.config import Config, UserError
 from trainer.config.optimizers import groups_of
-from trainer.ops.paths import name_of
+from trainer.ops.paths import name_of, whole_name
 
 
 def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
@@ -24,7 +24,7 @@ def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
     factor_of: dict[str, float] = {}
     unused = []
     for pattern, factor in groups_of(config.learning_rate_groups):
-        matching = [name for name in names if re.search(pattern, name)]
+        matching = [name for name in names if re.search(pattern, whole_name(name))]
         if not set(matching) - factor_of.keys():
             taken = " that an earlier pattern does not match" if matching else ""
             unused.append(f"learning_rate_groups={pattern}={factor:g}: matches no trained parameter{taken}")

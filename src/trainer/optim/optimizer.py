@@ -9,7 +9,7 @@ import optax
 
 from trainer.config import Config, UserError
 from trainer.config.lora_keys import trained_patterns
-from trainer.ops.paths import by_name
+from trainer.ops.paths import by_name, whole_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups
 from trainer.optim.keys import Given, Mask, from_names, keys_of
@@ -67,7 +67,7 @@ def _check_masks(config: Config, param_axes: Any) -> None:
     mistakes = [
         f"{key}=[{','.join(config[key])}]: matches no parameter"
         for key in ("adamw_mask", "trainable_parameters_mask")
-        if config[key] and not any(re.search(pattern, name) for pattern in config[key] for name in names)
+        if config[key] and not any(re.search(pattern, whole_name(name)) for pattern in config[key] for name in names)
     ]
     if mistakes:
         raise UserError("\n  ".join([*mistakes, f"the parameters are: {', '.join(names)}"]))
@@ -92,4 +92,4 @@ def trainable(config: Config) -> Mask:
 def _matching(patterns: Sequence[str], *, if_matched: bool) -> Mask:
     """Returns a function that maps a tree to a tree of bools: `if_matched` if a leaf's name a/b/c matches a pattern."""
     searches = [re.compile(pattern).search for pattern in patterns]
-    return from_names(lambda name: any(search(name) for search in searches) == if_matched)
+    return from_names(lambda name: any(search(whole_name(name)) for search in searches) == if_matched)

@@ -13,6 +13,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config.invariant_keys import COLUMNS
 from trainer.ops.grouped import grouped_matmul
+from trainer.ops.paths import whole_name
 from trainer.products.context import Context
 
 # (x, kernel) -> (x, kernel): `sharding.reduce_gradient_early` for the matrix of the output head
@@ -82,7 +83,7 @@ Rules = Sequence[tuple[str, MakeProduct]]
 
 def maker(rules: Rules, name: str) -> MakeProduct | None:
     """Returns what makes the product of the kernel `name`; None for the plain product."""
-    return next((make for pattern, make in rules if re.search(pattern, name)), None)
+    return next((make for pattern, make in rules if re.search(pattern, whole_name(name))), None)
 
 
 def product(

@@ -19,6 +19,7 @@ from trainer.sharding.context import (
     shards,
     sum_dtype,
     take,
+    with_gradient_over,
 )
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.parts import LAYERS, STACKED, STAGES, axes_of_parts, kept_axes, leading, with_own_tiles
@@ -60,6 +61,7 @@ __all__ = [
     "spec",
     "sum_dtype",
     "take",
+    "with_gradient_over",
     "with_own_tiles",
     "without_fsdp",
 ]

@@ -123,12 +123,32 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient is
-    sharded over these, too."""
+    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `rules.FSDP`. Its gradient
+    is sharded over these, too."""
     at = _sharding(names, x.shape)
-    if at is None:
-        return x
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, at), without_fsdp(at))
+    return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
+
+
+def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+    """Returns `x`, whose gradient is sharded by the logical names of its axes, however `x` is sharded."""
+    at = _sharding(names, x.shape)
+    return x if at is None else _resharded(x, None, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _resharded(x: jax.Array, to: NamedSharding | None, back: NamedSharding) -> jax.Array:
+    return x if to is None else jax.lax.with_sharding_constraint(x, to)
+
+
+def _resharded_forward(x: jax.Array, to: NamedSharding | None, back: NamedSharding) -> tuple[jax.Array, None]:
+    return _resharded(x, to, back), None
+
+
+def _resharded_backward(to: NamedSharding | None, back: NamedSharding, _: None, cotangent: jax.Array) -> Any:
+    return (jax.lax.with_sharding_constraint(cotangent, back),)
+
+
+_resharded.defvjp(_resharded_forward, _resharded_backward)
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
@@ -276,12 +296,15 @@ def take(
     Args:
       dtype: of the result; None: the dtype of the table.
       names: the logical names of the table's axes. If they are given, TPUs with a replicated table sum its gradient in
-        the memory of one table instead of two (`_summed_by_device`).
+        the memory of one table instead of two (`_summed_by_device`), and devices with a part of its columns sum only
+        these (`_summed_by_columns`).
     """
     dtype = table.dtype if dtype is None else dtype
     add = _sum
     if names is not None and on_tpu() and _only_rows_are_split(names, out_names, ids.ndim):
         add = functools.partial(_summed_by_device, names=names, out_names=out_names, mesh=same_mesh())
+    elif names is not None and (at := _by_columns(names, out_names, ids.ndim)) is not None:
+        add = functools.partial(_summed_by_columns, at=at)
     return constrain(_rows(table, ids, dtype, add), out_names)
 
 
@@ -350,6 +373,36 @@ def _summed_by_device(
 
     with mesh():
         return shard_mapped(on_device, (of_ids, Axes(out_names)), Axes(names), check=False)(ids, rows)
+
+
+def _by_columns(
+    names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
+) -> tuple[NamedSharding, NamedSharding] | None:
+    """Returns shardings of the ids and of the rows for `_summed_by_columns`, if mesh axes that shard the columns of the
+    table shard the ids, too, and not alone; else None."""
+    current = _current.get()
+    if current is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    mesh, rules = current
+    columns = [axis for name in spec(names[1:], rules) for axis in axes_of(name)]
+    rest = [[axis for axis in axes_of(name) if axis not in columns] for name in spec(out_names[:ndim], rules)]
+    sizes = _parts(out_names[:ndim]), _parts(names[1:])
+    others = math.prod(mesh.shape[axis] for axes in rest for axis in axes)
+    whole = _parts(names[:1]) == 1 == _parts(out_names[ndim:])
+    if not whole or others == 1 or sizes[1] == 1 or sizes[0] != others * sizes[1]:
+        return None
+    of_ids = [entry(axes) for axes in rest]
+    of_rows = [*of_ids, *spec(names[1:], rules)]
+    return NamedSharding(mesh, PartitionSpec(*of_ids)), NamedSharding(mesh, PartitionSpec(*of_rows))
+
+
+def _summed_by_columns(
+    shape: Sequence[int], ids: jax.Array, rows: jax.Array, *, at: tuple[NamedSharding, NamedSharding]
+) -> jax.Array:
+    """Returns the same as `_sum`: each device gets its columns of more rows, sums them, and reduces the result over the
+    mesh axes that do not shard the columns. Without it, the compiler reduces the whole table on every device."""
+    ids, rows = jax.tree.map(jax.lax.with_sharding_constraint, (ids, rows), at)
+    return _sum(shape, ids, rows)
 
 
 def shard_mapped(
