@@ -78,7 +78,7 @@ def test_loss_and_gradients(name):
     model, keys = CASES[name]
     # Scores do not change if all keys move by the same vector, so the gradient of a key's bias is 0 but for rounding.
     found = assert_equal_gradients(model, keys, rounded=("key/bias",))
-    layers = sum(stack.count for stack in stacks(made(**model).config))
+    layers = sum(stack.layers for stack in stacks(made(**model).config))
     sown = [value for name, value in found.items() if name.startswith("decoder/") and name.endswith("/max_logit")]
     assert sum(map(len, sown)) == layers
 
