@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config import Loaded, UserError, command_line, exit_on_user_error, load, schema
@@ -21,7 +21,7 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 WEIGHTS = ("raw", "ema")
 FORMATS = ("text", "jsonl")
 _OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # with their values, if not any text
-_NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
+NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PATH,PATH] [format=text|jsonl]
                                        [weights=raw|ema] [key=value ...]
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
         return
     with told_to_others(words):
-        model_path, options, keys = _read_words(words)
+        model_path, options, keys = read_words(words, "generate", _OWN)
         as_json = options.get("format") == "jsonl"
         if as_json and not any(word.startswith("return_log_prob=") for word in keys):
             keys.append("return_log_prob=true")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = _prompts(options["prompts"]) if "prompts" in options else None
         name = loaded.config.compile_topology if loaded else _last(keys, "compile_topology")
         if loaded and not (name or loaded.config.load_parameters_path):
-            raise UserError(f"cannot generate:\n  {_NO_MODEL}\n  see python -m trainer.generate --help")
+            raise UserError(f"cannot generate:\n  {NO_MODEL}\n  see python -m trainer.generate --help")
     # Imports that load JAX come after the checks that do not need it.
     if name:
         prepare_to_compile(name)
@@ -75,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     average = options.get("weights") == "ema"
     adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
-        _compile(loaded or _of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
+        _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
-            loaded, average = agreed(lambda: _of_checkpoint(model_path, keys, options.get("weights")))
+            loaded, average = agreed(lambda: of_checkpoint(model_path, keys, options.get("weights")))
         raw = options.get("weights") == "raw"
         _generate(loaded, prompts, adapters, average, raw, as_json, started)
 
@@ -243,11 +243,20 @@ def _nothing(text: str) -> None:
     """Of processes that do not write."""
 
 
-def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
-    """FROM or "", the options of this command, and the arguments for base.yml."""
-    names = {*_OWN, *schema().keys}
-    options = {name: value for name, _, value in (word.partition("=") for word in words) if name in _OWN}
-    keys = [word for word in words if word.partition("=")[0] not in _OWN]
+def read_words(
+    words: Sequence[str], program: str, own: Mapping[str, Sequence[str]]
+) -> tuple[str, dict[str, str], list[str]]:
+    """Returns FROM or "", the options of a program, and the arguments for base.yml.
+
+    Args:
+      own: the names of the options with their values, () for any text.
+
+    Raises:
+      UserError: FROM is no path, or an option has another value.
+    """
+    names = {*own, *schema().keys}
+    options = {name: value for name, _, value in (word.partition("=") for word in words) if name in own}
+    keys = [word for word in words if word.partition("=")[0] not in own]
     model_path = ""
     if keys and keys[0].partition("=")[0] not in names and not keys[0].endswith(YML_ENDINGS):
         model_path, *keys = keys
@@ -255,19 +264,23 @@ def _read_words(words: Sequence[str]) -> tuple[str, dict[str, str], list[str]]:
     if model_path and (problem := path_problem(model_path)):
         mistakes.append(f"{shortened(model_path)}: {problem}")
     if not words:
-        mistakes.append(_NO_MODEL)
+        mistakes.append(NO_MODEL)
     if "prompts" in options and any(word.startswith("prompt=") for word in keys):
         mistakes.append("prompt and prompts: give one of them")
     for name, value in options.items():
-        if _OWN[name] and value not in _OWN[name]:
-            mistakes.append(f"{name}={value}: allowed: {', '.join(_OWN[name])}, or leave it out")
+        if own[name] and value not in own[name]:
+            mistakes.append(f"{name}={value}: allowed: {', '.join(own[name])}, or leave it out")
     if mistakes:
-        raise UserError("\n  ".join(["cannot generate:", *mistakes, "see python -m trainer.generate --help"]))
+        raise UserError("\n  ".join([f"cannot {program}:", *mistakes, f"see python -m trainer.{program} --help"]))
     return model_path, options, keys
 
 
-def _of_checkpoint(model_path: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
-    """The configuration for the model at `model_path`, and whether to load the average of its parameters."""
+def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
+    """Returns the configuration for the model at `model_path`, and whether to load the average of its parameters.
+
+    Raises:
+      UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
+    """
     from trainer.checkpoint import load_model_keys, open_source
 
     given = [word.partition("=")[0] for word in words]

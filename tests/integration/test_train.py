@@ -23,6 +23,7 @@ from trainer.aot.dump import given_folder
 from trainer.config import load, schema
 from trainer.config import resolve as resolve_config
 from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.decoding_keys import SERVING
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS
@@ -255,6 +256,7 @@ READ_BY_LOADING = {
         "read by the rollouts of trainer.grpo",
     ),
     **dict.fromkeys(set(OF_OPTIMIZERS) - set(TRAITS["adamw"].reads), "read by another optimizer"),
+    **dict.fromkeys(SERVING, "read by trainer.serve"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 

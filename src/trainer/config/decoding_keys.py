@@ -18,6 +18,12 @@ KEYS = (
     *("quantize_kvcache", *OF_CACHE),
 )
 
+# What only trainer.serve reads.
+SERVING = (
+    *("host", "port", "token_file", "served_model_name", "max_waiting_prompts", "max_body_bytes"),
+    *("receive_seconds", "request_seconds", "drain_seconds", "prefix_caching_by_token"),
+)
+
 
 def _top_k(config: Config) -> str | None:
     if config.decode_sampling_strategy in TOP_K and config.decode_sampling_top_k < 1:
@@ -46,7 +52,11 @@ DECODING_INERT = (
         "decode_sampling_strategy=greedy",
     ),
     (("prefill_chunk_size",), lambda c: not c.use_chunked_prefill, "use_chunked_prefill=false"),
-    (("prefix_caching_hbm_byte",), lambda c: not c.enable_prefix_caching, "enable_prefix_caching=false"),
+    (
+        ("prefix_caching_hbm_byte", "prefix_caching_by_token"),
+        lambda c: not c.enable_prefix_caching,
+        "enable_prefix_caching=false",
+    ),
     (OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
     (("kv_quant_axis",), is_latent, "latents have no heads"),
     (KEYS, lambda c: not c.prompt and not c.use_grpo, "prompt is empty"),

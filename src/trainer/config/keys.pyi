@@ -98,6 +98,7 @@ class Config(Mapping[str, Any]):
     dpo_label_smoothing: float
     dpo_max_prompt_length: int | None
     dpo_orpo_lambda: float
+    drain_seconds: float
     drhs_grad_quantization_calibration_method: str
     dropout_rate: float
     dtype: str
@@ -146,6 +147,7 @@ class Config(Mapping[str, Any]):
     hf_name: str
     hf_path: str
     hf_train_files: str
+    host: str
     ici_autoregressive_parallelism: int
     ici_context_autoregressive_parallelism: int
     ici_context_parallelism: int
@@ -191,10 +193,12 @@ class Config(Mapping[str, Any]):
     lora_tile_size: int
     lora_weight_qtype: str
     lr_schedule_type: str
+    max_body_bytes: int
     max_num_checkpoints_to_keep: int | None
     max_prefill_predict_length: int
     max_segments_per_seq: int
     max_target_length: int
+    max_waiting_prompts: int
     metrics_file: str
     mlp_activations: tuple[str, ...]
     mlpwi: str
@@ -245,7 +249,9 @@ class Config(Mapping[str, Any]):
     pipeline_fsdp_ag_once: bool
     pipeline_fsdp_ag_per_repeat: bool
     pipeline_parallel_layers: int
+    port: int
     prefill_chunk_size: int
+    prefix_caching_by_token: bool
     prefix_caching_hbm_byte: int
     process_id: int
     profiler: str
@@ -267,8 +273,10 @@ class Config(Mapping[str, Any]):
     query_pre_attn_scalar: float
     query_proj: str
     ragged_buffer_factor: float
+    receive_seconds: float
     record_internal_nn_metrics: int
     remat_policy: str
+    request_seconds: float
     reset_attention_mask: bool
     reset_optimizer: bool
     return_log_prob: bool
@@ -317,6 +325,7 @@ class Config(Mapping[str, Any]):
     scan_layers: bool
     scan_layers_per_stage: bool
     scan_pipeline_iterations: bool
+    served_model_name: str
     set_remat_policy_on_layers_per_stage: bool
     set_remat_policy_on_pipeline_iterations: bool
     sft_train_on_completion_only: bool
@@ -333,6 +342,7 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    token_file: str
     tokenize_eval_data: bool
     tokenize_train_data: bool
     tokenizer_path: str

@@ -4,6 +4,7 @@ import abc
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
+# Byte-level tokens are written with a character for each byte: bytes that are printable in Latin-1 are their own
+# characters, and the others have those from U+0100 on, in order.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 
@@ -78,6 +85,11 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without special tokens."""
         return list(self.encode_many([text])[0])
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the UTF-8 that `token` adds to a text, perhaps a part of a character."""
+        before = self.encode("a")  # a tokenizer may remove a space at the beginning
+        return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, int]:
@@ -197,6 +209,13 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)
 
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._inner.id_to_token(token) or ""
+        if byte := BYTE.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        added = token in self._inner.get_added_tokens_decoder()
+        return super().token_bytes(token) if self.bytes_per_token is None or added else bytes(map(_BYTE_OF.get, piece))  # type: ignore[arg-type]
+
     @property
     def template(self) -> list[int]:
         """The special tokens that the tokenizer.json itself puts before a text."""
@@ -254,6 +273,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b""
 
     def save(self, directory: Path) -> None:
         (directory / CONFIG_FILE).write_text(json.dumps({"tokenizer_type": "bytes"}) + "\n", encoding="utf-8")

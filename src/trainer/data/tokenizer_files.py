@@ -17,7 +17,7 @@ from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import TOKENIZER_FILES, says_bytes
 from trainer.data.chat_files import FILES as CHAT_FILES
 from trainer.data.chat_files import template_beside
-from trainer.data.tokenizer import CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 from trainer.runtime.folders import check_folder, read_bounded
 
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
@@ -89,6 +89,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         return self._inner.encode(list(texts))
 
+    def token_bytes(self, token: int) -> bytes:
+        byte = BYTE.fullmatch(self._inner.id_to_piece(token))
+        return bytes.fromhex(byte[1]) if byte else super().token_bytes(token)
+
     def _special_tokens(self) -> Mapping[str, int]:
         return self._pieces(self._inner.is_control)
 
@@ -135,6 +139,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def _special_tokens(self) -> Mapping[str, int]:
         return {name: self._inner.encode_single_token(name) for name in self._inner.special_tokens_set}
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._inner.decode_single_token_bytes(token)
 
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         if any(map(_LONG_SPACE.search, texts)):

@@ -6,6 +6,7 @@ from trainer.inference.prompts import Packed
 from trainer.inference.sample import SamplePrompt, sample_prompt, sample_text
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Event, Scheduler
+from trainer.inference.service import Service
 from trainer.inference.state import DecodeState, Prefix, Result
 from trainer.inference.text import Chat, TextStream, tokens_of
 from trainer.inference.weights import canonical
@@ -22,6 +23,7 @@ __all__ = [
     "SamplePrompt",
     "Sampling",
     "Scheduler",
+    "Service",
     "TextStream",
     "canonical",
     "sample_prompt",

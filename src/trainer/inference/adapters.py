@@ -21,19 +21,22 @@ from trainer.models.matrices import lora_kernels, matrix_names
 from trainer.models.transformer import head_matrix
 
 
-def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np.ndarray | None]:
+def with_adapters(
+    config: Config, adapters: Sequence[Adapters], *, apart: bool = False
+) -> tuple[Any, np.ndarray | None]:
     """Returns the configuration of a model with the ranks of all `adapters`, and `Served.ranks`.
 
     Args:
       config: of the base, resolved.
+      apart: whether rows say also of a single adapter whether they have it.
 
     Raises:
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
     """
     keys = [found.lora_keys(config) for found in adapters]
     if config[KEY]:
-        _check_bits(config, adapters, keys)
-    if len(adapters) == 1:
+        _check_bits(config, adapters, keys, apart)
+    if len(adapters) == 1 and not apart:
         return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
     patterns = dict.fromkeys(each[PATTERN] for each in keys)
     pattern = next(iter(patterns)) if len(patterns) == 1 else "|".join(f"(?:{one or LAYERS})" for one in patterns)
@@ -53,7 +56,7 @@ def with_adapters(config: Config, adapters: Sequence[Adapters]) -> tuple[Any, np
     return config, np.arange(len(ranks) + 1)[:, None] == owner
 
 
-def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]]) -> None:
+def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]], apart: bool) -> None:
     """Refuses adapters whose products would not have the bits of their training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
@@ -64,11 +67,11 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
         if each.get(QTYPE):
             raise UserError(f"{KEY}=true: {found.path} has {QTYPE}={each[QTYPE]}: its bits are not proved")
         scale = each[ALPHA] / each[RANK]
-        # Training multiplies x a by it; among several, b has it, and only a power of two rounds the same in both.
-        if len(adapters) > 1 and math.frexp(scale)[0] != 0.5:
+        # Training multiplies x a by it; beside others, b has it, and only a power of two rounds the same in both.
+        if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
-                f"{KEY}=true: {found.path} has {ALPHA} / {RANK} = {scale:g}, which is no power of two, so beside other "
-                "adapters its bits differ from training; serve it alone"
+                f"{KEY}=true: {found.path} has {ALPHA} / {RANK} = {scale:g}, which is no power of two, so where rows "
+                "choose adapters its bits differ from training; generate with it alone"
             )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.config.invariant_keys import KEY, ROWS, TILE, compiler_options
+from trainer.inference.controls import NOTHING, Asked, Controls, controls, neutral
 from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows
 from trainer.inference.sampling import Sampling, check_drawing, sampling_of
@@ -70,6 +71,24 @@ class Engine:
         """The number of tokens of a chunk."""
         return self.config.prefill_chunk_size
 
+    def part(self, tokens: np.ndarray, whole: bool = False) -> np.ndarray:
+        """Returns a chunk of a prompt, padded to the next bucket or, if it is `whole` or larger, to prefill_chunk_size:
+        int32 [bucket]."""
+        sizes = [size for size in self.rows.buckets if size < self.prefill_chunk_size and not whole]
+        size = next((size for size in sizes if size >= tokens.size), self.prefill_chunk_size)
+        return np.pad(tokens, (0, size - tokens.size))
+
+    def controls(self, asked: Asked, tokens: np.ndarray) -> Controls | None:
+        """Returns what a request with the prompt `tokens` asks for, for `prefill`; None without `Served.controls`."""
+        if not self.served.controls:
+            return None
+        made = controls(asked, tokens, self.config.vocab_size) if asked != NOTHING else None
+        return self._nothing if made is None else jax.device_put(made, self.served.replicated)
+
+    @functools.cached_property
+    def _nothing(self) -> Controls:
+        return jax.device_put(neutral(1, self.config.vocab_size), self.served.replicated)
+
     @property
     def _in_parts(self) -> bool:
         """Returns whether more of a prompt may follow a prefill."""
@@ -110,6 +129,9 @@ class Engine:
         seed: int | None = None,
         room: int | None = None,
         adapter: int = 0,
+        sample: int = 0,
+        controls: Controls | None = None,
+        targets: np.ndarray | None = None,
     ) -> tuple[Prefix, Result]:
         """Runs a prompt through the model and draws the token after it.
 
@@ -122,26 +144,31 @@ class Engine:
           room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
             use_chunked_prefill or enable_prefix_caching, otherwise t.
           adapter: the adapter of the sequences, counted from 1; 0 for none. For an engine with several.
+          sample: the number of the first sequence; those of one seed and different numbers draw different tokens.
+          controls: of the sequences; default: neutral ones. For an engine with `Served.controls`.
+          targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one of the prompt.
 
         Raises:
           ValueError: the prompt has no tokens, or more than its cache has room for; or there is no such adapter.
         """
         adapters = self.numbered([adapter] * num_samples)
-        requests, sampling = self._drawing(num_samples, sampling, None if seed is None else [seed] * num_samples)
+        seeds = None if seed is None else [seed] * num_samples
+        requests, sampling = self._drawing(num_samples, sampling, seeds, sample)
+        drawing = targets, requests, sampling, adapters, controls
         if not 1 <= true_length <= padded_tokens.size:
             raise ValueError(f"true_length={true_length}: the prompt has 1 to {padded_tokens.size} tokens")
         if existing_prefix is None:
             room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
             if not true_length <= room <= self.config.max_target_length:
                 raise ValueError(f"room={room}: allowed: {true_length} to {self.config.max_target_length}")
-            return self._prefill(params, room, padded_tokens, true_length, requests, sampling, adapters)
+            return self._prefill(params, room, padded_tokens, true_length, *drawing)
         cache, before = existing_prefix.cache, int(np.asarray(existing_prefix.sequences.positions)[0])
         length, needed = max(self.places(cache)), before + true_length
         if length < min(needed, self._cache_length):  # a ring as long as the window has room for any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
-        return self._continue(params, cache, padded_tokens, true_length, before, requests, sampling, adapters)
+        return self._continue(params, cache, padded_tokens, true_length, before, *drawing)
 
     def places(self, cache: Any) -> list[int]:
         """Returns for how many positions each array of `cache` has a place; 0 for state that has none, such as a sum
@@ -247,14 +274,14 @@ class Engine:
         return compile_step(self, lambda: self._generate.lower(parts["parameters"], state), slices, options)
 
     def _drawing(
-        self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None
+        self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None, first: int = 0
     ) -> tuple[np.ndarray, Sampling]:
         """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy: each operation of JAX
         would be a program of its own. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
-        repeated = [list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sequences of one seed differ
+        repeated = [first + list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sequences of one seed differ
         return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
     def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:

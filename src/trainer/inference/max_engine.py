@@ -32,6 +32,7 @@ class MaxEngine(Engine):
         *,
         sequences: int | None = None,
         adapters: Sequence[str | Adapters] = (),
+        controls: bool = False,
     ):
         """
         Args:
@@ -40,12 +41,15 @@ class MaxEngine(Engine):
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
           adapters: adapters for the parameters of load_parameters_path, or where they are (`checkpoint.open_adapters`).
             With several, each sequence has its own, or none (`Engine.prefill`).
+          controls: whether each sequence has `Asked` of its own (`Scheduler.submit`); then also a single adapter is
+            one that sequences choose.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
         """
         self._adapters = [open_adapters(given) if isinstance(given, str) else given for given in adapters]
-        super().__init__(serve(config, jax.devices() if devices is None else devices, sequences, self._adapters))
+        devices = jax.devices() if devices is None else devices
+        super().__init__(serve(config, devices, sequences, self._adapters, controls))
 
     def load_params(
         self,

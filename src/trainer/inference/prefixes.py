@@ -1,7 +1,7 @@
 """A cache of prefilled prompts with which later prompts may begin."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -22,21 +22,21 @@ class PrefixCache:
 
     def __init__(self, limit: int, places: Callable[[Any], Sequence[int]]):
         self._limit, self._size, self._places = limit, 0, places
-        self._found: OrderedDict[tuple[int, bytes], tuple[np.ndarray, Prefix, int]] = OrderedDict()
+        self._found: OrderedDict[tuple[Hashable, bytes], tuple[np.ndarray, Prefix, int]] = OrderedDict()
 
     @property
     def size(self) -> int:
         """The bytes of all arrays."""
         return self._size
 
-    def get(self, tokens: np.ndarray, adapter: int = 0) -> tuple[Prefix | None, int]:
+    def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
         """Returns a prefix that begins like `tokens` and may be donated, and how many tokens they share; else (None,
         0).
 
         At least one token remains to run, because its hidden state gives the next token. Later entries of a cache are
         overwritten before they are attended to. In the ring of a window they have overwritten earlier entries, so a
         prefix longer than the ring is used only if all of it is shared; the same holds for state without positions.
-        Prefixes of another adapter are not used.
+        Only prefixes with an equal `of` are used: the adapter, and whom they belong to.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():
@@ -44,7 +44,7 @@ class PrefixCache:
             different = np.flatnonzero(known[:size] != tokens[:size])
             same = int(different[0]) if different.size else size
             capacity = min(self._places(prefix.cache))
-            if key[0] == adapter and same > shared and (same == known.size or known.size <= capacity):
+            if key[0] == of and same > shared and (same == known.size or known.size <= capacity):
                 best, shared = key, same
         if best is None:
             return None, 0
@@ -52,9 +52,10 @@ class PrefixCache:
         prefix = _copied(self._found[best][1])
         return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
-    def put(self, tokens: np.ndarray, prefix: Prefix, adapter: int = 0) -> None:
-        """Keeps `prefix`, the result of prefilling `tokens` with `adapter`, and drops the least recently used."""
-        key, size = (adapter, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))
+    def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = (0, "")) -> None:
+        """Keeps `prefix`, the result of prefilling `tokens`, and drops the least recently used."""
+        prefix = prefix._replace(sequences=prefix.sequences._replace(controls=None))
+        key, size = (of, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))
         if key in self._found:
             self._found.move_to_end(key)
             return

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from trainer.backends.base import tree_mode
 from trainer.config.derived import policy_temperature
 from trainer.config.invariant_keys import KEY, ROWS, TILE
+from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
 from trainer.inference.served import Served
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings
@@ -38,16 +39,16 @@ class Programs:
         zeros, sampling = jnp.zeros(slots, jnp.int32), settings(Sampling(), slots)
         adapters = None if self.served.ranks is None else zeros
         unused, keys = jnp.zeros(slots, bool), jnp.zeros((slots, 2), jnp.uint32)
-        sequences = Sequences(zeros, zeros, zeros, unused, keys, sampling, adapters)
+        sequences = Sequences(zeros, zeros, zeros, unused, keys, sampling, adapters, self._neutral(slots))
         return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
 
-    def prefilled(self, params, room, tokens, true_length, *drawing):
+    def prefilled(self, params, room, tokens, true_length, targets, *drawing):
         """A prompt on an empty cache of `room` positions."""
-        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, *drawing)
+        return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, targets, *drawing)
 
-    def continued(self, params, entries, tokens, true_length, before, *drawing):
+    def continued(self, params, entries, tokens, true_length, before, targets, *drawing):
         """The next part of a prompt, on the cache of the parts before, which has `before` positions."""
-        return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, *drawing)
+        return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, targets, *drawing)
 
     def prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
         """Several prompts in one row."""
@@ -58,7 +59,8 @@ class Programs:
         cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
         of_tokens = None if adapters is None else adapters[rows]
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
-        sequences, result = self._begun(hidden[0, ends], positions[ends], requests, sampling, adapters, params)
+        given = requests, sampling, adapters, None
+        sequences, result = self._begun(hidden[0, ends], positions[ends], *given, params)
         return Prefix(entries, sequences), result
 
     def generated(self, params, state):
@@ -74,6 +76,9 @@ class Programs:
         hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
         sequences, result = self._result(params, self._apart(hidden, count), sequences, parts)
         return DecodeState(entries, sequences), result
+
+    def _neutral(self, count: int) -> Controls | None:
+        return neutral(count, self.config.vocab_size) if self.served.controls else None
 
     def _no_cache(self, rows: int, length: int) -> Cache:
         with tree_mode():
@@ -104,17 +109,37 @@ class Programs:
         """Draws the next token of every sequence in use from its last hidden state."""
         count = len(hidden_be)
         rows = self._together(hidden_be, parts)
-        logits = self.served.model.apply(*params, rows, method="head")[0]
-        step = sequences.used.astype(jnp.int32)
-        drawn = draw(self._apart(logits, count), sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
+        logits = self._head(params, rows)
+        step, given = sequences.used.astype(jnp.int32), self._apart(logits, count)
+        if sequences.controls is not None:
+            given = adjusted(given, sequences.controls, sequences.used)
+        drawn = draw(given, sequences.sampling, wrapped(sequences.keys), sequences.positions + 1)
         tokens = jnp.where(sequences.used, drawn, sequences.tokens)
         positions, lengths = sequences.positions + step, sequences.lengths + step
         after = sequences._replace(tokens=tokens, positions=positions, lengths=lengths)
-        log_probs = None
-        if self.config.return_log_prob:
+        log_probs, found = None, None
+        if sequences.controls is not None:
+            after = after._replace(controls=counted(sequences.controls, drawn, sequences.used))
+            found = self._scores(logits, drawn, sequences, parts)
+            log_probs = found.log_probs
+        elif self.config.return_log_prob:
             logits = tempered(logits, policy_temperature(self.config))
             log_probs = -self._apart(cross_entropy(logits, self._together(drawn, parts))[0], count)
-        return after, Result(tokens, sequences.used, after.lengths, log_probs)
+        return after, Result(tokens, sequences.used, after.lengths, log_probs, found)
+
+    def _scores(self, logits: jax.Array, drawn: jax.Array, sequences: Sequences, parts: int) -> Scores:
+        """Returns the scores of the tokens `drawn`; zeros if no sequence asks for them."""
+        count = len(drawn)
+
+        def found() -> Scores:
+            return jax.tree.map(lambda x: self._apart(x, count), scores(logits, self._together(drawn, parts)))
+
+        assert sequences.controls is not None
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(found))
+        return jax.lax.cond((sequences.controls.scored & sequences.used).any(), found, lambda: nothing)
+
+    def _head(self, params: Any, hidden: jax.Array) -> jax.Array:
+        return self.served.model.apply(*params, hidden, method="head")[0]
 
     def _canonical(self, params: Any) -> Any:
         """Returns the canonical variables that a program is traced with."""
@@ -129,16 +154,17 @@ class Programs:
         return canonical(params)
 
     def _begun(
-        self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, params: Any
+        self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, controls: Any, params: Any
     ) -> tuple[Sequences, Result]:
         """Returns the sequences after prompts whose last positions are `last`."""
         count, keys = len(requests), request_keys(requests)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
-        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters)
+        controls = self._neutral(count) if controls is None else controls
+        sequences = Sequences(zeros, last, zeros, jnp.ones(count, bool), keys, sampling, adapters, controls)
         return self._result(params, jnp.broadcast_to(hidden_be, (count, hidden_be.shape[-1])), sequences)
 
-    def _run_prompt(self, params, cache, tokens, true_length, before, requests, sampling, adapters):
+    def _run_prompt(self, params, cache, tokens, true_length, before, targets, requests, sampling, adapters, controls):
         params = self._canonical(params)
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
@@ -146,5 +172,8 @@ class Programs:
         of_row = None if adapters is None else adapters[:1, None]
         hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
         last = before + true_length - 1
-        sequences, result = self._begun(hidden[:, true_length - 1], last, requests, sampling, adapters, params)
+        given = requests, sampling, adapters, controls
+        sequences, result = self._begun(hidden[:, true_length - 1], last, *given, params)
+        if targets is not None:
+            result = result._replace(prompt=scores_of_prompt(lambda h: self._head(params, h), hidden[0], targets))
         return Prefix(entries, sequences), result

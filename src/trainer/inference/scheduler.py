@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from trainer.inference.controls import NOTHING, Asked, Scores, check_asked
 from trainer.inference.engine import Engine
 from trainer.inference.prefixes import PrefixCache
 from trainer.inference.sampling import Sampling, check_drawing
@@ -27,6 +28,8 @@ class Event(NamedTuple):
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
         CANCELLED.
       stopped: the stop token that was drawn.
+      likeliest: the most likely tokens in its place with their log-probabilities, of a request that asks for them.
+      prompt: with the first event of a request that asks for it: the scores of the prompt's tokens but the first.
     """
 
     request: int
@@ -34,6 +37,8 @@ class Event(NamedTuple):
     log_prob: float | None = None
     end: str | None = None
     stopped: int | None = None
+    likeliest: Sequence[tuple[int, float]] | None = None
+    prompt: Scores | None = None
 
 
 @dataclass
@@ -41,11 +46,12 @@ class _Request:
     number: int
     limit: int  # the maximum number of tokens to generate
     stop: Collection[int]
+    scored: bool = False
     generated: int = 0
     ended: bool = False
 
 
-@dataclass
+@dataclass(eq=False)  # arrays have no truth value
 class _Prompt:
     """A prompt and the requests that continue it."""
 
@@ -54,8 +60,12 @@ class _Prompt:
     sampling: Sampling | None
     seed: int | None
     adapter: int = 0
+    sample: int = 0
+    asked: Asked = NOTHING
+    owner: str = ""
     done: int = 0  # the number of tokens that are prefilled
     prefix: Prefix | None = None
+    scores: list[tuple[int, Scores]] = field(default_factory=list)  # of each chunk, with its number of tokens
 
 
 @dataclass
@@ -64,6 +74,7 @@ class _Step:
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)
+    prompt: _Prompt | None = None  # whose scores are read with it
 
 
 class Scheduler:
@@ -72,12 +83,16 @@ class Scheduler:
     Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
     it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
     read after the next step was started, so that the devices do not wait.
+
+    `submit` may be called by any thread, everything else by one at a time (`Service`).
+
+    Attributes:
+      prefilled, reused: the number of tokens of prompts that were prefilled, and that cached prefixes had.
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
         """`fill`: a turn prefills as many prompts as slots are free for, which is faster if nobody waits for a text."""
         self.engine, self.params, self._fill = engine, params, fill
-        config = engine.config
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
         self._queue: deque[_Prompt] = deque()
@@ -85,8 +100,13 @@ class Scheduler:
         self._slots: dict[int, _Request] = {}
         self._free = deque(range(engine.max_concurrent_decodes))
         self._unread: list[_Step] = []
-        limit = config.prefix_caching_hbm_byte
-        self._prefixes = PrefixCache(limit, engine.places) if config.enable_prefix_caching else None
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Empties the cache of prefixes, and its counts."""
+        config = self.engine.config
+        limit, self.prefilled, self.reused = config.prefix_caching_hbm_byte, 0, 0
+        self._prefixes = PrefixCache(limit, self.engine.places) if config.enable_prefix_caching else None
 
     @property
     def idle(self) -> bool:
@@ -98,6 +118,11 @@ class Scheduler:
         """The number of slots without a request."""
         return len(self._free)
 
+    @property
+    def waiting(self) -> int:
+        """The number of prompts without slots."""
+        return len(self._queue) + (self._prefilling is not None)
+
     def submit(
         self,
         tokens: Sequence[int],
@@ -108,6 +133,9 @@ class Scheduler:
         seed: int | None = None,
         adapter: int = 0,
         samples: int = 1,
+        sample: int = 0,
+        asked: Asked = NOTHING,
+        owner: str = "",
     ) -> int:
         """Adds a request to the queue and returns its number; with `samples`, as many requests, whose numbers follow.
 
@@ -118,23 +146,31 @@ class Scheduler:
           stop: tokens that end the sequence and do not belong to it.
           sampling, seed, adapter: see `Engine.prefill`.
           samples: the number of sequences that continue the prompt, which is prefilled once.
+          sample: see `Engine.prefill`.
+          asked: for an engine with `Served.controls`.
+          owner: whose cached prefixes are used; those of others are not.
 
         Raises:
           ValueError: the prompt is empty or too long, the limit is not positive, there is no such adapter, or there are
             fewer slots than samples.
-          UserError: a token is not in the vocabulary, or a value of `sampling` or `seed` is not allowed.
+          UserError: a token is not in the vocabulary, or a value of `sampling`, `seed` or `asked` is not allowed.
         """
         self.engine.padded(tokens)
         self.engine.numbered([adapter])
         check_drawing(sampling or Sampling(), () if seed is None else (seed,))
+        check_asked(asked, self.engine.config.vocab_size)
+        if asked != NOTHING and not self.engine.served.controls:
+            raise ValueError("the engine was made without controls, so requests cannot ask for any")
         if limit is not None and limit < 1:
             raise ValueError(f"limit={limit}: at least one token is generated")
         if not 1 <= samples <= self.engine.max_concurrent_decodes:
             raise ValueError(f"samples={samples}: the engine has {self.engine.max_concurrent_decodes} slots")
         room = self.engine.config.max_target_length - len(tokens)
         limit = room if limit is None else min(limit, room)
-        requests = [_Request(next(self._numbers), limit, frozenset(stop)) for _ in range(samples)]
-        self._queue.append(_Prompt(np.asarray(tokens, np.int32), requests, sampling, seed, adapter))
+        scored, stops = asked.log_probs, frozenset(stop)
+        requests = [_Request(next(self._numbers), limit, stops, scored) for _ in range(samples)]
+        ids = np.asarray(tokens, np.int32)
+        self._queue.append(_Prompt(ids, requests, sampling, seed, adapter, sample, asked, owner))
         return requests[0].number
 
     def cancel(self, number: int) -> list[Event]:
@@ -185,52 +221,85 @@ class Scheduler:
         engine, left = self.engine, prompt.tokens[prompt.done :]
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
+        scored = prompt.asked.prompt_log_probs
+        # A further program for each length would score prompts, so all chunks of these are as long.
+        padded = engine.part(part, whole=scored) if chunked else engine.padded(part)
+        targets = np.zeros_like(padded) if scored else None
+        if targets is not None:
+            following = left[1 : 1 + part.size]
+            targets[: following.size] = following
         prompt.prefix, result = engine.prefill(
             self.params,
-            np.pad(part, (0, engine.prefill_chunk_size - part.size)) if chunked else engine.padded(part),
+            padded,
             part.size,
             existing_prefix=prompt.prefix,
             num_samples=len(prompt.requests),
             sampling=prompt.sampling,
             seed=prompt.seed,
             adapter=prompt.adapter,
+            sample=prompt.sample,
+            controls=engine.controls(prompt.asked, prompt.tokens),
+            targets=targets,
         )
         prompt.done += part.size
+        self.prefilled += part.size
+        if result.prompt is not None:
+            prompt.scores.append((part.size, result.prompt))
         if prompt.done < prompt.tokens.size:
             self._prefilling = prompt
             return
         self._prefilling = None
         if self._prefixes is not None:
-            self._prefixes.put(prompt.tokens, prompt.prefix, prompt.adapter)
+            self._prefixes.put(prompt.tokens, prompt.prefix, (prompt.adapter, prompt.owner))
         slots = [self._free.popleft() for _ in prompt.requests]
         self._state = engine.bulk_insert(prompt.prefix, self._state, slots)
         self._slots |= dict(zip(slots, prompt.requests, strict=True))
-        self._unread.append(_Step(result, dict(enumerate(prompt.requests))))
+        self._unread.append(_Step(result, dict(enumerate(prompt.requests)), prompt if prompt.scores else None))
+        prompt.prefix = None
         for slot, request in zip(slots, prompt.requests, strict=True):
             if request.ended:  # cancelled while its prompt waited
                 self._end(slot)
 
     def _begin(self, prompt: _Prompt) -> _Prompt:
         """Returns `prompt` with its longest cached prefix."""
-        if self._prefixes is not None:
-            prompt.prefix, prompt.done = self._prefixes.get(prompt.tokens, prompt.adapter)
+        if self._prefixes is not None and not prompt.asked.prompt_log_probs:
+            prompt.prefix, prompt.done = self._prefixes.get(prompt.tokens, (prompt.adapter, prompt.owner))
+            self.reused += prompt.done
         return prompt
 
     def _read(self, step: _Step) -> Iterator[Event]:
-        tokens, log_probs = jax.device_get((step.result.tokens, step.result.log_probs))
+        result = step.result
+        scores = result.scores if any(request.scored for request in step.owners.values()) else None
+        if result.scores is not None:
+            result = result._replace(log_probs=None if scores is None else scores.log_probs)
+        tokens, log_probs, scores = jax.device_get((result.tokens, result.log_probs, scores))
+        of_prompt = self._read_prompt(step.prompt) if step.prompt else None
         for i, request in step.owners.items():
             if request.ended:
                 continue  # in the step before
             token = int(tokens[i])
             log_prob = None if log_probs is None else float(log_probs[i])
+            likeliest = None
+            if scores is not None:
+                log_prob = log_prob if request.scored else None
+                likeliest = list(zip(scores.tokens[i].tolist(), scores.top[i].tolist(), strict=True))
             request.generated += 1
             if token in request.stop:
                 event = Event(request.number, None, log_prob, STOP, token)
             else:
                 event = Event(request.number, token, log_prob, LENGTH if request.generated == request.limit else None)
+            if scores is not None or of_prompt is not None:
+                event = event._replace(likeliest=likeliest if request.scored else None, prompt=of_prompt)
             if event.end is not None:
                 self._end(next(slot for slot, owner in self._slots.items() if owner is request))
             yield event
+
+    @staticmethod
+    def _read_prompt(prompt: _Prompt) -> Scores:
+        """Returns the scores of the tokens of a prompt but the first, in NumPy."""
+        read = [[x[:size] for x in jax.device_get(one)] for size, one in prompt.scores]
+        whole = Scores(*map(np.concatenate, zip(*read, strict=True)))
+        return Scores(*(each[:-1] for each in whole))
 
     def _end(self, slot: int) -> None:
         self._slots.pop(slot).ended = True

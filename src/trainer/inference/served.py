@@ -34,6 +34,7 @@ class Served(NamedTuple):
       slots: the number of sequences that are generated at once.
       ranks: bool [adapters + 1, ranks]; which ranks of the model's adapters belong to each of several adapters, the
         first row to none (`inference.adapters`). None if the model has at most one.
+      controls: whether each sequence has penalties, biases and log-probabilities of its own (`inference.controls`).
     """
 
     config: Config
@@ -42,6 +43,7 @@ class Served(NamedTuple):
     model: Model
     slots: int
     ranks: np.ndarray | None = None
+    controls: bool = False
 
     @property
     def platform(self) -> str:
@@ -75,13 +77,18 @@ class Served(NamedTuple):
 
 
 def serve(
-    config: Config, devices: Sequence[jax.Device], sequences: int | None = None, adapters: Sequence[Adapters] = ()
+    config: Config,
+    devices: Sequence[jax.Device],
+    sequences: int | None = None,
+    adapters: Sequence[Adapters] = (),
+    controls: bool = False,
 ) -> Served:
     """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
     or fewer if `sequences` are enough.
 
     Args:
       adapters: for the model of `config`; with several, each sequence has its own.
+      controls: see `Served`. Then each sequence says also of a single adapter whether it has it.
 
     Raises:
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
@@ -108,8 +115,8 @@ def serve(
         slots = min(slots, math.ceil(sequences / parts) * parts)
     ranks = None
     if adapters:
-        config, ranks = with_adapters(config, adapters)
-    return Served(config, mesh, rules, make_model(config), slots, ranks)
+        config, ranks = with_adapters(config, adapters, apart=controls)
+    return Served(config, mesh, rules, make_model(config), slots, ranks, controls)
 
 
 def for_decoding(config: Config, platform: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from trainer.inference.controls import Controls, Scores
 from trainer.inference.sampling import Sampling
 
 
@@ -16,12 +17,16 @@ class Result(NamedTuple):
       valid: bool [slots]; whether the slot is in use, so that its token counts.
       lengths: int32 [slots]; how many tokens have been generated, this one included.
       log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
+      scores: of the tokens, if a sequence asks for it, otherwise zeros; None for an engine without `Served.controls`.
+      prompt: of `targets`, see `Engine.prefill`.
     """
 
     tokens: jax.Array
     valid: jax.Array
     lengths: jax.Array
     log_probs: jax.Array | None
+    scores: Scores | None = None
+    prompt: Scores | None = None
 
 
 class Sequences(NamedTuple):
@@ -35,6 +40,7 @@ class Sequences(NamedTuple):
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
       adapters: int32; the adapter of each sequence, counted from 1; 0 for none. None if the model has at most one.
+      controls: what each sequence asks for; None for an engine without `Served.controls`.
     """
 
     tokens: jax.Array
@@ -44,6 +50,7 @@ class Sequences(NamedTuple):
     keys: jax.Array
     sampling: Sampling
     adapters: jax.Array | np.ndarray | None = None
+    controls: Controls | None = None
 
 
 class Prefix(NamedTuple):

@@ -291,7 +291,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("python -m MaxText.decode_multi base.yml", "there is no server"),
+        ("python -m MaxText.decode_multi base.yml", "trainer.serve serves"),
         ("python -m maxtext.trainers.post_train.distillation.train_distill x.yml", "trains on the next token"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import export, generate, parity, quantize, sft
+from trainer import export, generate, parity, quantize, serve, sft
 from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.maxtext_command import parse
@@ -77,8 +77,9 @@ def accept(program, words, variables):
         export._read_words(words)
     elif program == "trainer.quantize":
         quantize._read_words(words)
-    elif program == "trainer.generate":
-        *_, keys = generate._read_words(words)
+    elif program in ("trainer.generate", "trainer.serve"):
+        own = generate._OWN if program == "trainer.generate" else serve._OWN
+        *_, keys = generate.read_words(words, "generate", own)
         check(load(keys, environment=variables).config, variables)
     elif program == "trainer.from_maxtext":
         assert parse(words)

@@ -124,6 +124,15 @@ def test_what_cannot_share_a_batch():
         with_adapters(config, [Named(), Named(lora_weight_qtype="int8")])
 
 
+def test_rows_may_choose_a_single_adapter():
+    _, ranks = with_adapters(tiny_config(ALL_COMBINATIONS[0]), [Named()], apart=True)
+    assert ranks.tolist() == [[False] * RANK, [True] * RANK]
+    invariant = tiny_config(ALL_COMBINATIONS[0], batch_invariant=True, max_target_length=128)
+    assert with_adapters(invariant, [Named(lora_alpha=3.0)])[1] is None
+    with pytest.raises(UserError, match=r"lora_alpha / lora_rank = 1\.5, which is no power of two"):
+        with_adapters(invariant, [Named(lora_alpha=3.0)], apart=True)
+
+
 def test_adapters_of_peft_say_nothing_about_quantization():
     config = tiny_config(ALL_COMBINATIONS[0])
     _, ranks = with_adapters(config, [Named(), Named(lora_weight_qtype="", lora_tile_size=0)])

@@ -9,7 +9,7 @@ import pytest
 from support import arguments, tiny_config
 
 from trainer.config import UserError, load
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.inference import Event, MaxEngine, Sampling, Scheduler, canonical
 from trainer.inference.sampling import sampling_key
 
 LENGTH, VOCABULARY, SLOTS = 40, 64, 3
@@ -232,8 +232,8 @@ def test_requests_stop_at_their_tokens_and_are_cancelled_wherever_they_are():
     stopping = scheduler.submit(PROMPT, stop=[second], sampling=Sampling(0.0))
     running, waiting = scheduler.submit([9]), [scheduler.submit([2]) for _ in range(4)]
     events = [*scheduler.turn(), *scheduler.turn(), *scheduler.turn()]
-    assert scheduler.cancel(running) == [(running, None, None, "cancelled", None)]
-    assert scheduler.cancel(waiting[-1]) == [(waiting[-1], None, None, "cancelled", None)]
+    assert scheduler.cancel(running) == [Event(running, None, end="cancelled")]
+    assert scheduler.cancel(waiting[-1]) == [Event(waiting[-1], None, end="cancelled")]
     assert scheduler.cancel(running) == scheduler.cancel(99) == []
     events += scheduler.run()
     of = {number: [event for event in events if event.request == number] for number in (stopping, running, *waiting)}

@@ -49,7 +49,7 @@ def test_a_prefix_that_was_used_is_dropped_last():
     for new in (40, 50, 60):
         cache.put(row(new, 1), prefix(PLACES, mark=new))
         assert cache.size == 3 * size
-        dropped.append([first for first in (10, 20, 30) if (0, row(first, 1).tobytes()) not in cache._found])
+        dropped.append([first for first in (10, 20, 30) if ((0, ""), row(first, 1).tobytes()) not in cache._found])
     assert dropped == [[30], [10, 30], [10, 20, 30]]
     found, shared = cache.get(row(50, 1, 2))
     assert shared == 2

@@ -1,0 +1,149 @@
+"""What a request may ask for besides `Sampling`: penalties, biases, and the log-probabilities of tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.config import UserError
+from trainer.ops.losses import cross_entropy
+
+LIKELIEST = 20  # the number of most likely tokens whose log-probabilities are returned
+_TILE = 64  # rows of a prompt whose logits exist at once
+
+
+class Asked(NamedTuple):
+    """What a request asks for.
+
+    Attributes:
+      presence: is subtracted from the logit of each token that was generated before.
+      frequency: is subtracted as often as the token was generated.
+      repetition: divides positive logits of tokens of the prompt and of generated tokens, and multiplies others.
+      bias: is added to the logit of a token.
+      log_probs: whether events have log-probabilities, at temperature 1 and without all of the above.
+      prompt_log_probs: whether the first event has those of the prompt's tokens, for which no cached prefix is used.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: Mapping[int, float] = {}
+    log_probs: bool = False
+    prompt_log_probs: bool = False
+
+
+NOTHING = Asked()
+
+
+class Controls(NamedTuple):
+    """`Asked` for sequences: arrays [b], or [b, v] with a value for each token.
+
+    Attributes:
+      active: bool; whether logits change before a token is drawn.
+      scored: bool; whether log-probabilities are returned.
+      prompt: bool [b, v]; which tokens the prompt has.
+      counts: int32 [b, v]; how often each token was generated.
+    """
+
+    active: Any
+    scored: Any
+    presence: Any
+    frequency: Any
+    repetition: Any
+    bias: Any
+    prompt: Any
+    counts: Any
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of n tokens at temperature 1 and over all tokens.
+
+    Attributes:
+      log_probs: float32 [n].
+      tokens, top: int32 and float32 [n, LIKELIEST]; the most likely tokens at the same places, in falling order.
+    """
+
+    log_probs: Any
+    tokens: Any
+    top: Any
+
+
+def check_asked(asked: Asked, vocab_size: int) -> None:
+    """Raises UserError for a value that is not allowed."""
+    wrong = [
+        f"{name}={value}: allowed: a number" + (" above 0" if name == "repetition" else "")
+        for name, value in zip(asked._fields[:3], asked[:3], strict=True)
+        if not np.isfinite(value) or (name == "repetition" and value <= 0)
+    ]
+    wrong += [
+        f"bias of token {token} is {value}: allowed: a number for each of the tokens 0 to {vocab_size - 1}"
+        for token, value in asked.bias.items()
+        if not (0 <= token < vocab_size and np.isfinite(value))
+    ]
+    if wrong:
+        raise UserError("\n  ".join(["tokens cannot be drawn:", *wrong]))
+
+
+def controls(asked: Asked, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> Controls:
+    """Returns the `Controls` of one sequence, in NumPy: [1] and [1, v]. `tokens`: of its prompt."""
+    bias, prompt = np.zeros((1, vocab_size), np.float32), np.zeros((1, vocab_size), bool)
+    if asked.bias:
+        bias[0, list(asked.bias)] = list(asked.bias.values())
+    if asked.repetition != 1:
+        prompt[0, np.asarray(tokens)] = True
+    presence, frequency, repetition = (np.full(1, value, np.float32) for value in asked[:3])
+    counts = np.zeros((1, vocab_size), np.int32)
+    active, scored = np.full(1, bool(asked.bias) or asked[:3] != NOTHING[:3]), np.full(1, asked.log_probs)
+    return Controls(active, scored, presence, frequency, repetition, bias, prompt, counts)
+
+
+def neutral(count: int, vocab_size: int) -> Controls:
+    """Returns the `Controls` of `count` sequences that ask for nothing."""
+    no, zeros = jnp.zeros(count, bool), jnp.zeros(count, jnp.float32)
+    bias, prompt, counts = (jnp.zeros((count, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
+    return Controls(no, no, zeros, zeros, jnp.ones(count, jnp.float32), bias, prompt, counts)
+
+
+def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array:
+    """Returns the logits from which tokens are drawn, float32 [b, v]. Those of rows that ask for nothing keep their
+    values."""
+
+    def changed() -> jax.Array:
+        logits, drawn = logits_bv.astype(jnp.float32), it.counts > 0
+        factor = jnp.where(drawn | it.prompt, it.repetition[:, None], 1)
+        logits = jnp.where(logits > 0, logits / factor, logits * factor)
+        return logits - it.frequency[:, None] * it.counts - it.presence[:, None] * drawn + it.bias
+
+    return jax.lax.cond((it.active & used_b).any(), changed, lambda: logits_bv.astype(jnp.float32))
+
+
+def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
+    """Returns `it` after the tokens `drawn_b` of the sequences in use."""
+    rows = jnp.arange(len(drawn_b))
+    return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
+
+
+def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
+    """Returns the scores of the targets, with [n, t] in place of [n]."""
+    nll, log_z = cross_entropy(logits_ntv, targets_nt)
+    top, tokens = jax.lax.top_k(logits_ntv.astype(jnp.float32), min(LIKELIEST, logits_ntv.shape[-1]))
+    return Scores(-nll, tokens, top - log_z[..., None])
+
+
+def scores_of_prompt(head: Any, hidden_te: jax.Array, targets_t: jax.Array) -> Scores:
+    """Returns the scores of the targets, in tiles, so that the logits of all tokens never exist at once.
+
+    Args:
+      head: hidden states [1, n, e] -> logits [1, n, v].
+    """
+    count = len(targets_t)
+    tiles = -(-count // _TILE)
+
+    def tiled(x: jax.Array) -> jax.Array:
+        rest = x.shape[1:]
+        return jnp.pad(x, ((0, tiles * _TILE - count), *((0, 0) for _ in rest))).reshape(tiles, 1, _TILE, *rest)
+
+    found = jax.lax.map(lambda tile: scores(head(tile[0]), tile[1]), (tiled(hidden_te), tiled(targets_t)))
+    return jax.tree.map(lambda x: x.reshape(tiles * _TILE, *x.shape[3:])[:count], found)

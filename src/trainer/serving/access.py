@@ -1,0 +1,87 @@
+"""Who may use a server: addresses and tokens."""
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+
+from trainer.config import UserError
+from trainer.config.paths import local_path
+from trainer.serving.errors import ApiError
+
+VARIABLE = "TRAINER_SERVE_TOKEN"
+_SHORTEST = 8
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def is_local(host: str) -> bool:
+    """Returns whether only programs of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_tokens(path: str, host: str) -> list[str]:
+    """Returns the tokens of the file `path`, one in each line, or that of the environment.
+
+    Raises:
+      UserError: the file cannot be read, a token is not one, or there is none although others reach `host`.
+    """
+    where = f"token_file={path}" if path else VARIABLE
+    text = os.environ.get(VARIABLE, "")
+    if path:
+        try:
+            text = local_path(path, "token_file=").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{where}: cannot be read: {error}") from error
+    tokens = list(filter(None, map(str.strip, text.splitlines())))
+    if path and not tokens:
+        raise UserError(f"{where}: there is no token in it; one stands in each line")
+    for i, token in enumerate(tokens, 1):
+        if len(token) < _SHORTEST or not _TOKEN.fullmatch(token):
+            raise UserError(f"{where}: token {i} must have {_SHORTEST} or more visible characters of ASCII")
+    if not tokens and not is_local(host):
+        raise UserError(
+            f"host={host}: others can reach it, so requests must have a token: give token_file=FILE with one in each "
+            f"line, or set the environment variable {VARIABLE}; host=127.0.0.1 needs none"
+        )
+    return tokens
+
+
+class Access:
+    """Checks the headers of requests."""
+
+    def __init__(self, tokens: Sequence[str]):
+        self._digests = [_digest(token.encode()) for token in tokens]
+
+    def owner(self, authorization: str | None, host: str | None) -> str:
+        """Returns a name for the token of a request, "" without tokens.
+
+        Raises:
+          ApiError: 401 for a wrong token; 403 for a server without tokens to which a page of another site leads.
+        """
+        if not self._digests:
+            name = re.sub(r":\d*$", "", host or "").strip("[]")
+            if name not in _LOCAL_NAMES and not is_local(name):
+                raise ApiError(403, f"this server answers to {', '.join(_LOCAL_NAMES)}, not to the host {name!r}")
+            return ""
+        scheme, _, token = (authorization or "").partition(" ")
+        digest = _digest(token.strip().encode(errors="replace"))
+        # Compared with each one, in a time that does not depend on the characters.
+        same = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(same):
+            raise ApiError(
+                401,
+                "the request needs the header Authorization: Bearer TOKEN, with a token of this server",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return str(same.index(True))
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -1,0 +1,286 @@
+"""Between the event loop and the thread of the scheduler: requests in, parts of texts out."""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from trainer.config import Config, UserError
+from trainer.data.documents import Record
+from trainer.data.tokenizer import Tokenizer
+from trainer.inference import Event, Sampling, Scheduler, Service
+from trainer.inference.controls import Scores
+from trainer.post_training.chat_encoder import Prompts
+from trainer.serving.errors import ApiError, unavailable
+from trainer.serving.metrics import Metrics
+from trainer.serving.queries import Query, as_api_error
+from trainer.serving.texts import Names, Text, Token
+
+Result = TypeVar("Result")
+STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
+
+
+class Model(NamedTuple):
+    """What is served.
+
+    Attributes:
+      adapters: the names under which requests find the base and its adapters, with their numbers.
+      begin, stop: the tokens before a prompt, and those that end a text.
+      turn_end: those that end an answer in a chat, besides `stop`.
+      default: how tokens are drawn for requests that do not say so.
+      seed: of requests without one; None: each gets another.
+    """
+
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    chat: Prompts
+    adapters: Mapping[str, int]
+    begin: Sequence[int]
+    stop: Sequence[int]
+    turn_end: Sequence[int]
+    default: Sampling
+    seed: int | None
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.scheduler.engine.config
+
+
+class Part(NamedTuple):
+    """What a choice gets at once.
+
+    Attributes:
+      end: why it ended; None while it continues.
+      prompt: with the first part, the scores of the prompt's tokens, if they were asked for.
+    """
+
+    choice: int
+    text: str
+    tokens: list[Token]
+    end: str | None
+    prompt: Scores | None
+
+
+class Generation:
+    """The choices of a request: n for each prompt, in order."""
+
+    def __init__(self, front: "Front", query: Query, prompts: list[list[int]], received: float):
+        self.query, self.prompts, self.received = query, prompts, received
+        self.texts = [Text(front.model.tokenizer, row, query.stop) for row in prompts for _ in range(query.n)]
+        self._front, self._numbers = front, list[int]()
+        self._parts: asyncio.Queue[Part | ApiError] = asyncio.Queue()
+        self._left = len(self.texts)
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """Returns the tokens of the prompt of a choice."""
+        return self.prompts[choice // self.query.n]
+
+    def begin(self, numbers: list[int]) -> None:
+        """Sets the numbers of its requests to the scheduler."""
+        self._numbers = numbers
+
+    def take(self, choice: int, event: Event) -> bool:
+        """Adds an event. Returns whether a stop string has ended the choice."""
+        text = self.texts[choice]
+        part, tokens = text.add(event)
+        end = "stop" if text.stopped else event.end
+        if part or tokens or end or event.prompt is not None:
+            self._parts.put_nowait(Part(choice, part, tokens, end, event.prompt))
+        return text.stopped
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yields parts until all choices have ended. Raises ApiError if the server ends the request."""
+        while self._left:
+            part = await self._parts.get()
+            if isinstance(part, ApiError):
+                raise part
+            self._left -= part.end is not None
+            yield part
+
+    def fail(self, error: ApiError) -> None:
+        """Ends it with an error."""
+        self._parts.put_nowait(error)
+
+    def close(self) -> None:
+        """Frees what it still has."""
+        self._front.release(self, self._numbers)
+
+
+@dataclass
+class _Running:
+    generation: Generation
+    choice: int
+    last: float = 0.0  # when its last token came
+
+
+class Front:
+    """Accepts requests for `model`, in one event loop.
+
+    Attributes:
+      state: STARTING until the programs are compiled, then READY; DRAINING and FAILED accept nothing.
+    """
+
+    def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None]):
+        self.model, self.metrics, self.names = model, metrics, Names(model.tokenizer)
+        self.state, self.created = STARTING, int(time.time())
+        self.ready = asyncio.Event()
+        self._failed, self._loop = failed, asyncio.get_running_loop()
+        self._running: dict[int, _Running] = {}
+        self._generations: set[Generation] = set()
+        self._seconds = 1.0  # a mean of the time of requests, for Retry-After
+        self._pool = ThreadPoolExecutor(2, "requests")
+        in_loop = self._loop.call_soon_threadsafe
+        self.service = Service(
+            model.scheduler,
+            lambda events: in_loop(self._dispatch, events, time.perf_counter()),
+            lambda error: in_loop(self._thread_ended, error),
+        )
+
+    @property
+    def active(self) -> int:
+        """The number of requests that have not been answered."""
+        return len(self._generations)
+
+    def check_ready(self) -> None:
+        """Raises ApiError if no request is accepted."""
+        if self.state != READY:
+            raise unavailable(f"the server is {self.state}", after=5)
+
+    def adapter(self, name: str | None) -> tuple[str, int]:
+        """Returns the model of a request and the number of its adapter. Raises ApiError if there is none."""
+        known = self.model.adapters
+        name = next(iter(known)) if name is None else name
+        if name not in known:
+            raise ApiError(
+                404, f"model={name[:80]}: there is {', '.join(known)}", param="model", code="model_not_found"
+            )
+        return name, known[name]
+
+    async def aside(self, function: Callable[..., Result], *given: Any) -> Result:
+        """Returns what a function returns that may take its time. It runs in another thread, and the loop goes on."""
+        return await self._loop.run_in_executor(self._pool, function, *given)
+
+    async def tokens(self, query: Query) -> list[list[int]]:
+        """Returns the tokens of the prompts.
+
+        Raises:
+          ApiError: they cannot be made, or there are none or too many.
+        """
+        rows = await self.aside(self._tokens, query)
+        longest, room = self.model.scheduler.engine.max_prefill_length, self.model.config.max_target_length
+        for row in rows:
+            if not row:
+                raise ApiError(400, "the prompt has no tokens", param="prompt")
+            size, wanted = len(row), query.max_tokens or 0
+            if size > longest or size + wanted > room:
+                name = "messages" if query.chat else "prompt"
+                raise ApiError(
+                    400,
+                    f"the prompt has {size} tokens and max_tokens is {wanted}; a prompt has at most {longest} tokens, "
+                    f"and with what is generated at most {room}",
+                    param=name,
+                    code="context_length_exceeded",
+                )
+        return rows
+
+    def _tokens(self, query: Query) -> list[list[int]]:
+        model = self.model
+        try:
+            if query.chat:
+                return [model.chat.tokens_of(Record("messages", (messages,))) for messages in query.prompts]
+            return [
+                [*model.begin, *model.tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
+                for prompt in query.prompts
+            ]
+        except UserError as error:
+            raise as_api_error(error) from error
+
+    def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
+        """Returns the choices of a request, which begin as soon as there are slots.
+
+        Raises:
+          ApiError: too many wait, or a value is not allowed.
+        """
+        self.check_ready()
+        most, count = self.model.config.max_waiting_prompts, len(prompts) * query.n
+        if count > most:
+            raise ApiError(400, f"n times the number of prompts is {count}: at most {most} prompts may wait", param="n")
+        if self.model.scheduler.waiting + count > most:
+            slots = self.model.scheduler.engine.max_concurrent_decodes
+            after = math.ceil(self._seconds * (1 + most / slots) / 2)
+            raise unavailable(f"the queue is full: at most {most} prompts may wait", 429, min(after, 60))
+        generation = Generation(self, query, prompts, received)
+        seed = self.model.seed if query.seed is None else query.seed
+        seed = secrets.randbits(32) if seed is None else seed
+        stop = [*self.model.stop, *(self.model.turn_end if query.chat else ())]
+        numbers: list[int] = []
+        try:
+            for choice in range(count):
+                row = prompts[choice // query.n]
+                limit = query.max_tokens if query.most is None else query.most
+                how: dict[str, Any] = {"sampling": query.sampling, "asked": query.asked, "stop": stop, "owner": owner}
+                how |= {"limit": None if limit is None else max(limit, 1), "seed": seed, "sample": choice % query.n}
+                numbers.append(self.service.submit(row, adapter=adapter, **how))
+                self._running[numbers[-1]] = _Running(generation, choice)
+        except UserError as error:
+            self.release(generation, numbers)
+            raise as_api_error(error) from error
+        generation.begin(numbers)
+        self._generations.add(generation)
+        return generation
+
+    def release(self, generation: Generation, numbers: Sequence[int]) -> None:
+        """Ends what still runs of a request."""
+        for number in numbers:
+            if self._running.pop(number, None):
+                self.service.cancel(number)
+        if generation in self._generations:
+            self._generations.remove(generation)
+            self._seconds += (time.perf_counter() - generation.received - self._seconds) / 8
+
+    def drain(self) -> None:
+        """Accepts no further requests."""
+        if self.state != FAILED:
+            self.state = DRAINING
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends all requests with an error."""
+        for generation in list(self._generations):
+            generation.fail(error)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.service.stop()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _dispatch(self, events: Sequence[Event], when: float) -> None:
+        if self.state == STARTING:
+            self.state = READY
+            self.ready.set()
+        for event in events:
+            running = self._running.get(event.request)
+            if running is None:
+                continue
+            if event.token is not None:
+                self.metrics.generated.inc()
+                last, histogram = running.last, self.metrics.between
+                if not last:
+                    last, histogram = running.generation.received, self.metrics.first
+                histogram.observe(when - last)
+                running.last = when
+            if running.generation.take(running.choice, event) or event.end is not None:
+                del self._running[event.request]
+                if event.end is None:
+                    self.service.cancel(event.request)
+
+    def _thread_ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.state = FAILED
+            self.ready.set()
+            self.end_all(ApiError(500, "the engine has failed", kind="server_error"))
+            self._failed()

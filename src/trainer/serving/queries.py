@@ -1,0 +1,231 @@
+"""The JSON of a request: what is allowed, and what it asks for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import UserError
+from trainer.config.errors import nearest, shortened
+from trainer.config.json_files import Field, field_problems, parsed, shown
+from trainer.inference import Sampling
+from trainer.inference.controls import LIKELIEST, Asked
+from trainer.serving.errors import ApiError
+
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_INT64 = 2**63
+COMMON = {
+    "model": Field(str),
+    "stream": Field(bool),
+    "stream_options": Field(dict),
+    "n": Field(int, 1, 128),
+    "max_tokens": Field(int, 0),
+    "temperature": Field(float, 0, 2),
+    "top_p": Field(float, 1e-9, 1),
+    "top_k": Field(int, -1),
+    "seed": Field(int, -_INT64, _INT64 - 1),
+    "stop": Field(str, many=True),
+    "presence_penalty": Field(float, -2, 2),
+    "frequency_penalty": Field(float, -2, 2),
+    "repetition_penalty": Field(float, 1e-9, 1e9),
+    "logit_bias": Field(dict),
+    "return_token_ids": Field(bool),
+}
+COMPLETIONS = COMMON | {"echo": Field(bool), "logprobs": Field(int, 0, LIKELIEST)}
+CHAT = COMMON | {
+    "messages": Field(list),
+    "max_completion_tokens": Field(int, 0),
+    "logprobs": Field(bool),
+    "top_logprobs": Field(int, 0, LIKELIEST),
+}
+_DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True)
+class Query:
+    """A request.
+
+    Attributes:
+      prompts: texts or tokens; of a chat, its messages.
+      max_tokens: None: as many as there is room for.
+      most: the number of tokens to generate at most if the room is smaller; None: no limit.
+      likeliest: the number of most likely tokens to show beside each; None: no log-probabilities.
+    """
+
+    chat: bool
+    model: str | None
+    prompts: list[Any]
+    n: int
+    max_tokens: int | None
+    most: int | None
+    sampling: Sampling
+    seed: int | None
+    stop: tuple[str, ...]
+    asked: Asked
+    likeliest: int | None
+    echo: bool
+    stream: bool
+    usage: bool
+    token_ids: bool
+
+
+def read_json(body: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a body. Raises ApiError."""
+    try:
+        given = parsed(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is wrong") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {shortened(str(error))}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    if _SURROGATE.search(body) and _has_surrogate(given):
+        raise ApiError(400, "the body has half of a surrogate pair, which is not a character")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
+    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so.
+
+    Raises:
+      ApiError: names every parameter that is wrong or not supported.
+    """
+    fields = CHAT if chat else COMPLETIONS
+    names = [*fields, "prompt"] if not chat else [*fields]
+    wrong = {
+        name: f"{shortened(name)} is not a parameter that this server supports{nearest(name, names)}"
+        for name in given
+        if name not in names
+    }
+    wrong |= {problem.partition("=")[0]: problem for problem in field_problems(given, fields)}
+    if not wrong:
+        for check in (_stops, _streaming, _limits, _biases, _chat if chat else _prompts):
+            wrong |= check(given)
+    if wrong:
+        raise ApiError(400, "; ".join(list(wrong.values())[:20]), param=shortened(next(iter(wrong))))
+    return _query(given, chat, default)
+
+
+def _query(given: Mapping[str, Any], chat: bool, default: Sampling) -> Query:
+    numbers: dict[str, float] = {
+        "presence": given.get("presence_penalty", 0.0),
+        "frequency": given.get("frequency_penalty", 0.0),
+        "repetition": given.get("repetition_penalty", 1.0),
+    }
+    logprobs = given.get("logprobs")
+    likeliest = (given.get("top_logprobs", 0) if logprobs else None) if chat else logprobs
+    echo, scored = given.get("echo", False), likeliest is not None
+    bias = {int(token): float(value) for token, value in given.get("logit_bias", {}).items()}
+    asked = Asked(**numbers, bias=bias, log_probs=scored, prompt_log_probs=scored and echo)
+    sampling = Sampling(
+        temperature=given.get("temperature", default.temperature),
+        top_k=max(given.get("top_k", default.top_k), 0),
+        nucleus_p=given.get("top_p", default.nucleus_p),
+    )
+    stop = given.get("stop", ())
+    limit = given.get("max_tokens", given.get("max_completion_tokens"))
+    seed = given.get("seed")
+    return Query(
+        chat=chat,
+        model=given.get("model"),
+        prompts=[given["messages"]] if chat else _list_of_prompts(given["prompt"]),
+        n=given.get("n", 1),
+        max_tokens=limit,
+        most=None if chat or limit is not None else _DEFAULT_TOKENS,
+        sampling=sampling,
+        seed=None if seed is None else seed % 2**32,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        asked=asked,
+        likeliest=likeliest,
+        echo=echo,
+        stream=given.get("stream", False),
+        usage=given.get("stream_options", {}).get("include_usage", False),
+        token_ids=given.get("return_token_ids", False),
+    )
+
+
+def _stops(given: Mapping[str, Any]) -> dict[str, str]:
+    stop = given.get("stop", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    if len(texts) <= _MOST_STOPS and all(0 < len(text) <= _LONGEST_STOP for text in texts):
+        return {}
+    return {"stop": f"stop: allowed: up to {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters"}
+
+
+def _streaming(given: Mapping[str, Any]) -> dict[str, str]:
+    options = given.get("stream_options")
+    if options is None:
+        return {}
+    if not given.get("stream"):
+        return {"stream_options": "stream_options: only with stream=true"}
+    if set(options) - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        return {"stream_options": f"stream_options={shown(options)}: allowed: include_usage, true or false"}
+    return {}
+
+
+def _limits(given: Mapping[str, Any]) -> dict[str, str]:
+    if "max_tokens" in given and "max_completion_tokens" in given:
+        return {"max_tokens": "max_tokens and max_completion_tokens: give one of them"}
+    for name in ("max_tokens", "max_completion_tokens"):
+        if given.get(name) == 0 and not given.get("echo"):
+            return {name: f"{name}=0: allowed: 1 or more; 0 only with echo=true"}
+    return {}
+
+
+def _biases(given: Mapping[str, Any]) -> dict[str, str]:
+    for token, value in given.get("logit_bias", {}).items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+        if not (re.fullmatch(r"[0-9]{1,9}", token) and number):
+            said = f"{shortened(token)!r}: {shown(value)}"
+            return {"logit_bias": f"logit_bias has {said}: allowed: the id of a token and a number in [-100, 100]"}
+    return {}
+
+
+def _prompts(given: Mapping[str, Any]) -> dict[str, str]:
+    prompts = _list_of_prompts(given.get("prompt"))
+    if not prompts or not all(isinstance(prompt, str) or _is_of_tokens(prompt) for prompt in prompts):
+        return {"prompt": "prompt: allowed: a text, a list of tokens, or a list of one or more of these"}
+    if given.get("echo") and given.get("max_tokens") == 0 and given.get("n", 1) > 1:
+        return {"n": f"n={given['n']}: with max_tokens=0 there is one answer"}
+    return {}
+
+
+def _list_of_prompts(prompt: Any) -> list[Any]:
+    return [prompt] if isinstance(prompt, str) or _is_of_tokens(prompt) else prompt if isinstance(prompt, list) else []
+
+
+def _is_of_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def _chat(given: Mapping[str, Any]) -> dict[str, str]:
+    if "top_logprobs" in given and not given.get("logprobs"):
+        return {"top_logprobs": "top_logprobs: only with logprobs=true"}
+    messages = given.get("messages")
+    if not messages:
+        return {"messages": "messages: a list of one or more messages is needed"}
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+            return {"messages": f"messages[{i}] is {shown(message)}, not an object with a role and a content"}
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
+            return {"messages": f"messages[{i}] has content other than text, which the model does not read"}
+    return {}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _has_surrogate(value: Any) -> bool:
+    if isinstance(value, str):
+        return any("\ud800" <= character <= "\udfff" for character in value)
+    children: Sequence[Any] = [*value, *value.values()] if isinstance(value, dict) else value
+    return isinstance(value, dict | list) and any(map(_has_surrogate, children))
+
+
+def as_api_error(error: UserError) -> ApiError:
+    """Returns a mistake that was found later than by `query`."""
+    return ApiError(400, " ".join(str(error).split()))

@@ -1,0 +1,158 @@
+"""A step in a pipeline: its loss, gradients and sown values, its program and its collectives."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M, assert_equal_gradients, made, measured
+from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update
+
+from trainer.aot.cost import analyze
+from trainer.models.families import stacks
+
+DENSE = {"dropout_rate": 0.1, "enable_dropout": True}
+MIXTRAL = {
+    "decoder_block": "mixtral",
+    "base_moe_mlp_dim": 16,
+    "base_num_decoder_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "load_balance_loss_weight": 0.01,
+    "use_qk_clip": True,
+}
+DEEPSEEK = {
+    **EVERY_MATRIX,
+    "base_num_decoder_layers": 6,
+    "mtp_num_layers": 1,
+    "use_qk_clip": True,
+    "load_balance_loss_weight": 0.01,
+}
+QWEN2 = {"decoder_block": "qwen2"}
+GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
+TENSOR = {"ici_tensor_parallelism": 2}
+EXPERT = {"ici_expert_parallelism": 2}
+SEQUENCE = {"ici_tensor_sequence_parallelism": 2, "num_vocab_tiling": 4}
+# The run without a pipeline, with packed rows and dropout, and the keys of the other.
+CASES = {
+    "fsdp, accumulation": (DENSE, {STAGES: 2, "per_device_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "tensor": (DENSE | TENSOR, {STAGES: 2, M: 4}),
+    "zero-1, delay": (
+        DENSE,
+        {
+            STAGES: 2,
+            "ici_data_parallelism": 2,
+            "shard_optimizer_over_data": True,
+            DELAY: True,
+            "remat_policy": "full",
+            PER_STAGE: 2,
+        },
+    ),
+    "experts, layers outside": (MIXTRAL | EXPERT, {STAGES: 2, LAYERS: 2}),
+    "deepseek, multi-token prediction": (DEEPSEEK | EXPERT, {STAGES: 2, M: 4, LAYERS: 4}),
+    "four stages, once": (DENSE, {STAGES: 4, M: 8, ONCE: True, "remat_policy": "minimal"}),
+    "per repeat": (DENSE, {STAGES: 2, M: 4, PER_REPEAT: True, "remat_policy": "full"}),
+    "per repeat, unrolled": (
+        DENSE,
+        {STAGES: 2, M: 4, PER_REPEAT: True, PER_STAGE: 2, "scan_pipeline_iterations": False},
+    ),
+    "rematerialized layers": (
+        DENSE,
+        {
+            STAGES: 2,
+            PER_STAGE: 2,
+            "scan_layers_per_stage": True,
+            "remat_policy": "full",
+            "set_remat_policy_on_layers_per_stage": True,
+        },
+    ),
+    "sequence": (DENSE | SEQUENCE, {STAGES: 2}),
+    "two axes of fsdp": (DENSE, {STAGES: 2, "ici_fsdp_transpose_parallelism": 2, "scan_layers": False}),
+    "patterns": (GEMMA2, {STAGES: 2, PER_STAGE: 2}),
+    "biases": (QWEN2, {STAGES: 4}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients(name):
+    model, keys = CASES[name]
+    # Scores do not change if all keys move by the same vector, so the gradient of a key's bias is 0 but for rounding.
+    found = assert_equal_gradients(model, keys, rounded=("key/bias",))
+    layers = sum(stack.layers for stack in stacks(made(**model).config))
+    sown = [value for name, value in found.items() if name.startswith("decoder/") and name.endswith("/max_logit")]
+    assert sum(map(len, sown)) == layers
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_quantized_products(quantization):
+    """What the backward pass keeps of quantized operands has their values, and a bubble makes no NaN. Operands of a
+    microbatch may have scales of their own."""
+    loss, found = measured(made(quantization=quantization, **{STAGES: 2, M: 4}, remat_policy="none"))
+    same, expected = measured(made(quantization=quantization, remat_policy="minimal_with_quantization"))
+    assert loss == pytest.approx(same, rel=0.01)
+    for name, array in expected.items():
+        assert np.linalg.norm(array) > 0
+        assert np.linalg.norm(found[name] - array) < 0.1 * np.linalg.norm(array), name
+
+
+EVERYTHING = {
+    **MIXTRAL,
+    STAGES: 2,
+    LAYERS: 2,
+    "opt_type": "muon",
+    "remat_policy": "full",
+    "gradient_accumulation_steps": 2,
+    "ema_decay": 0.9,
+    "dropout_rate": 0.1,
+}
+PROGRAMS = {
+    "unrolled": {STAGES: 4, M: 8, DELAY: True, "scan_pipeline_iterations": False, PER_STAGE: 1},
+    "everything": EVERYTHING,
+    "per repeat": {STAGES: 2, PER_REPEAT: True, "num_vocab_tiling": 2},
+}
+
+
+@functools.cache
+def text(name, combination):
+    return lowered_update(made(combination, **PROGRAMS[name])).as_text()
+
+
+@pytest.mark.parametrize(("combination", "name"), list(itertools.product(ALL_COMBINATIONS[1:], PROGRAMS)))
+def test_all_combinations_have_the_same_program(combination, name):
+    assert text(name, combination) == text(name, ALL_COMBINATIONS[0])
+
+
+# The matrices of a layer: four of attention, three of the MLP. The table is smaller than each layer's matrices.
+MATRICES, TABLE = 7, 16 * 16 * 4
+QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat_policy": "full", "opt_type": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "permutes", "gathers"),
+    [
+        # A result to the next stage, one that waits, and one of the last stage; the same in the backward pass.
+        ({}, 6, lambda plan: 2 * MATRICES * plan.iterations),
+        # Nothing waits.
+        ({M: 2}, 4, lambda plan: 2 * MATRICES * plan.iterations),
+        ({ONCE: True}, 6, lambda plan: MATRICES),
+        # Of each part of the iterations, and again in its backward pass, but for the last part.
+        ({PER_REPEAT: True}, 6, lambda plan: MATRICES * (2 * (plan.repeats + 1) - 1)),
+    ],
+    ids=["a queue", "no queue", "once", "per repeat"],
+)
+def test_what_moves(keys, permutes, gathers):
+    run = made(**QUEUE | keys, per_device_batch_size=4)
+    plan = stacks(run.config)[0].pipeline
+    found = analyze(run.compile().as_text(), run.mesh).collectives
+    between = [each for each in found if "stage" in each.axes]
+    microbatch = run.rows // plan.microbatches * run.config.max_target_length * run.config.base_emb_dim * 4
+    moved = [each for each in between if each.kind == "collective-permute"]
+    assert {each.size for each in moved} == {microbatch // 4}  # over fsdp 4
+    expected = permutes * plan.iterations
+    assert expected - permutes // 2 <= sum(each.count for each in moved) <= expected  # fewer if nobody reads the last
+    # Beside them only the fields of the context, scalars, and what is outside: the table and the last norm.
+    others = [each for each in between if each.kind != "collective-permute" and each.dtype not in ("s32", "pred")]
+    assert {each.kind for each in others} == {"all-reduce"}
+    assert sum(each.count * each.size for each in others) < 2 * TABLE
+    of_fsdp = [each for each in found if (each.kind, each.dtype, each.axes) == ("all-gather", "f32", ("fsdp",))]
+    assert sum(each.count for each in of_fsdp) == gathers(plan) + 1  # and the table

@@ -1,0 +1,91 @@
+"""Texts of tokens: stop strings across tokens, whole characters, names and places of tokens."""
+
+import random
+
+import pytest
+
+from trainer.data.tokenizer import ByteTokenizer, train_bpe
+from trainer.inference import Event
+from trainer.serving.texts import Names, Text
+
+
+def streamed(text, stop, end="length", prompt=()):
+    """Returns the parts of `text`, a token for each byte, and its tokens."""
+    made, parts, tokens = Text(ByteTokenizer(), prompt, stop), [], []
+    data = text if isinstance(text, bytes) else text.encode()
+    for i, byte in enumerate(data):
+        part, more = made.add(Event(0, byte, end=end if i == len(data) - 1 else None))
+        parts.append(part)
+        tokens += more
+    return made, parts, tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("hello world", ["o w"], "hell"),
+        ("hello world", ["xyz", "world!", "lo"], "hel"),
+        ("aaab", ["aab"], "a"),
+        ("abcabd", ["abd"], "abc"),
+        ("ends with sto", ["stop"], "ends with sto"),
+        ("a😀b", ["😀"], "a"),
+        ("abcd", ["cd", "bcde", "b"], "a"),
+        ("stop", ["s"], ""),
+    ],
+)
+def test_a_stop_string_is_not_sent(text, stop, expected):
+    made, parts, tokens = streamed(text, stop)
+    assert "".join(parts) == expected
+    assert made.stopped == (expected != text)
+    assert len(tokens) == len(expected.encode())
+    for i in range(len(parts)):  # nothing that was sent is taken back
+        assert expected.startswith("".join(parts[:i]))
+
+
+def test_random_stop_strings():
+    rng = random.Random(0)
+    for _ in range(2000):
+        text = "".join(rng.choices("ab", k=rng.randint(1, 14)))
+        stop = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        first = min((text.find(one) for one in stop if one in text), default=len(text))
+        # Text ends with the token that completes a stop string; another may begin before it.
+        done = min((text.find(one) + len(one) for one in stop if one in text), default=len(text))
+        first = min((i for one in stop if (i := text[:done].find(one)) >= 0), default=first)
+        _, parts, _ = streamed(text, stop)
+        assert "".join(parts) == text[:first], (text, stop)
+
+
+def test_text_that_cannot_be_the_beginning_of_a_stop_string_is_sent_at_once():
+    _, parts, _ = streamed("ab stop", ["stop it"])
+    assert parts == ["a", "b", " ", "", "", "", "stop"]
+
+
+def test_characters_are_whole():
+    _, parts, tokens = streamed("a😀é", [])
+    assert parts == ["a", "", "", "", "😀", "", "é"]
+    assert [token.start for token in tokens] == [0, 1, 1, 1, 1, 2, 2]
+    _, parts, tokens = streamed("a😀".encode()[:-1], [])
+    assert "".join(parts) == "a"
+    assert len(tokens) == 4
+
+
+def test_a_stop_token_counts_and_has_no_text():
+    made, *_ = streamed("ab", [], end=None)
+    assert made.add(Event(0, None, -1.5, "stop", 256)) == ("", [(256, -1.5, (), 2)])
+    assert made.count == 3
+
+
+def test_names_of_tokens():
+    tokenizer = train_bpe(["hello world é 😀 " * 9], 300)
+    names = Names(tokenizer)
+    for text in ("hello world", " é😀", "<|endoftext|>"):
+        tokens = tokenizer.encode(text)
+        assert b"".join(map(names.bytes_of, tokens)).decode() == text
+    assert names.text(tokenizer.eos) == "<|endoftext|>"
+    assert names.text(10**6) == ""
+    (half, *_) = tokenizer.encode("ü")
+    assert names.text(half) == "bytes:\\xc3"
+    row = [tokenizer.bos, *tokenizer.encode("é w")]
+    text = [tokenizer.decode(row[:i]) for i in range(len(row))]
+    assert names.starts(row)[2:] == [len(part.rstrip("\ufffd")) for part in text][2:]
+    assert names.starts(row)[:2] == [0, 0]
