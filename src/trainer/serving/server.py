@@ -133,9 +133,8 @@ def _protocol(seconds: float) -> type[H11Protocol]:
     """Returns a protocol that closes connections on which no whole head of a request arrives within `seconds`."""
 
     class Protocol(H11Protocol):
-        def __init__(self, *args: Any, **kwargs: Any):
-            state = {**kwargs.pop("app_state"), "connection": self}
-            super().__init__(*args, app_state=state, **kwargs)
+        def __init__(self, *, app_state: dict[str, Any], **kwargs: Any):
+            super().__init__(app_state={**app_state, "connection": self}, **kwargs)
             self._waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
