@@ -287,6 +287,14 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     assert "nearest for right: per_device_batch_size=1" in err
 
 
+def test_a_pipeline_is_compared_layer_by_layer(capsys):
+    stages = ("left.per_device_batch_size=8", "right.ici_pipeline_parallelism=2", "right.per_device_batch_size=4")
+    code, out, _ = run(capsys, *stages, "right.pipeline_parallel_layers=2", "rtol=1e-5", only_forward=True)
+    assert code == 0
+    assert next(line for line in out.splitlines() if line.startswith("parameters")).endswith("equal bits")
+    assert out.splitlines()[-1] == "left and right are equal within rtol=1e-05"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -17,7 +17,8 @@ from trainer.config.files import by_hand
 from trainer.data import Batch, open_dataset
 from trainer.models.names import names_of_blocks
 from trainer.observe.banner import banner_rows
-from trainer.sharding import side_devices
+from trainer.ops.paths import whole_name
+from trainer.sharding import LAYERS, leading, side_devices
 from trainer.training import Run, start
 from trainer.training.memory import check_memory, device_memory
 
@@ -122,8 +123,13 @@ def microbatch_rows(program: Program) -> int:
 
 
 def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
-    """Returns the logical axes of the parameters by common name."""
-    return program.names.of(names_of(program.run.model.param_axes))
+    """Returns the logical axes of the parameters by common name, without the stages of a pipeline."""
+
+    def by_layer(axes: Sequence[str | None]) -> Sequence[str | None]:
+        return (LAYERS, *axes[leading(axes) :]) if leading(axes) else axes
+
+    named = names_of(program.run.model.param_axes)
+    return program.names.of({whole_name(name): by_layer(axes) for name, axes in named.items()})
 
 
 def head_of(program: Program, data: str) -> dict[str, str]:
