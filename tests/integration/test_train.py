@@ -316,8 +316,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     pairs = {"use_dpo": True, "packing": False, "train_data_columns": "[a,b]", "eval_data_columns": "[a,b]"}
     rounds = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_strategy": "weighted"}
     others += (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
-    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, *others):
-        run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
+    stages = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
+    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, stages, *others):
+        run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys is stages else 1])
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.derived import DCN, ICI
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
@@ -79,7 +79,7 @@ class Pipeline:
 
 def stages(config: Values) -> int:
     """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
-    return mesh_axes(config)[STAGE]
+    return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
 def delay(config: Values) -> int:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.config import Config
-from trainer.config.pipeline_keys import Pipeline
+from trainer.config.pipeline_keys import Pipeline, stages
 from trainer.models.families import stacks
 from trainer.models.stages import Division, divided, division, joined
 from trainer.sharding import axes_of, entry
@@ -36,7 +36,7 @@ def in_layers(config: Config, tree: T) -> T:
 def in_stages(config: Config, tree: T, abstract: T) -> T:
     """Returns the inverse of `in_layers`, with the shardings of `abstract`, a train state divided into stages. The
     arrays that are converted are deleted."""
-    found = division(stacks(config))
+    found = _division(config)
     if found is None:
         return tree
     return _by_island(
@@ -45,10 +45,14 @@ def in_stages(config: Config, tree: T, abstract: T) -> T:
 
 
 def _in_layers(config: Config, tree: T, join: Callable[..., Any]) -> T:
-    found = division(stacks(config))
+    found = _division(config)
     if found is None:
         return tree
     return _by_island(lambda before, part: found.to_layers(part, functools.partial(join, found, before)), tree)
+
+
+def _division(config: Config) -> Division | None:
+    return division(stacks(config)) if stages(config) > 1 else None
 
 
 def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:

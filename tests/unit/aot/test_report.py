@@ -54,7 +54,7 @@ def test_the_breakdown_adds_up(report):
 def test_people_read_all_of_it(report):
     text = report_text(report)
     assert text.startswith(": 8 x cpu, data 2 x fsdp 4\ntraced in 500 ms, compiled in 1.25 s\n\ntakes ")
-    assert "layers/stack.py:" in text
+    assert "layers/loop.py:" in text
     assert "all-gather f32 along fsdp" in text
     assert max(map(len, text.splitlines())) < 160
     assert "gradients are reduced in f32\n" in text + "\n"

@@ -12,6 +12,7 @@ from trainer.checkpoint import is_due, maybe_save_checkpoint
 
 def config(**changes):
     values = {"steps": 10, "checkpoint_period": 4, "save_checkpoint_on_start": False}
+    values |= {"ici_pipeline_parallelism": 1, "dcn_pipeline_parallelism": 1}
     return ml_collections.ConfigDict(values | {"save_checkpoint_on_completion": True} | changes)
 
 

@@ -207,7 +207,6 @@ def test_a_mesh_that_does_not_fit_changes_the_stages_too():
             (f"{BASE}{key}={2 if schema().keys[key].kind is int else 'true'}", key, "there is one stage")
             for key in KEYS
         ),
-        (f"{TWO}num_pipeline_repeats=1 pipeline_fsdp_ag_per_repeat=true", "pipeline_fsdp_ag_per_repeat", "repeats=1"),
         (f"{TWO}scan_layers_per_stage=true", "scan_layers_per_stage", "num_layers_per_pipeline_stage=1"),
         (
             f"{TWO}remat_policy=none set_remat_policy_on_layers_per_stage=true",

@@ -3,10 +3,10 @@
 import base64
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from sample_data import config_of, document, example, write_records, write_tfds, write_tfrecords
 
 from trainer.config import UserError
@@ -251,7 +251,8 @@ def test_white_space_of_any_length_is_tokenized(tmp_path: Path):
 
 def test_a_prompt_is_text_too():
     sizes = {"base_num_decoder_layers": 1, "max_target_length": 16, "max_prefill_predict_length": -1}
-    config = SimpleNamespace(prompt="a\ud800", decoder_block="llama2", **sizes)
+    sizes |= {"ici_pipeline_parallelism": 1, "dcn_pipeline_parallelism": 1}
+    config = ConfigDict({"prompt": "a\ud800", "decoder_block": "llama2", **sizes})
     lines: list[str] = []
     tokenizer = load_tokenizer("", "bytes", add_bos=True, add_eos=True)
     assert sample_prompt(config, tokenizer, lines.append).tokens == [256, *"a\ufffd".encode()]
