@@ -5,7 +5,6 @@ from trainer.sharding.context import (
     MAPPED,
     constrain,
     for_product,
-    gathered_over_fsdp,
     inside_stages,
     mesh_axes,
     off_mesh,
@@ -13,14 +12,13 @@ from trainer.sharding.context import (
     on_platform,
     on_tpu,
     over_stages,
-    reduce_gradient_early,
     same_mesh,
     shard_mapped,
     shards,
     sum_dtype,
-    take,
-    with_gradient_over,
 )
+from trainer.sharding.gradients import gathered_over_fsdp, reduce_gradient_early, with_gradient_over
+from trainer.sharding.lookup import take
 from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
 from trainer.sharding.parts import LAYERS, STACKED, STAGES, axes_of_parts, kept_axes, leading, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec, without_fsdp

@@ -80,7 +80,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
 
     expected, plain = program(128)
     assert plain == 1  # not on a TPU
-    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    monkeypatch.setattr("trainer.sharding.gradients.on_tpu", lambda: True)
     assert program(64)[1] == 1  # eight rows per device
     found, count = program(128)
     assert count == 3  # the matrix, its all-gathered gradient, its gradient in storage sharding
@@ -92,7 +92,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
 @pytest.mark.parametrize(("rows", "gathers"), [(128, False), (136, True)])
 def test_rows_are_compared_with_all_axes_that_multiply_them(monkeypatch, rows, gathers):
     """A matrix [2, 8, 4] has inputs of 16 entries, although the last axis of x has 8."""
-    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    monkeypatch.setattr("trainer.sharding.gradients.on_tpu", lambda: True)
 
     def early(x, matrix):
         return reduce_gradient_early(x, matrix, ("heads", "embed", "vocab"), (None, None, "vocab"), ("batch",))

@@ -34,7 +34,7 @@ def program(mesh, **how):
 
 
 def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
-    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 64, (8, 32)))
     rows = jnp.asarray(rng.integers(-9, 9, (8, 32, 8)), jnp.bfloat16)  # whole numbers: any order gives the same sums
@@ -51,7 +51,7 @@ def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
 
 def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
     """JAX traces the backward pass where it is called: outside of the mesh, or inside another one."""
-    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     table, ids, rows = jnp.ones((64, 8)), jnp.zeros((8, 32), int), jnp.ones((8, 32, 8))
     with on_mesh(make_mesh(jax.devices(), 8), RULES):
         _, pull = jax.vjp(lambda table: take(table, ids, ROWS, names=TABLE), table)
@@ -63,7 +63,7 @@ def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
 def test_only_where_devices_hold_the_whole_table(monkeypatch):
     data, both = make_mesh(jax.devices(), 8), make_mesh(jax.devices(), 4, 2)
     assert "sort[" not in program(data)  # not on a TPU
-    monkeypatch.setattr("trainer.sharding.context.on_tpu", lambda: True)
+    monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     assert "sort[" in program(data)
     assert "sort[" not in program(both)  # the table is sharded
     assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # nothing to reduce over devices
