@@ -156,3 +156,13 @@ def test_what_moves(keys, permutes, gathers):
     assert sum(each.count * each.size for each in others) < 2 * TABLE
     of_fsdp = [each for each in found if (each.kind, each.dtype, each.axes) == ("all-gather", "f32", ("fsdp",))]
     assert sum(each.count for each in of_fsdp) == gathers(plan) + 1  # and the table
+
+
+def test_an_optimizer_moves_no_matrix_between_stages():
+    """Muon works on matrices, which it stacks in one axis; AdamW element by element."""
+    permutes = {}
+    for optimizer in ("adamw", "muon"):
+        run = made(**QUEUE | {"opt_type": optimizer}, per_device_batch_size=4)
+        found = analyze(run.compile().as_text(), run.mesh).collectives
+        permutes[optimizer] = sum(it.count for it in found if "stage" in it.axes and it.kind == "collective-permute")
+    assert permutes["muon"] == permutes["adamw"] > 0

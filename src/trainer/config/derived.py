@@ -21,6 +21,8 @@ MESH_AXES = (
     "expert",
     "autoregressive",
 )
+# The axes over which parameters are sharded only to save memory: they are all-gathered before a product.
+FSDP = ("fsdp", "fsdp_transpose")
 # The keys that set the size of each axis: devices within a slice, and slices.
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}

@@ -17,7 +17,7 @@ from trainer.config.latent_keys import is_latent
 from trainer.config.lora_keys import LORA_INERT
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.optimizers import TRAITS, has_first_moment
-from trainer.config.pipeline_keys import PIPELINE_INERT
+from trainer.config.pipeline_keys import GATHERS, PIPELINE_INERT, nothing_to_gather
 from trainer.config.quantization_keys import QUANTIZATION_INERT
 from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
 from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
@@ -213,6 +213,7 @@ INERT_HERE = (
         lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
         "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries",
     ),
+    Inert(GATHERS, nothing_to_gather, "no weight of a stage is sharded over fsdp here"),
 )
 
 

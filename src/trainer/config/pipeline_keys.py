@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.derived import DCN, ICI
+from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
@@ -18,8 +18,8 @@ MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_re
 LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
 SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
 REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
-ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
-KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, ONCE, PER_REPEAT)
+GATHERS = ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
+KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, *GATHERS)
 # The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
 # its rule.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
@@ -95,6 +95,12 @@ def microbatches(config: Values) -> int:
 def fewest(config: Values) -> int:
     """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
     return delay(config) * stages(config) if stages(config) > 1 else 1
+
+
+def nothing_to_gather(config: Values) -> bool:
+    """Returns whether there are stages, but no mesh axis shards weights that they could all-gather."""
+    sizes = mesh_axes(config)
+    return sizes[STAGE] > 1 and all(sizes[axis] == 1 for axis in FSDP)
 
 
 def unpipelined(config: Config) -> Config:

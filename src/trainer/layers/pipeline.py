@@ -76,7 +76,7 @@ def run_pipeline(
         # A result waits in the queue of the ring until its next repeat begins, unless that is at once.
         slots = plan.microbatches // plan.stages - plan.delay
         waiting = jnp.zeros_like(inputs[:, :slots]) if plan.repeats > 1 and slots else None
-        carry = inputs, waiting, (jnp.zeros_like(inputs[:, 0]),) * plan.delay
+        carry = inputs, waiting, (inputs[:, 0],) * plan.delay
         if plan.per_repeat:
             (stream, *_), sown = _by_repeat(plan, iteration, variables, of_weights, policy, carry)
         else:

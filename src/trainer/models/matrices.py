@@ -18,7 +18,7 @@ from trainer.models.mtp import BLOCK, PROJECTION, depths, last_block, part_path
 from trainer.models.quantization import check_unquantized, is_quantized
 from trainer.models.sparsity import is_masked
 from trainer.models.transformer import head_matrix
-from trainer.ops.paths import by_name
+from trainer.ops.paths import by_name, listed
 from trainer.products import Kernel, maker
 from trainer.sharding import leading
 
@@ -110,7 +110,7 @@ def adapted_names(config: Config) -> list[str]:
     names = matrix_names(config, ENABLE)
     if found := [name for name in names if is_adapted(config, name)]:
         return found
-    raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {', '.join(names)}")
+    raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {listed(names)}")
 
 
 def masked_kernels(config: Config) -> list[Kernel]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trainer.config import Config, UserError
 from trainer.config.quantization_keys import ALGORITHM, BLOCK, PER_TENSOR, RECIPES, STORED, STORED_DTYPES, UNQUANTIZED
+from trainer.ops.paths import listed, whole_name
 from trainer.products import MakeProduct, Rules, make_plain
 from trainer.products.dequantized import Storage, dequantized
 from trainer.products.quantized import Calibration, Recipe, quantized
@@ -75,5 +76,6 @@ def check_unquantized(config: Config, names: Sequence[str]) -> None:
       UserError: names the patterns.
     """
     patterns = config[UNQUANTIZED] if config.quantization else ()
-    if unused := [pattern for pattern in patterns if not any(re.search(named(pattern), name) for name in names)]:
-        raise UserError(f"{UNQUANTIZED}: {', '.join(unused)} matches no matrix; the matrices are: {', '.join(names)}")
+    whole = [*map(whole_name, names)]
+    if unused := [pattern for pattern in patterns if not any(re.search(named(pattern), name) for name in whole)]:
+        raise UserError(f"{UNQUANTIZED}: {', '.join(unused)} matches no matrix; the matrices are: {listed(names)}")

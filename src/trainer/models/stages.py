@@ -75,9 +75,13 @@ def _pipelined(config: Config, stack: Stack) -> int:
     period, here, per_stage = len(stack.blocks), stages(config), config[PER_STAGE]
     asked = stack.layers if config[LAYERS] == -1 else config[LAYERS]
     what = f"the stack {stack.name} of decoder_block={config.decoder_block}"
-    if asked > stack.layers:
-        raise UserError(f"{LAYERS}={asked}: {what} has {counted(stack.layers, 'layer')}; give at most {stack.layers}")
     repeats = config[REPEATS]
+    if asked > stack.layers:
+        unit = here * per_stage * max(repeats, 1)
+        most = unit if repeats > 0 else stack.layers // unit * unit
+        fits = 0 < most <= stack.layers and per_stage % period == 0
+        instead = f"nearest: {LAYERS}={most}" if fits else f"give at most {stack.layers}"
+        raise UserError(f"{LAYERS}={asked}: {what} has {counted(stack.layers, 'layer')}; {instead}")
     if per_stage % period:
         sizes = _sizes(asked, here, repeats, period) or [max(period, round(per_stage / period) * period)]
         raise UserError(
@@ -104,8 +108,8 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
         found.append(f"{LAYERS}={unit}")
     if repeats > 0 and asked % (here * per_stage) == 0:
         found.append(f"{REPEATS}={asked // (here * per_stage)}")
-    if repeats == -1 and asked >= unit:
-        found.append(f"{LAYERS}={asked // unit * unit}, and the other layers run outside of the pipeline")
+    if repeats == -1 and unit <= layers:
+        found.append(f"{LAYERS}={max(asked // unit, 1) * unit}, and the other layers run outside of the pipeline")
     if sizes := _sizes(asked, here, repeats, period):
         found.append(f"{PER_STAGE}={_nearest(sizes, per_stage)}")
     divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage) == 0]

@@ -1,6 +1,6 @@
 """Names for the leaves of a pytree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,6 +13,11 @@ OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers 
 def whole_name(name: str) -> str:
     """Returns the name that a parameter has in checkpoints, where no pipeline divides a stack: patterns match it."""
     return name.replace(f"{OUTSIDE}/", "/")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns the names that patterns match, for a message."""
+    return ", ".join(dict.fromkeys(map(whole_name, names)))
 
 
 def path_of(keypath: tuple[Any, ...]) -> Path:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from trainer.ops.paths import by_name
+from trainer.ops.paths import by_name, name_of
 from trainer.optim.adamw import nadamw
 from trainer.optim.axes import matrix_axes
 from trainer.optim.keys import Given, from_names
+from trainer.sharding import STAGES
 
 NS_STEPS = 5  # Newton-Schulz iterations
 
@@ -31,7 +32,7 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
     dims = from_names(dims_of.__getitem__)
     matrices = optax.chain(
         bias_corrected_nesterov(keys.muon_beta, jnp.dtype(keys.mu_dtype)),
-        orthogonalized(dims, jnp.dtype(keys.muon_newton_schulz_dtype), keys.adam_eps),
+        stages_first(given.param_axes, orthogonalized(dims, jnp.dtype(keys.muon_newton_schulz_dtype), keys.adam_eps)),
         scaled_by_shape(dims, keys.muon_consistent_rms),
         optax.add_decayed_weights(keys.muon_weight_decay, given.decayed),
         optax.scale_by_learning_rate(given.schedule),
@@ -98,6 +99,19 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
         return optax.tree.cast_like(result, updates)
 
     return optax.stateless(update)
+
+
+def stages_first(param_axes: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `tx`, which merges the axes that stack matrices, with the axis of a pipeline's stages before the others:
+    merged after the axis of repeats, it could not stay sharded."""
+    staged = {name for name, axes in by_name(param_axes).items() if STAGES in axes}
+
+    def swapped(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf.swapaxes(0, 1) if name_of(path) in staged else leaf, tree
+        )
+
+    return optax.stateless(lambda updates, _: swapped(tx.update(swapped(updates), optax.EmptyState())[0]))
 
 
 def scaled_by_shape(dims: Dimensions, consistent_rms: float | None) -> optax.GradientTransformation:

@@ -9,7 +9,7 @@ import optax
 
 from trainer.config import Config, UserError
 from trainer.config.lora_keys import trained_patterns
-from trainer.ops.paths import by_name, whole_name
+from trainer.ops.paths import by_name, listed, whole_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups
 from trainer.optim.keys import Given, Mask, from_names, keys_of
@@ -70,7 +70,7 @@ def _check_masks(config: Config, param_axes: Any) -> None:
         if config[key] and not any(re.search(pattern, whole_name(name)) for pattern in config[key] for name in names)
     ]
     if mistakes:
-        raise UserError("\n  ".join([*mistakes, f"the parameters are: {', '.join(names)}"]))
+        raise UserError("\n  ".join([*mistakes, f"the parameters are: {listed(names)}"]))
 
 
 def decayed(config: Config, param_axes: Any) -> Mask:

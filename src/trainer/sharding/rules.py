@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from trainer.config import UserError
+from trainer.config.derived import FSDP
 from trainer.config.errors import nearest
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -13,10 +14,6 @@ Rules = Mapping[str, tuple[str, ...]]
 
 class Axes(tuple[str | None, ...]):
     """The logical axis names of one array. It is a pytree leaf, while a plain tuple would be a node."""
-
-
-# The mesh axes over which parameters are sharded only to save memory: they are all-gathered before a product.
-FSDP = ("fsdp", "fsdp_transpose")
 
 
 class Tiles(str):

@@ -1,6 +1,7 @@
 """Muon's dimension numbers, from a configuration or from the parameters of either module system."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
 from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI
+from trainer.config.pipeline_keys import SIZES
 from trainer.layers.param import unnamed
-from trainer.models.families import in_stack
+from trainer.models.families import in_stack, leading_axes, stacks
 from trainer.ops.paths import by_name, name_of
 from trainer.optim.muon import dimension_numbers
 from trainer.sharding import LAYERS, Axes
@@ -41,7 +43,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
         `nnx.State` of a model or of a whole train state, abstract or not; or Linen params, variables or a TrainState,
         boxed or not.
       config: the model's configuration. Needed only for arrays without logical axes: a canonical dict, or unboxed
-        params such as those of this trainer's TrainState.
+        params such as those of this trainer's TrainState; and in a pipeline for a user's parameters without names.
 
     Returns:
       A nested dict with the parameter names of `source`; for a train state, the names below `model` or `params`; for a
@@ -54,8 +56,8 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
         return dimension_numbers(_axes_of_model(source))
     if isinstance(source, nnx.State):
         if "model" in source and set(source) <= {"model", "optimizer"}:  # a TrainStateNNX
-            return {"model": _of_model(source["model"])}
-        return _of_model(source)
+            return {"model": _of_model(source["model"], config)}
+        return _of_model(source, config)
     if hasattr(source, "opt_state"):  # a Linen TrainState
         return {"params": dimension_numbers(_axes_of_dict(unfreeze(source.params), config))}
     params = unfreeze(source)
@@ -64,14 +66,15 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
     return dimension_numbers(_axes_of_dict(params, config))
 
 
-def _of_model(state: nnx.State) -> Any:
-    return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param), _first_axis))
+def _of_model(state: nnx.State, config: Config | None) -> Any:
+    return dimension_numbers(axes_of_params(nnx.filter_state(state, nnx.Param), _leading(config)))
 
 
 def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
     """Returns the logical axes of the parameters in a nested dict."""
     leaves = jax.tree.leaves(params, is_leaf=_is_box)
     known: dict[str, Axes] | None = None
+    leading = _leading(config)
     if not any(isinstance(leaf, Axes | meta.Partitioned) for leaf in leaves):
         if config is None:
             raise UserError("these arrays have no logical axes: pass config=, the configuration of their model")
@@ -83,7 +86,7 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
         if isinstance(leaf, meta.Partitioned):
             return Axes(leaf.names)
         if known is None:
-            return Axes(unnamed(leaf.ndim, _first_axis(name_of(path))))
+            return Axes(unnamed(leaf.ndim, leading(name_of(path))))
         name = name_of(path)
         if name not in known:
             raise UserError(f"the model of config has no parameter {name}")
@@ -92,12 +95,23 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=_is_box)
 
 
-def _first_axis(name: str) -> tuple[str, ...]:
-    return (LAYERS,) if in_stack(name) else ()
+def _leading(config: Config | None) -> Callable[[str], Sequence[str]]:
+    """Returns the function from a parameter's name to its leading axes; without a configuration, as in a loop."""
+    if config is not None:
+        return functools.partial(leading_axes, stacks(_alone(config)))
+    return lambda name: (LAYERS,) if in_stack(name) else ()
+
+
+def _alone(config: Config) -> Any:
+    """Returns `config`, resolved, with its stages but without the rest of its mesh."""
+    if any(config[key] == -1 for key in SIZES):
+        raise UserError(f"{' or '.join(SIZES)} is -1: give the resolved configuration, whose stages are known")
+    alone = resolve({**config, **_ALONE}, device_count=1, platform="cpu")
+    return type(alone)({**alone, **{key: config[key] for key in SIZES}})
 
 
 def _axes_of_model(config: Config) -> Any:
-    return make_model(resolve({**config, **_ALONE}, device_count=1, platform="cpu")).param_axes
+    return make_model(_alone(config)).param_axes
 
 
 def _is_box(node: Any) -> bool:

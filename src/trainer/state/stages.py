@@ -5,6 +5,7 @@ between devices if there is more than one repeat.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -92,18 +93,20 @@ def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Cal
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the sharding of all layers. Where the mesh does not divide their number, they are not
-    sharded over the stages."""
+    """Returns the shape and the sharding of all layers. A mesh axis that does not divide their number shards the next
+    axis that it divides, so that a device holds no more than of the stages."""
     shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)
     if at is None:
         return shape
     entries = [axes_of(part) for part in (*at.spec, *[None] * (parts[0].ndim - len(at.spec)))]
     end = before + len(found.inside.sizes)
-    layers = [axis for axes in entries[before:end] for axis in axes]
-    size = 1
-    for axis in layers:
-        size *= at.mesh.shape[axis]
-    entries[before:end] = [tuple(layers) if shape.shape[before] % size == 0 else ()]
+    stacked = [axis for axes in entries[before:end] for axis in axes]
+    entries[before:end] = [()]
+    for axis in stacked:
+        sizes = (math.prod(at.mesh.shape[name] for name in (*axes, axis)) for axes in entries[before:])
+        fits = (i for i, size in enumerate(sizes, before) if shape.shape[i] % size == 0)
+        if (i := next(fits, None)) is not None:
+            entries[i] = (*entries[i], axis)
     sharding = NamedSharding(at.mesh, PartitionSpec(*map(entry, entries)), memory_kind=at.memory_kind)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

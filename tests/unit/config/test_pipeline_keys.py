@@ -5,6 +5,7 @@ import re
 import pytest
 
 from trainer.config import UserError, load, maxtext, resolve, schema
+from trainer.config.effects import without_effect_here
 from trainer.config.invariant_keys import split_on
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import DIFFERS, SAME, TRAIN, by_kind, convert
@@ -224,6 +225,14 @@ def test_keys_without_effect(words, key, reason):
     (warning,) = (line for line in load(words.split()).warnings if line.startswith(f"{key}="))
     assert "has no effect" in warning
     assert reason in warning
+
+
+@pytest.mark.parametrize("key", ["pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"])
+def test_without_fsdp_there_is_nothing_to_gather(key):
+    for sizes, expected in (("ici_fsdp_parallelism=1 ici_data_parallelism=-1", 1), ("ici_fsdp_parallelism=-1", 0)):
+        loaded = load(f"{TWO}{sizes} {key}=true".split())
+        lines = without_effect_here(resolve(loaded.config, device_count=8, platform="cpu"), loaded.changed)
+        assert sum("no weight of a stage is sharded over fsdp here" in line for line in lines) == expected
 
 
 @pytest.mark.parametrize("size", ["ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1 ici_pipeline_parallelism=-1"])

@@ -52,11 +52,13 @@ PLANS = {
 
 
 def layer(params, rest, x, cache, context):
-    """Mixes features of a token, with its position; sows what shows where a bubble's iteration counts."""
+    """Mixes features of a token, with its position; sows what shows where a bubble's iteration counts. Its gradient at
+    zeros, on which no stage may begin, is NaN."""
     del rest
+    x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     x = x + jnp.tanh(x @ params["weight"] + context.positions[..., None] * params["bias"])
     sown = {
-        # One for each call, and far from 0 where there is nothing yet.
+        # One for each call.
         "Total": {"total": 1 + jnp.square(x - 5).sum()},
         "Maximum": {"maximum": (1 / (0.01 + jnp.square(x).mean((1, 2)))).max()},
         "Rows": {"rows": context.rows},

@@ -69,11 +69,12 @@ def test_which_layers_are_where(keys, expected, text):
         ),
         ({PER_STAGE: 3}, f"decoder_block=llama2 in the pipeline; nearest: {PER_STAGE}=2"),
         ({REPEATS: 3}, f"2 stages x 3 repeats x 1 layer per stage = 6, which is not the 4 layers .*: {REPEATS}=2"),
-        ({LAYERS: 5}, f"{LAYERS}=5: the stack layers of decoder_block=llama2 has 4 layers; give at most 4"),
+        ({LAYERS: 5}, f"{LAYERS}=5: the stack layers of decoder_block=llama2 has 4 layers; nearest: {LAYERS}=4"),
         (GEMMA2, f"{PER_STAGE}=1: .* a pattern of 2 different layers.*: {PER_STAGE}=2"),
         ({"base_num_decoder_layers": 5}, f"does not divide the 5 layers .*: {LAYERS}=4, and the other layers run out"),
         ({"base_num_decoder_layers": 1}, "does not divide the 1 layer of .*; nearest: 1 stage$"),
-        ({LAYERS: 3, PER_STAGE: 2}, "does not divide the 3 layers of .*; nearest: a stack of 4 layers$"),
+        ({LAYERS: 3, PER_STAGE: 2}, f"does not divide the 3 layers of .*; nearest: {LAYERS}=4, and the other"),
+        ({"base_num_decoder_layers": 1, LAYERS: 2}, "has 1 layer; give at most 1$"),
     ],
 )
 def test_what_does_not_fit(keys, message):
@@ -107,7 +108,7 @@ def test_the_nearest_settings_fit():
 
     for period, layers in ((1, 7), (1, 8), (2, 10), (2, 12), (6, 12)):
         stack = Stack("layers", (object,) * period, layers // period)
-        sizes = itertools.product((2, 3, 4), (-1, 1, 2, 3), (1, 2, 3, 6), (-1, *range(1, layers + 1)))
+        sizes = itertools.product((2, 3, 4), (-1, 1, 2, 3), (1, 2, 3, 6), (-1, *range(1, layers + 2)))
         for keys in (dict(zip((STAGES, REPEATS, PER_STAGE, LAYERS), given, strict=True)) for given in sizes):
             text = fits(stack, **keys)
             for change in changes(text):

@@ -10,6 +10,8 @@ from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load, resolve
+from trainer.config.pipeline_keys import LAYERS
+from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
 from trainer.state import get_muon_weight_dimension_numbers
 from trainer.state.muon import _ALONE
@@ -66,6 +68,25 @@ def test_every_source_says_the_same(combination):
     assert get_muon_weight_dimension_numbers(*whole) == {at: EXPECTED}
     for name, source in sources.items():
         assert get_muon_weight_dimension_numbers(*source) == EXPECTED, name
+
+
+def test_the_stages_of_a_pipeline_stack_matrices_too():
+    keys = {"base_num_decoder_layers": 5, "ici_pipeline_parallelism": 2, LAYERS: 4}
+    config = tiny_config(ALL_COMBINATIONS[-1], devices=2, **keys)
+    model = make_model(config)
+    params, _ = jax.eval_shape(model.init, seed_key(0))
+    for source in ((config,), (params, config), (model.param_axes,)):
+        found = by_name(get_muon_weight_dimension_numbers(*source), lambda node: isinstance(node, MuonDimensionNumbers))
+        assert found["decoder/layers/mlp/wo/kernel"] == MuonDimensionNumbers((3,), (4,))
+        assert found["decoder/layers_outside_pipeline/mlp/wo/kernel"] == FLAT
+    own = tiny_config(ALL_COMBINATIONS[0], devices=2, decoder_block=f"{__name__}:OwnBlock", ici_pipeline_parallelism=2)
+    native = make_model(own).abstract_train_state(optax.sgd(0.1))
+    mix = get_muon_weight_dimension_numbers(native, own)["model"]["decoder"]["layers"]["mix"]
+    assert mix == MuonDimensionNumbers((3,), (4, 5))
+    with pytest.raises(UserError, match=r"ici_pipeline_parallelism.* is -1: give the resolved configuration"):
+        get_muon_weight_dimension_numbers(
+            load(arguments(ALL_COMBINATIONS[0], ici_pipeline_parallelism=-1, ici_fsdp_parallelism=1)).config
+        )
 
 
 def test_linen_params_in_boxes_say_their_axes():

@@ -51,6 +51,11 @@ def converted(**keys):
     return run.config, before, by_layer, {name: leaf.sharding.spec for name, leaf in by_name(wanted).items()}
 
 
+def held(abstract):
+    """Returns the bytes of a train state on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+
+
 KERNEL = "params/decoder/layers/mlp/wo/kernel"
 
 
@@ -62,9 +67,16 @@ def test_a_state_by_layer_and_back():
 
 
 def test_layers_that_the_stages_do_not_divide():
-    _, _, by_layer, specs = converted(ici_pipeline_parallelism=4, base_num_decoder_layers=5, **{LAYERS: 4})
+    """Another axis of the array lies on the stages, so that a device holds about as much as it does of the stages."""
+    keys = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 5, LAYERS: 4}
+    config, _, by_layer, specs = converted(**keys)
     assert by_name(by_layer)[KERNEL].shape == (5, 32, 16)
     assert specs[KERNEL][0] is None
+    assert specs[KERNEL][1][-1] == "stage"
+    for zero1 in ({}, {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 2, "shard_optimizer_over_data": True}):
+        run = build(load(arguments(ALL_COMBINATIONS[0], **KEYS | keys | zero1)).config, jax.devices())
+        abstract = run.codec.unpack(run.abstract_args()[0])
+        assert held(abstract_layers(config, abstract)) <= 1.05 * held(abstract)
 
 
 def test_islands():
