@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from trainer import sharding
 from trainer.config import UserError
 from trainer.config.kernels import KERNELS
 from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.layers import across as split
+from trainer.layers.across import GATHERED, HEADS, KEYS, MASK, QUERIES, QUERY_ROWS, Across
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
 from trainer.layers.norm import RMSNorm
@@ -23,6 +25,7 @@ from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.invariant import invariant_attention
 from trainer.ops.max_logits import BLOCK, max_logits
+from trainer.ops.ring import Ring
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
 from trainer.products import Context
@@ -35,19 +38,14 @@ OPS = {
     "cudnn_flash_jax": cudnn_attention,
 }
 
-QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
-KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
-QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
-KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
-SINKS = sharding.Axes(("activation_heads",))
-MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
 
 
 class Scores(NamedTuple):
     """How a layer computes attention from queries, keys and values.
 
-    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash.
+    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash. `across`: where
+    rows are split over devices.
     """
 
     op: str
@@ -56,6 +54,7 @@ class Scores(NamedTuple):
     scale: float | None = None
     tiles: Tiles = AUTOMATIC
     dropout_rate: float = 0.0
+    across: Across = GATHERED
 
     def attend(
         self,
@@ -71,26 +70,24 @@ class Scores(NamedTuple):
         if context.key is not None and self.dropout_rate:
             drop = Dropout(context.key, context.rows, self.dropout_rate)
         attend: Callable[..., jax.Array]
-        attend = functools.partial(
-            OPS[self.op], dropout=drop, window=self.window, soft_cap=self.soft_cap, scale=self.scale
-        )
+        attend = functools.partial(OPS[self.op], window=self.window, soft_cap=self.soft_cap, scale=self.scale)
         if self.op == "splash":
             attend = functools.partial(attend, tiles=self.tiles)
         if self.op in ("dot_product", "blockwise"):
             attend = functools.partial(attend, sums=sharding.sum_dtype(values))
-        arrays: list[Any] = [queries, keys, values, mask]
-        names: list[Any] = [QUERIES, KEYS, KEYS, MASK]
-        if sinks is not None:
-            arrays, names = [*arrays, sinks], [*names, SINKS]
-
-        def run(*arrays: Any) -> jax.Array:
-            return attend(*arrays[:4], sinks=arrays[4] if len(arrays) > 4 else None)
-
-        if KERNELS[self.op].per_device:  # the compiler cannot shard it
-            run = sharding.shard_mapped(run, tuple(names), QUERIES, check=False)
-        attended = run(*arrays)
-        # splash names it itself, with the other residuals of its backward pass
-        return attended if self.op == "splash" else checkpoint_name(attended, "context")
+        arrays = queries, keys, values, mask
+        in_blocks = self.op == "blockwise" and split.is_split()
+        if split.is_split():
+            ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
+            attended = split.attend(self.across, attend, ring, arrays, drop, sinks)
+        elif KERNELS[self.op].per_device:  # the compiler cannot shard it; it has no dropout
+            names = QUERIES, KEYS, KEYS, MASK, None if sinks is None else HEADS
+            run = sharding.shard_mapped(lambda *args: attend(*args[:4], sinks=args[4]), names, QUERIES, check=False)
+            attended = run(*arrays, sinks)
+        else:
+            attended = attend(*arrays, drop, sinks=sinks)
+        # These two name it themselves, with the other residuals of their backward passes.
+        return attended if self.op == "splash" or in_blocks else checkpoint_name(attended, "context")
 
     @property
     def ring(self) -> int:
@@ -103,6 +100,9 @@ class Scores(NamedTuple):
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
         """Returns the largest logit of each head, for `layers.sown.MaxLogit`; see `ops.max_logits`."""
+        if split.is_split():
+            ring = Ring((), self.window, scale=self.scale)
+            return split.largest(queries, keys, mask, ring, context.sampled)
         # With one tile, the product equals that of the reference op and is shared with it, except under a condition.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
@@ -137,6 +137,7 @@ class Attention(nnx.Module):
         qk_norm_offset: float = 0.0,
         qk_norm_over_heads: bool = False,
         dropout_rate: float = 0.0,
+        across: Across = GATHERED,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         bias: bool | Collection[str] = False,
@@ -161,7 +162,7 @@ class Attention(nnx.Module):
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.rope = rope
-        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
+        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
         if fused:
             assert heads == kv_heads, (heads, kv_heads)
             self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))

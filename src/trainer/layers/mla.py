@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer import sharding
 from trainer.config import UserError
 from trainer.config.tiles import AUTOMATIC, Tiles
-from trainer.layers.attention import KEY_ROWS, KEYS, QUERIES, Scores
+from trainer.layers.across import GATHERED, KEY_ROWS, KEYS, QUERIES, Across
+from trainer.layers.attention import Scores
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
@@ -66,6 +67,7 @@ class LatentAttention(nnx.Module):
         soft_cap: float = 0.0,
         tiles: Tiles = AUTOMATIC,
         dropout_rate: float = 0.0,
+        across: Across = GATHERED,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         rngs: nnx.Rngs,
@@ -78,7 +80,7 @@ class LatentAttention(nnx.Module):
         self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
         self.rope = rope
         scale = (nope_dim + rope_dim) ** -0.5 * score_scale(rope, mscale)
-        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate)
+        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
         if q_rank:
             self.wq_a = dense([width], [q_rank], ("embed", "q_lora_up_proj"))
             self.q_norm = norm(q_rank)

@@ -34,11 +34,27 @@ class Mask(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Dropout of attention weights; see `ops.dropout.attention_keep`."""
+    """Dropout of attention weights; see `ops.dropout.attention_keep`.
+
+    A device that computes a part of the weights of a row draws for all, and takes its part.
+    """
 
     key: jax.Array
     row: jax.Array  # [b] int
     rate: float
+    whole: tuple[int, int] | None = None  # all heads and keys of a row; None: those of the call
+    first_head: jax.Array | int = 0  # of the call, among all heads
+    first_query: jax.Array | int = 0
+
+    def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
+        """Returns which weights are kept, bool [b, heads, t, keys]. `query_t`: int [t], indices among the queries of
+        the call; `first_key`: an index in the row."""
+        if self.whole is None:
+            return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
+        drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)
+        drawn = jnp.pad(drawn, ((0, 0), (0, 0), (0, 0), (0, keys)))  # keys after the row are padding of a block
+        drawn = jax.lax.dynamic_slice_in_dim(drawn, self.first_head, heads, axis=1)
+        return jax.lax.dynamic_slice_in_dim(drawn, first_key, keys, axis=3)
 
 
 def dot_product_attention(
@@ -58,8 +74,7 @@ def dot_product_attention(
     keep, rate = None, 0.0
     if dropout is not None:
         rate = dropout.rate
-        index = jnp.arange(query.shape[1])
-        keep = attention_keep(dropout.key, dropout.row, index, query.shape[2], key.shape[1], rate)
+        keep = dropout.keep(jnp.arange(query.shape[1]), query.shape[2], key.shape[1])
     return attend(query, key, value, mask, keep, rate, window, soft_cap, scale, sinks, sums)
 
 

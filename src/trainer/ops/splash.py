@@ -1,10 +1,13 @@
 """Attention on TPU: JAX's splash attention, a Pallas kernel that never materializes the score matrix."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from trainer.config.tiles import AUTOMATIC, LANES, OF_DQ, Tiles
 from trainer.ops.attention import Dropout, Mask, scale_of
+from trainer.ops.order import in_true_order, order
 
 
 def splash_attention(
@@ -19,6 +22,7 @@ def splash_attention(
     scale: float | None = None,
     sinks: jax.Array | None = None,
     tiles: Tiles = AUTOMATIC,
+    among: tuple[tuple[str, ...], str] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes `dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
@@ -29,16 +33,34 @@ def splash_attention(
     rematerialization policy that saves "context" does not run the kernel a second time. `tiles` are adapted to the
     length. `interpret` runs the kernel on any platform, slowly.
 
+    `among`: inside `shard_mapped`, the mesh axes over which the queries of a row are split, and the order of its tokens
+    (`ops.order`; ""). Keys and values are those of the whole row in this order.
+
     Raises:
       ValueError: dropout, or a length that is not a multiple of 128.
     """
     if dropout is not None:
         raise ValueError("splash_attention does not support dropout of attention weights")
-    if query.shape[1] != key.shape[1] or query.shape[1] % LANES:
+    axes, strategy = among or ((), "")
+    devices = jax.lax.axis_size(axes) if axes else 1
+    if query.shape[1] * devices != key.shape[1] or query.shape[1] % LANES:
         raise ValueError(f"splash_attention takes lengths that are a multiple of {LANES}, not {query.shape[1]}")
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    kernel = splash_kernel(*query.shape[1:3], window=window, soft_cap=soft_cap, tiles=tiles, interpret=interpret)
+    if strategy:
+        key, value, segments = (in_true_order(x, devices, strategy) for x in (key, value, mask.key_segment))
+        mask = mask._replace(key_segment=segments)
+    kernel = splash_kernel(
+        *key.shape[1:2],
+        query.shape[2],
+        window=window,
+        soft_cap=soft_cap,
+        tiles=tiles,
+        devices=devices,
+        strategy=strategy,
+        interpret=interpret,
+    )
+    kernel = _of_device(kernel, axes, devices)
     # The kernel itself does not scale the scores.
     query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
@@ -48,22 +70,56 @@ def splash_attention(
 
 
 def splash_kernel(
-    length: int, heads: int, *, window: int, soft_cap: float, tiles: Tiles = AUTOMATIC, interpret: bool = False
+    length: int,
+    heads: int,
+    *,
+    window: int,
+    soft_cap: float,
+    tiles: Tiles = AUTOMATIC,
+    devices: int = 1,
+    strategy: str = "",
+    interpret: bool = False,
 ):
-    """Returns JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d]."""
+    """Returns JAX's kernel for one row: (queries [h, t, d], keys and values [k, t, d], segments) -> [h, t, d].
+
+    The queries are split over `devices`, in the order `strategy`: see `_of_device`.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (length, length)
     one = splash.LocalMask(shape, (window - 1, 0), offset=0) if window else splash.CausalMask(shape)
-    sizes = tiles.fitted(length)._asdict()
+    if strategy:
+        one.q_sequence = order(length, devices, strategy).astype(one.q_sequence.dtype)
+    sizes = tiles.fitted(length // devices)._asdict()
     layouts = {name: splash.QKVLayout[sizes[name]] for name in ("q_layout", "k_layout", "v_layout")}
     unused = dict.fromkeys(OF_DQ) if tiles.use_fused_bwd_kernel else {}
     return splash.make_splash_mha(
         splash.MultiHeadMask([one] * heads),
         block_sizes=splash.BlockSizes(**{**sizes, **layouts, **unused}),
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=devices,
         attn_logits_soft_cap=soft_cap or None,
         residual_checkpoint_name="context",
         interpret=interpret,
     )
+
+
+def _of_device(kernel: Any, axes: tuple[str, ...], devices: int) -> Any:
+    """Returns the kernel for the queries of this device: its part of what the kernel knows about tiles of its mask."""
+    if devices == 1:
+        return kernel
+
+    def part(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None:
+            return None
+        size = x.shape[axis] // devices
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis)
+
+    def of_mask(info: Any) -> Any:
+        if info is None:
+            return None
+        tiles = {name: part(getattr(info, name), 1) for name in ("data_next", "mask_next", "block_mask")}
+        return info._replace(**tiles, q_sequence=part(info.q_sequence, 0))
+
+    masks, settings = kernel.tree_flatten()
+    return kernel.tree_unflatten(settings, map(of_mask, masks))

@@ -1,0 +1,144 @@
+"""Attention of rows whose tokens are split over devices: context parallelism (docs/guides/context.md).
+
+all_gather: each device gathers all keys and values.
+ring: keys and values pass along the devices (`ops.ring`); no device holds those of a whole row.
+ulysses: devices exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): each has some heads of whole rows.
+usp: Ulysses over the last mesh axis of the tokens, a ring over the others (USP, arXiv:2405.07719).
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer import sharding
+from trainer.ops.attention import Dropout, Mask
+from trainer.ops.ring import Ring, ring_attention, ring_largest
+
+QUERY_ROWS = sharding.Axes(("activation_batch", "activation_q_length"))
+KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
+QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
+KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
+HEADS = sharding.Axes(("activation_heads",))
+MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
+
+Attend = Callable[..., jax.Array]  # (queries, keys, values, mask, dropout, sinks=sinks) -> [b, t, h, d]
+Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values
+
+
+class Across(NamedTuple):
+    """How devices share rows. `strategy`: see above; `order`: of the tokens (`ops.order`), "" for that of the row."""
+
+    strategy: str = "all_gather"
+    order: str = ""
+
+
+GATHERED = Across()
+
+
+def is_split() -> bool:
+    """Returns whether the tokens of rows are split over devices, queries and keys in the same way."""
+    return sharding.shards(QUERY_ROWS[1:]) == sharding.shards(KEY_ROWS[1:]) > 1
+
+
+def attend(
+    across: Across, op: Attend, ring: Ring | None, arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
+) -> jax.Array:
+    """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
+
+    Args:
+      op: an op of `ops.attention` with its static parameters. With the strategy all_gather its keys may be at other
+        positions than its queries, or it has an argument `among`, as `ops.splash` has.
+      ring: None, or the parameters with which `ring_attention` takes the place of the op.
+    """
+    whole = arrays[0].shape[2], arrays[1].shape[1]
+    drawn = () if dropout is None else (dropout.key, dropout.row)
+
+    def on_device(arrays: Arrays, drawn: Any, sinks: jax.Array | None) -> jax.Array:
+        heads, length = mesh_axes("activation_heads"), mesh_axes("activation_q_length")
+        over, around = _shared(across.strategy, length)
+        here = None
+        if dropout is not None:
+            count, tokens = arrays[0].shape[2], arrays[0].shape[1]
+            here = Dropout(*drawn, dropout.rate, whole, _index(heads) * count, _index(length) * tokens)
+        run = op
+        if ring is not None:
+            run = functools.partial(ring_attention, ring=ring._replace(axes=around))
+        if across.strategy != "all_gather":
+            return _by_heads(run, over, arrays, here, sinks)
+        if ring is None and "among" in inspect.signature(op).parameters:
+            run = functools.partial(op, among=(length, across.order))
+        return run(*_gathered(length, arrays), here, sinks=sinks)
+
+    of_drawn = (sharding.Axes(()), sharding.Axes(("activation_batch",)))[: len(drawn)]
+    names = (QUERIES, KEYS, KEYS, MASK), of_drawn, None if sinks is None else HEADS
+    return sharding.shard_mapped(on_device, names, QUERIES, check=False)(arrays, drawn, sinks)
+
+
+def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: jax.Array | None) -> jax.Array:
+    """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. Keys
+    pass along a ring, whatever the strategy."""
+
+    def on_device(queries: jax.Array, keys: jax.Array, mask: Mask, when: jax.Array | None) -> jax.Array:
+        length, rows = mesh_axes("activation_q_length"), mesh_axes("activation_batch")
+
+        def found() -> jax.Array:
+            return ring_largest(queries, keys, mask, ring._replace(axes=length))
+
+        nothing = jnp.full(queries.shape[2], jnp.finfo(jnp.float32).min)
+        here = found() if when is None else jax.lax.cond(when, found, lambda: nothing)
+        return jax.lax.pmax(here, (*rows, *length))
+
+    queries, keys = jax.lax.stop_gradient((queries, keys))
+    names = QUERIES, KEYS, MASK, None if when is None else sharding.Axes(())
+    return sharding.shard_mapped(on_device, names, HEADS, check=False)(queries, keys, mask, when)
+
+
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """Returns `sharding.mesh_axes(name)`, those with several devices."""
+    return tuple(axis for axis in sharding.mesh_axes(name) if jax.lax.axis_size(axis) > 1)
+
+
+def _shared(strategy: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes over which tokens are exchanged for heads, and those of the ring."""
+    if strategy == "usp":
+        innermost = sharding.mesh_axes("activation_q_length")[-1]
+        return tuple(a for a in axes if a == innermost), tuple(a for a in axes if a != innermost)
+    return (axes, ()) if strategy == "ulysses" else ((), axes if strategy == "ring" else ())
+
+
+def _gathered(axes: tuple[str, ...], arrays: Arrays) -> Arrays:
+    queries, keys, values, mask = arrays
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
+    mask = mask._replace(key_position=gather(mask.key_position), key_segment=gather(mask.key_segment))
+    return queries, gather(keys), gather(values), mask
+
+
+def _by_heads(
+    run: Attend, axes: tuple[str, ...], arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
+) -> jax.Array:
+    """Returns `run(...)` after an exchange over the mesh axes: each device has all their tokens, and its share of the
+    heads. Heads of keys are repeated, if there are not enough of them."""
+    if not axes:
+        return run(*arrays, dropout, sinks=sinks)
+    queries, keys, values, mask = arrays
+    devices, at = jax.lax.axis_size(axes), _index(axes)
+    to_heads = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=2, concat_axis=1, tiled=True)
+    heads, repeats = queries.shape[2] // devices, devices // math.gcd(devices, keys.shape[2])
+    if sinks is not None:
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, at * heads, heads)
+    if dropout is not None:
+        first = dropout.first_query - at * queries.shape[1]
+        dropout = dropout._replace(first_head=dropout.first_head + at * heads, first_query=first)
+    mask = Mask(*(jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in mask))
+    queries, keys, values = map(to_heads, (queries, *(jnp.repeat(x, repeats, axis=2) for x in (keys, values))))
+    out = run(queries, keys, values, mask, dropout, sinks=sinks)
+    return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _index(axes: tuple[str, ...]) -> jax.Array | int:
+    return jax.lax.axis_index(axes) if axes else 0

@@ -1,0 +1,184 @@
+"""Context parallelism: every strategy computes the attention of one device, forward and backward."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from trainer.aot.cost import analyze
+from trainer.layers.across import Across
+from trainer.layers.attention import OPS, Scores
+from trainer.ops.attention import Mask
+from trainer.ops.order import reorder, restored
+from trainer.ops.random import seed_key
+from trainer.ops.splash import splash_attention
+from trainer.products import Context
+from trainer.sharding import on_mesh
+
+B, T, D, V = 2, 32, 8, 4
+FAR = 256  # the tokens of a row with splash, 128 on each of two devices
+LENGTHS = ("activation_length", "activation_q_length", "activation_kv_length")
+RULES = {
+    "activation_batch": ("data",),
+    **dict.fromkeys(LENGTHS, ("context", "ulysses")),
+    **dict.fromkeys(("activation_heads", "activation_kv_heads"), ("tensor",)),
+}
+SIZES = {"data": 1, "context": 4, "ulysses": 1, "tensor": 2}
+SPLIT = {"all_gather": {}, "ring": {}, "ulysses": {}, "usp": {"context": 2, "ulysses": 2}}
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 7},
+    "soft cap": {"soft_cap": 2.0, "scale": 1.0},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_rate": 0.3},
+}
+
+
+def mesh_of(**sizes):
+    sizes = SIZES | sizes
+    count = int(np.prod(list(sizes.values())))
+    devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def batch(heads=8, kv_heads=4, dtype=jnp.float32, length=T):
+    """Rows of three documents and padding; the second row has other ends."""
+    rng = np.random.default_rng(0)
+    position, segment = np.zeros((B, length), int), np.zeros((B, length), int)
+    for row, ends in enumerate(((5, 16, 30), (11, 12, 32))):
+        ends = [0, *(end * length // T for end in ends), length]
+        for k, (start, end) in enumerate(itertools.pairwise(ends), start=1):
+            position[row, start:end], segment[row, start:end] = np.arange(end - start), k % 4
+    arrays = {
+        "query": rng.normal(size=(B, length, heads, D)).astype(dtype),
+        "key": rng.normal(size=(B, length, kv_heads, D)).astype(dtype),
+        "value": rng.normal(size=(B, length, kv_heads, V)).astype(dtype),
+        "position": position,
+        "segment": segment,
+        "weight": rng.normal(size=(B, length, heads, V)).astype(np.float32),
+    }
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def results(arrays, scores, sinks=None):
+    """Returns the result of attention, and the gradients of a weighted sum of it."""
+    mask = Mask(arrays["position"], arrays["position"], arrays["segment"], arrays["segment"])
+    key = seed_key(3) if scores.dropout_rate else None
+    context = Context(arrays["position"], arrays["segment"], jnp.arange(B), key)
+
+    def attended(*operands):
+        return scores.attend(*operands[:3], mask, context, *operands[3:])
+
+    @jax.jit
+    def both(*operands):
+        out, pull = jax.vjp(attended, *operands)
+        return out, pull(arrays["weight"].astype(out.dtype))
+
+    extra = () if sinks is None else (sinks,)
+    out, grads = both(*(arrays[name] for name in ("query", "key", "value")), *extra)
+    return {"out": out, **dict(zip(("query", "key", "value", "sinks"), grads, strict=False))}
+
+
+def close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        one, other = (np.asarray(x[name], np.float32) for x in (found, expected))
+        assert np.abs(one - other).max() <= tolerance * np.abs(other).max(), name
+
+
+def both_ways(strategy, op, variant, ordered="", n=4, sizes=None, **given):
+    """Returns the results on a mesh, in the order of the row, and those on one device."""
+    settings = dict(VARIANTS[variant])
+    sinks = jnp.linspace(-1, 2, given.get("heads", 8)) if settings.pop("sinks", False) else None
+    arrays = batch(**given)
+    expected = results(arrays, Scores("dot_product", **settings), sinks)
+    placed = reorder(arrays, n, ordered) if ordered else arrays
+    with on_mesh(mesh_of(**(SPLIT[strategy] if sizes is None else sizes)), RULES):
+        found = results(placed, Scores(op, across=Across(strategy, ordered), **settings), sinks)
+    whole = {name: x for name, x in found.items() if name != "sinks"}
+    return (restored(whole, n, ordered) if ordered else whole) | {k: found[k] for k in found if k == "sinks"}, expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_it_is_the_attention_of_one_device(strategy, variant):
+    close(*both_ways(strategy, "blockwise", variant), 1e-5)
+
+
+@pytest.mark.parametrize("ordered", ["dual_chunk_swap", "striped"])
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_the_order_of_tokens_does_not_matter(strategy, ordered):
+    close(*both_ways(strategy, "blockwise", "window", ordered), 1e-5)
+
+
+def test_bfloat16():
+    """The sums are float32, but queries, keys and weights have 8 bits: 2^-7 of the largest entry."""
+    for strategy in SPLIT:
+        close(*both_ways(strategy, "blockwise", "plain", dtype=jnp.bfloat16), 2**-7)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (12, 6), (4, 2)])
+def test_heads_of_keys_are_repeated_where_there_are_fewer_than_devices(heads, kv_heads):
+    found = both_ways("ulysses", "dot_product", "sinks", sizes={"tensor": 1}, heads=heads, kv_heads=kv_heads)
+    close(*found, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ordered"), [("all_gather", "dual_chunk_swap"), ("all_gather", "striped"), ("ulysses", "")]
+)
+@pytest.mark.parametrize("variant", ["window", "sinks"])
+def test_splash(strategy, ordered, variant, monkeypatch):
+    """In Pallas's interpreter."""
+    monkeypatch.setitem(OPS, "splash", functools.partial(splash_attention, interpret=True))
+    sizes = {"context": 2, "tensor": 1}
+    monkeypatch.setitem(VARIANTS, "window", {"window": 100})
+    close(*both_ways(strategy, "splash", variant, ordered, 2, sizes, heads=2, kv_heads=2, length=FAR), 1e-5)
+
+
+@pytest.mark.parametrize("ordered", ["", "striped"])
+@pytest.mark.parametrize("when", [None, True, False])
+def test_the_largest_logits(when, ordered):
+    arrays = batch()
+    when = None if when is None else jnp.asarray(when)
+
+    def largest(arrays):
+        mask = Mask(arrays["position"], arrays["position"], arrays["segment"], arrays["segment"])
+        context = Context(arrays["position"], arrays["segment"], jnp.arange(B), None, when)
+        scores = Scores("blockwise", window=7, across=Across("ulysses", ordered))
+        return jax.jit(lambda q, k: scores.largest(q, k, mask, context))(arrays["query"], arrays["key"])
+
+    expected = largest(arrays)
+    with on_mesh(mesh_of(), RULES):
+        found = largest(reorder(arrays, 4, ordered) if ordered else arrays)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def wires(strategy, heads, kv_heads):
+    """Returns the collectives of a forward pass with four devices of one row."""
+    arrays, mesh = batch(heads, kv_heads), mesh_of(tensor=1)
+    scores = Scores("blockwise", across=Across(strategy))
+    mask = Mask(arrays["position"], arrays["position"], arrays["segment"], arrays["segment"])
+    context = Context(arrays["position"], arrays["segment"], jnp.arange(B), None)
+    at = NamedSharding(mesh, PartitionSpec("data", "context"))
+    with on_mesh(mesh, RULES):
+        run = jax.jit(lambda *operands: scores.attend(*operands, mask, context), in_shardings=(at,) * 3)
+        compiled = run.lower(arrays["query"], arrays["key"], arrays["value"]).compile()
+    return [it for it in analyze(compiled.as_text(), mesh).collectives if it.dtype == "f32"]
+
+
+def test_what_a_forward_pass_sends():
+    """In elements per device, for keys and values of D and V entries; positions and segments come on top."""
+    n, bytes_each = 4, 4
+    ring = wires("ring", 8, 4)
+    assert {it.kind for it in ring} == {"collective-permute"}
+    assert sum(it.bytes for it in ring) / bytes_each == (n - 1) / n * B * T * 4 * (D + V)
+    gathered = wires("all_gather", 8, 4)
+    assert {it.kind for it in gathered} == {"all-gather"}
+    assert sum(it.bytes for it in gathered) / bytes_each == (n - 1) / n * B * T * 4 * (D + V)
+    by_heads = wires("ulysses", 4, 4)
+    assert {it.kind for it in by_heads} == {"all-to-all"}
+    assert sum(it.bytes for it in by_heads) / bytes_each == (n - 1) / n**2 * B * T * 4 * 2 * (D + V)
