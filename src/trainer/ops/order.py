@@ -1,0 +1,47 @@
+"""The order of tokens whose rows are split over devices, such that causal attention gives all devices equal work.
+
+A token attends to those before it, so the devices that have the last tokens of a row would have most of the work. Two
+orders balance it. Devices split an axis into contiguous parts:
+
+    dual_chunk_swap: a row is cut into 2n chunks. Device i has chunks i and 2n - 1 - i: an early one and a late one.
+    striped: device i has the tokens i, i + n, i + 2n, ...  It also balances rows of packed documents.
+
+Positions and segments move with their tokens, so nothing else needs to know the order. NumPy, on the host.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+DUAL_CHUNK_SWAP, STRIPED = "dual_chunk_swap", "striped"
+
+
+def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
+    """Returns the true index of the token at each place, int64 [length], for rows that `n` devices split.
+
+    Raises:
+      ValueError: the length is not a multiple of 2n (`dual_chunk_swap`) or n (`striped`).
+    """
+    chunks = {DUAL_CHUNK_SWAP: 2 * n, STRIPED: n}[strategy]
+    if length % chunks:
+        raise ValueError(f"{strategy} over {n} devices: {chunks} does not divide {length} tokens")
+    tokens = np.arange(length)
+    if strategy == STRIPED:
+        return tokens.reshape(-1, n).T.ravel()
+    early, late = np.split(tokens.reshape(chunks, -1), 2)
+    return np.stack([early, late[::-1]], axis=1).ravel()
+
+
+def reorder(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
+    """Returns `batch` with its tokens in `order`: axis 1 of each array of two or more axes, [b, t] or [b, t, ...]."""
+    return _permuted(batch, lambda length: order(length, n, strategy))
+
+
+def restored(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
+    """Returns the inverse of `reorder`."""
+    return _permuted(batch, lambda length: np.argsort(order(length, n, strategy)))
+
+
+def _permuted(batch: Mapping[str, Any], index: Any) -> dict[str, Any]:
+    return {name: x[:, index(x.shape[1])] if x.ndim > 1 else x for name, x in batch.items()}
