@@ -24,8 +24,7 @@ from trainer.config import COMBINATIONS, flags_of, load
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows
 from trainer.models.flops import flops_per_token
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 ROUNDS, STEPS = 5, 20
 
@@ -39,7 +38,7 @@ def built(*args, **overrides):
 def batch_of(run):
     """Returns one batch on the devices."""
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
-    return place(train_batch(source, 0, run.rows, seed=0, shuffle=False), run.batch_shardings)
+    return placed(run, train_batch(source, 0, run.rows, seed=0, shuffle=False))
 
 
 def compile_seconds(run) -> tuple[float, float]:

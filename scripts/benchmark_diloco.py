@@ -17,8 +17,7 @@ import numpy as np  # noqa: E402
 
 from trainer.config import load  # noqa: E402
 from trainer.data import open_dataset  # noqa: E402
-from trainer.runtime.place import place  # noqa: E402
-from trainer.training import build  # noqa: E402
+from trainer.training import build, placed  # noqa: E402
 from trainer.training.batches import LoadedAhead  # noqa: E402
 from trainer.training.start import Start  # noqa: E402
 
@@ -46,9 +45,9 @@ def main() -> None:
         for _ in range(STEPS):
             batch, _position = batches.take(lambda: None, lambda: False)
             for name, run in runs.items():  # alternately, so that a slower machine slows all of them
-                placed = jax.block_until_ready(place(batch, run.batch_shardings, run.rows))
+                on_devices = jax.block_until_ready(placed(run, batch, run.rows))
                 began = time.process_time()
-                states[name], metrics = steps[name](states[name], placed, ())
+                states[name], metrics = steps[name](states[name], on_devices, ())
                 jax.block_until_ready((states[name], metrics))
                 seconds[name].append(time.process_time() - began)
     plain = np.array(seconds["data parallelism"][FIRST:])

@@ -24,8 +24,7 @@ from trainer.aot.cost import analyze
 from trainer.config import load
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 ROUNDS = 3
 WIDE = {
@@ -88,7 +87,7 @@ def row(machine: Machine, name: str, devices: int, overrides: dict[str, object])
         texts = dump.read(folder)
     cost = analyze(step.as_text(), run.mesh, texts.partitioned or None)
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
-    batch = place(train_batch(source, 0, run.rows, seed=0, shuffle=False), run.batch_shardings)
+    batch = placed(run, train_batch(source, 0, run.rows, seed=0, shuffle=False))
     state, taken = run.init(), []
     for _ in range(ROUNDS + 1):
         machine.measure()

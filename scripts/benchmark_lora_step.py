@@ -14,8 +14,7 @@ from benchmark_lora import LORA
 
 from trainer.config import load
 from trainer.data import open_dataset
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 WAYS = {
     "full": [],
@@ -38,8 +37,8 @@ def main() -> None:
     for _ in range(steps):
         batch, _ = next(stream)
         for name, (step, state) in programs.items():
-            placed, begun = place(batch, runs[name].batch_shardings), time.perf_counter()
-            state, _ = jax.block_until_ready(step(state, placed, ()))
+            on_devices, begun = placed(runs[name], batch), time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, on_devices, ()))
             seconds[name].append(time.perf_counter() - begun)
             programs[name] = step, state
     for name, found in seconds.items():

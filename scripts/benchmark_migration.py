@@ -23,8 +23,7 @@ from trainer.config import COMBINATIONS, flags_of, load
 from trainer.config.flags import FLAGS
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 ROUNDS, STEPS = 10, 10
 SUBLAYERS = 84  # each a kernel and a bias, with two moments: 504 leaves in addition to embedding, norm, head and counts
@@ -70,7 +69,7 @@ class Measured:
         self.compile = time.perf_counter() - started
         source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
         batch = train_batch(source, 0, run.rows, seed=0, shuffle=False)
-        self.batch = place(batch, run.batch_shardings, run.rows)
+        self.batch = placed(run, batch, run.rows)
         self.seconds: list[float] = []
         self.apart: list[float] = []
 

@@ -52,9 +52,8 @@ from trainer.layers.attention import OPS
 from trainer.ops.attention import Mask
 from trainer.ops.grouped import grouped_matmul, grouped_matmul_reference
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
 from trainer.sharding import slice_count
-from trainer.training import Run, build
+from trainer.training import Run, build, placed
 
 PLAIN = "dot_product"
 ROUNDS = 5
@@ -222,7 +221,7 @@ def batch_of(run: Run, step: int) -> Any:
     """Returns the batch of a step on the devices of `run`."""
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
     batch = train_batch(source, step * run.rows, run.rows, seed=0, shuffle=False)
-    return place(batch, run.batch_shardings, run.rows)
+    return placed(run, batch, run.rows)
 
 
 def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:

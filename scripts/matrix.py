@@ -72,8 +72,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     from trainer.data.batches import train_batch
     from trainer.data.synthetic import SyntheticRows
     from trainer.ops.random import seed_key
-    from trainer.runtime.place import place
-    from trainer.training import build
+    from trainer.training import build, placed
 
     devices = jax.devices() if MESHES[mesh] else jax.devices()[:1]
     words = SIZES | flags_of(combination) | MESHES[mesh] | {"scan_layers": scan_layers}
@@ -87,7 +86,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     state, found = jax.device_put(run.codec.init(seed_key(0)), run.states.shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
-        state, metrics = step(state, place(batch, run.batch_shardings), ())
+        state, metrics = step(state, placed(run, batch), ())
         found += [float(metrics["loss"]), float(metrics["grad_norm"])]
     return found
 

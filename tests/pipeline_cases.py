@@ -12,8 +12,7 @@ from trainer.layers.sown import MaxLogit, RouterCount
 from trainer.models.families import stacks
 from trainer.models.stages import named_by_layer, to_layers, to_stages
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.step import make_gradients
 
 STAGES, M, R = "ici_pipeline_parallelism", "num_pipeline_microbatches", "num_pipeline_repeats"
@@ -49,7 +48,7 @@ def measured(run):
     params = to_stages(found, drawn(jax.eval_shape(functools.partial(to_layers, found), abstract.params)))
     given = abstract._replace(step=0, params=params, rest=jax.tree.map(jnp.zeros_like, abstract.rest), opt_state=None)
     held = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), given, abstract._replace(opt_state=None))
-    batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
+    batch = placed(run, packed_batch(run.config, run.rows))
     types = (MaxLogit, RouterCount)
     fn = make_gradients(run.config, run.objective, run.param_shardings, types)
     got = jax.device_get(jax.jit(run.sharded(fn))(held, batch))

@@ -17,8 +17,7 @@ from trainer.checkpoint import names_of
 from trainer.config import UserError, load
 from trainer.models import families
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.step import make_gradients
 
 EXPERTS = {
@@ -38,7 +37,7 @@ def test_losses_gradients_and_norm_of_a_step_that_freezes_parameters(combination
     keys = EXPERTS | {"mtp_num_layers": 1, "trainable_parameters_mask": "[mtp_block,gate]", "opt_type": "sgd"}
     run = build(load(arguments(combination, **keys, per_device_batch_size=2)).config, jax.devices()[:1])
     tree = copied(run.codec.unpack(run.init()))
-    batch = place(packed_batch(run.config, 2), run.batch_shardings)
+    batch = placed(run, packed_batch(run.config, 2))
     found = jax.jit(run.sharded(make_gradients(run.config, run.objective, run.param_shardings)))(tree, batch, ())
     state, metrics = run.step(state_from(run, tree), batch, ())
     first, after = run.computation.read(metrics, 0), copied(run.codec.unpack(state)).params

@@ -10,8 +10,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from
 
 from trainer.config import load
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 MESHES = {
     "1 device": {},
@@ -168,7 +167,7 @@ def losses(run, tree):
     state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
     step = run.step.lower(*run.abstract_args()).compile()
     for i in range(STEPS):
-        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
+        state, metrics = step(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return np.array(found)
 

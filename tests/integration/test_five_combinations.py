@@ -7,8 +7,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch
 
 from trainer.config import load
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 STEPS = 20
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
@@ -125,7 +124,7 @@ def trained(combination):
     step = run.step.lower(*run.abstract_args()).compile()
     metrics = []
     for i in range(STEPS):
-        state, row = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
+        state, row = step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
         metrics.append(run.computation.read(row, i))
     return start, copied(run.codec.unpack(state)), metrics
 

@@ -29,8 +29,7 @@ from trainer.config.quantization_keys import RECIPES
 from trainer.models.matrices import check_matrices, quantized_and_float
 from trainer.models.quantization import quantization_rules
 from trainer.products.quantized import Calibration, Recipe
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 ALL_KINDS = EVERY_MATRIX | {"mtp_num_layers": 1}
@@ -204,7 +203,7 @@ def losses(steps=2, devices=1, combination=FIRST, start=None, **keys):
     start = copied(run.codec.unpack(state))
     step = run.compile() if steps else None
     for i in range(steps):
-        batch = place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings)
+        batch = placed(run, packed_batch(run.config, run.rows, seed=i))
         state, metrics = step(state, batch, ())
         found.append(run.computation.read(metrics, i)["loss"])
     return found, start, copied(run.codec.unpack(state))

@@ -15,9 +15,8 @@ from support import ALL_COMBINATIONS, arguments, copied, packed_batch
 from trainer.aot.cost import analyze
 from trainer.config import load
 from trainer.ops.random import seed_key
-from trainer.runtime.place import place
 from trainer.state import tensors
-from trainer.training import build
+from trainer.training import build, placed
 
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
 SGD = {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
@@ -124,7 +123,7 @@ def trained(combination=ALL_COMBINATIONS[0], **overrides):
     init = jax.jit(run.codec.init, out_shardings=run.states.shardings).lower(seed_key(0)).compile()
     state, rows = init(seed_key(0)), []
     for i in range(3):
-        state, metrics = program(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
+        state, metrics = program(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
         rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     return rows, copied(run.codec.unpack(state).params)
 

@@ -53,11 +53,12 @@ class Model(Protocol):
         key: jax.Array | None = None,
         sampled: jax.Array | None = None,
         ranks: jax.Array | None = None,
+        ahead: Any = None,
     ) -> tuple[Any, Sown, Any]:
         """Runs the model and returns (result, the sown values of the types in `capture`, the new cache).
 
         `method` is "hidden" (inputs: tokens, positions, segments, row; see `models.transformer`) or "head" (inputs:
-        hidden states; runs only the output head). `key`, `sampled` and `ranks` are arguments of "hidden".
+        hidden states; runs only the output head). `key`, `sampled`, `ranks` and `ahead` are arguments of "hidden".
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:

@@ -53,14 +53,25 @@ class NNXModel:
             return init_variables(self.config, key, self._initial_decoder())
 
     def apply(
-        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None, sampled=None, ranks=None
+        self,
+        params,
+        rest,
+        *inputs,
+        method="hidden",
+        capture=(),
+        cache=None,
+        key=None,
+        sampled=None,
+        ranks=None,
+        ahead=None,
     ) -> tuple[Any, sown.Sown, Any]:
         """See `Model.apply`."""
         with tree_mode():
             model = nnx.merge(self._graphdef, self._variables.pack({"params": params, "rest": rest}))
             if method == "head":
                 return model.head(*inputs), {}, cache
-            (out, cache), extra = sown.capture(model, capture, method)(*inputs, cache, key, capture, sampled, ranks)
+            given = *inputs, cache, key, capture, sampled, ranks, ahead
+            (out, cache), extra = sown.capture(model, capture, method)(*given)
             return out, extra, cache
 
     def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:

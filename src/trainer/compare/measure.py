@@ -4,7 +4,6 @@ Each measurement transfers the common starting state to the devices again, so th
 executables of a measurement are kept until all sides are done, so that a side with the same program text reuses them.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,20 +18,21 @@ from trainer.backends import TrainTree
 from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import UserError
+from trainer.config.context_keys import token_order
 from trainer.config.invariant_keys import compiler_options
 from trainer.config.pipeline_keys import unpipelined
 from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.models import families
-from trainer.models.mtp import MTP, depths
+from trainer.models.mtp import MTP
 from trainer.models.names import Names
 from trainer.models.stages import named_by_layer
 from trainer.objectives import hidden_states
-from trainer.ops.ahead import still_inside
+from trainer.objectives.forward import ahead_of
+from trainer.ops.order import order
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
 from trainer.state.stages import abstract_layers, in_layers, in_stages
-from trainer.training import Run, Start
+from trainer.training import Run, Start, placed
 from trainer.training.step import dropout_key, make_gradients
 
 # Facts about the compiled step. Numbers are per device.
@@ -176,7 +176,7 @@ def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Measures the forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and the
-    activations that the objective captures. Padding is set to 0."""
+    activations that the objective captures. Padding is set to 0, and tokens are in their true order."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
 
@@ -188,12 +188,12 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
         logits, _, _ = run.model.apply(params, tree.rest, hidden, method="head")
         values = {name: value for kind in types for name, value in sown[kind.__name__].items()}
         values = named_by_layer(families.stacks(run.config), values) | {"final_norm": hidden, "logits": logits}
-        real = batch["inputs_segmentation"]
-        ahead = functools.reduce(lambda segment, _: still_inside(segment), depths(run.config), real)
-        masks = {name: (ahead if name.startswith(f"{MTP}/") else real) != 0 for name in values}
-        return {name: _without_padding(x, masks[name], program.layers(name) is not None) for name, x in values.items()}
+        return {
+            name: _of_tokens(run.config, x, _real(name, batch), int(program.layers(name) is not None))
+            for name, x in values.items()
+        }
 
-    on_devices = place(batch, run.batch_shardings)
+    on_devices = placed(run, batch)
     return Measured({"activations": _compiled(known, run, forward, tree, on_devices)(tree, on_devices)})
 
 
@@ -203,11 +203,26 @@ def _forward(run: Run, native: Any) -> TrainTree:
     return run.states.first(run.codec.unpack(native))
 
 
-def _without_padding(x: jax.Array, real_bt: jax.Array, stacked: bool) -> jax.Array:
-    axes, lead = real_bt.shape, int(stacked)
+def _real(name: str, batch: Any) -> jax.Array:
+    """Returns whether the value `name` counts at each token, bool [b, t]. A module of multi-token prediction treats a
+    token without all of the modules' successors as padding."""
+    segments = batch["inputs_segmentation"]
+    if name.startswith(f"{MTP}/") and (ahead := ahead_of(batch)) is not None:
+        segments = ahead.segments[..., -1]
+    return segments != 0
+
+
+def _of_tokens(config: Any, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
+    """Returns `x` [lead axes, b, t, ...] without padding, and with its tokens in their true order. Values of another
+    shape stay."""
+    axes = real_bt.shape
     if x.shape[lead : lead + 2] != axes:
         return x
-    return jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)
+    x = jnp.where(real_bt.reshape((1,) * lead + axes + (1,) * (x.ndim - lead - 2)), x, 0)
+    if (moved := token_order(config)) is None:
+        return x
+    strategy, n = moved
+    return jnp.take(x, np.argsort(order(axes[1], n, strategy)), axis=lead + 1)
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
@@ -216,7 +231,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
-    args = tree, place(batch, run.batch_shardings), run.frozen.make(tree.params)
+    args = tree, placed(run, batch), run.frozen.make(tree.params)
     got = _compiled(known, run, fn, *args)(*args)
     grads = by_name(in_layers(run.config, got.grads))
     return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(grads)})
@@ -233,7 +248,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     compiled, frozen = run.compile(), run.frozen.make(_forward(run, state(program, snapshot)).params)
 
     def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
-        native, _ = compiled(state(program, begin), place(batch, run.batch_shardings), frozen)
+        native, _ = compiled(state(program, begin), placed(run, batch), frozen)
         tree = program.tree(native)
         return program.names.of(names_of(tree.params)), program.names.of(by_name(tree._replace(params=None)))
 

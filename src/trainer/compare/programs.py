@@ -185,7 +185,7 @@ def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
 
 def _check_batch(left: Reference, right: Program) -> None:
     """Rejects a recorded batch that is not one of the right side's."""
-    wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in right.run.abstract_batch(left.rows).items()}
+    wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in right.run.given_batch(left.rows).items()}
     got = {name: (array.shape, array.dtype) for name, array in left.batch.items()}
     if wanted != got:
         texts = [

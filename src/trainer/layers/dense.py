@@ -139,8 +139,10 @@ class Embed(WithMatrices):
         self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]."""
-        rows = sharding.take(self._table(), id_bt, RESIDUAL, self.dtype, TABLE)
+        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]. There may be axes before
+        b, of several batches."""
+        names = (*(None,) * (id_bt.ndim - 2), *RESIDUAL)
+        rows = sharding.take(self._table(), id_bt, names, self.dtype, TABLE)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
 
     def attend(self, x_bte: jax.Array) -> jax.Array:

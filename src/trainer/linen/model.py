@@ -97,14 +97,24 @@ class Linen:
         return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(
-        self, params, rest, *inputs, method="hidden", capture=(), cache=None, key=None, sampled=None, ranks=None
+        self,
+        params,
+        rest,
+        *inputs,
+        method="hidden",
+        capture=(),
+        cache=None,
+        key=None,
+        sampled=None,
+        ranks=None,
+        ahead=None,
     ) -> tuple[Any, Sown, Any]:
         """See `Model.apply`."""
         variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
                 return self._head(variables, *inputs), {}, cache
-            given = *inputs, cache, key, capture, sampled, ranks
+            given = *inputs, cache, key, capture, sampled, ranks, ahead
             (out, cache), sown = self._call(variables, method, given, capture)
             return out, sown, cache
 

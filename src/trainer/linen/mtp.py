@@ -39,13 +39,13 @@ class MtpBlock(linen.Module):
         for k in mtp.depths(self.config):
             setattr(self, f"mtp_layer_{k}", MtpLayer(self.config, k))
 
-    def __call__(self, x, hidden, context, types: Types) -> Sown:
+    def __call__(self, x, hidden, context, ahead, types: Types) -> Sown:
         """See `models.mtp.run_mtp`."""
 
         def part(k: int, name: str) -> Any:
             return getattr(getattr(self, f"mtp_layer_{k}"), part_name(k, name))
 
-        return run_mtp(self.config, part, self._run_block, x, hidden, context, types)
+        return run_mtp(self.config, part, self._run_block, x, hidden, context, ahead, types)
 
     def _run_block(self, block, x, context, types):
         if self.is_initializing():

@@ -1,13 +1,15 @@
 """The transformer in Linen, with the structure and names of `models.transformer`."""
 
+import jax.numpy as jnp
 from flax import linen
 
 from trainer.config import Config
-from trainer.layers.sown import Activation, MtpHidden
+from trainer.layers.sown import Activation
 from trainer.linen.bridge import to_linen
 from trainer.linen.mtp import MtpBlock
 from trainer.linen.stack import Stacks
 from trainer.models import transformer
+from trainer.models.mtp import Ahead, embedded
 from trainer.models.norms import make_norm
 from trainer.models.transformer import Types, finish_logits, first_input, learned_positions, outer_dropout
 from trainer.products import Context
@@ -46,15 +48,29 @@ class Transformer(linen.Module):
         if self.config.mtp_num_layers:
             self.mtp_block = MtpBlock(self.config)
 
-    def hidden(self, inputs, position, segment, row, cache=None, key=None, types: Types = (), sampled=None, ranks=None):
+    def hidden(
+        self,
+        inputs,
+        position,
+        segment,
+        row,
+        cache=None,
+        key=None,
+        types: Types = (),
+        sampled=None,
+        ranks=None,
+        ahead: Ahead | None = None,
+    ):
         """See `models.transformer.Transformer.hidden`."""
-        x = self.token_embedder(inputs)
+        if self.is_initializing() and self.config.mtp_num_layers:
+            ahead = Ahead(*(jnp.zeros((*inputs.shape, self.config.mtp_num_layers), jnp.int32),) * 2)
+        x, further = embedded(self.token_embedder, inputs, ahead)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
         context = Context(position, segment, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
-        if self.config.mtp_num_layers and (MtpHidden in types or self.is_initializing()):
-            _sow_all(self, types, self.mtp_block(x, hidden, context, types))
+        if ahead is not None:
+            _sow_all(self, types, self.mtp_block(further, hidden, context, ahead, types))
         return hidden, cache
 
     def head(self, x):

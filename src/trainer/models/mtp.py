@@ -11,7 +11,7 @@ output head are the model's. This module serves both NNX and Linen. `ops` explai
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from trainer.layers.sown import Activation, MtpHidden, Sown
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import stacks, with_products
 from trainer.models.norms import make_norm
-from trainer.ops.ahead import shift_left, still_inside
 from trainer.ops.dropout import dropout
 from trainer.products import Context
 
@@ -38,6 +37,28 @@ EMBEDDING, BEFORE_HEAD = range(2)
 Types = tuple[type[nnx.Variable], ...]
 # (k, name of a part) -> that part of module k, a callable
 Parts = Callable[[int, str], Any]
+
+
+class Ahead(NamedTuple):
+    """What module k reads of the tokens after token t: int [b, t, modules], with k - 1 as the last index.
+
+    The tokens of a row may be in any order, so this cannot be computed from the model's inputs.
+    """
+
+    tokens: jax.Array  # token t + k
+    segments: jax.Array  # the segment of token t if its k successors are in it, else 0
+
+
+def embedded(embed: Callable[[jax.Array], jax.Array], inputs: jax.Array, ahead: Ahead | None) -> tuple[jax.Array, Any]:
+    """Returns the embeddings of `inputs` [b, t], and those of `ahead.tokens` with the modules first: [b, t, e] and
+    [modules, b, t, e]. Without `ahead` the second is None.
+
+    They share one lookup, so that the gradient of the table is summed, reduced and held once.
+    """
+    if ahead is None:
+        return embed(inputs), None
+    x = embed(jnp.stack([inputs, *jnp.moveaxis(ahead.tokens, -1, 0)]))
+    return x[0], x[1:]
 
 
 def depths(config: Config) -> range:
@@ -112,9 +133,10 @@ def run_mtp(
     config: Config,
     part: Parts,
     run_block: Callable[..., tuple[jax.Array, Sown]],
-    x_bte: jax.Array,
+    x_kbte: jax.Array,
     hidden_bte: jax.Array,
     context: Context,
+    ahead: Ahead,
     types: Types,
 ) -> Sown:
     """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
@@ -125,7 +147,7 @@ def run_mtp(
 
     Args:
       run_block: `run_block(held, x, context, types) -> x, sown` of one block, where `held` is `part(k, BLOCK)`.
-      x_bte: the embeddings of the inputs.
+      x_kbte: the embeddings of `ahead.tokens`, with the modules first.
       hidden_bte: h_0.
       context: the model's context.
     """
@@ -133,11 +155,10 @@ def run_mtp(
     rate = config.dropout_rate if config.enable_dropout else 0.0
     sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in types}
     for k in depths(config):
-        context = context._replace(segments=still_inside(context.segments))
-        x_bte = shift_left(x_bte)
+        context = context._replace(segments=ahead.segments[..., k - 1])
         # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the modules.
         outside = context.at(layers + count + k)
-        embedding = jnp.where((context.segments != 0)[..., None], x_bte, 0)
+        embedding = jnp.where((context.segments != 0)[..., None], x_kbte[k - 1], 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)
         joined = jnp.concatenate([part(k, EMBEDDING_NORM)(embedding), part(k, HIDDEN_NORM)(hidden_bte)], axis=-1)
         projected = part(k, PROJECTION)(sharding.constrain(joined, INPUT), RESIDUAL, outside)

@@ -13,10 +13,10 @@ from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.loop import Loop
 from trainer.layers.run import run_module, run_modules
-from trainer.layers.sown import Activation, MtpHidden, Sown, sow
+from trainer.layers.sown import Activation, Sown, sow
 from trainer.layers.stack import MakeBlock, Stack, make_stack
 from trainer.models.families import family, stacks, with_products
-from trainer.models.mtp import MtpBlock, Types, run_mtp
+from trainer.models.mtp import Ahead, MtpBlock, Types, embedded, run_mtp
 from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.dropout import dropout
@@ -219,6 +219,7 @@ class Transformer(nnx.Module):
         types: Types = (),
         sampled: jax.Array | None = None,
         ranks: jax.Array | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns the input of the head, [b, t, e], and the cache.
 
@@ -227,16 +228,18 @@ class Transformer(nnx.Module):
           row: int [b], each row's index in the global batch.
           cache: holds earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
-          types: sown types that the caller captures. With `MtpHidden` the modules of multi-token prediction run.
+          types: sown types that the caller captures.
           sampled, ranks: see `products.Context`.
+          ahead: with it, the modules of multi-token prediction run.
         """
-        x = self.token_embedder(inputs)
+        x, further = embedded(self.token_embedder, inputs, ahead)
         sow(self, Activation, "embedding", x)
         context = Context(inputs_position, inputs_segmentation, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
-        if MtpHidden in types and self.config.mtp_num_layers:
-            run_block = self.decoder.run_block
-            _sow_all(self, types, run_mtp(self.config, self.mtp_block.part, run_block, x, hidden, context, types))
+        if ahead is not None:
+            part, run_block = self.mtp_block.part, self.decoder.run_block
+            found = run_mtp(self.config, part, run_block, further, hidden, context, ahead, types)
+            _sow_all(self, types, found)
         return hidden, cache
 
     def head(self, x_bte: jax.Array) -> jax.Array:

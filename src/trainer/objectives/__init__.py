@@ -1,6 +1,18 @@
 """Objectives: the losses that training minimizes, and other sums that it reports."""
 
-from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Mean, Objective, Sums, Weights, batch_fields
+from trainer.objectives.base import (
+    Batch,
+    Evaluation,
+    Field,
+    Frozen,
+    Mean,
+    Objective,
+    Sums,
+    Weights,
+    batch_fields,
+    placed_fields,
+    prepared,
+)
 from trainer.objectives.forward import TokenLogProbs, hidden_states, target_log_probs
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
@@ -23,6 +35,8 @@ __all__ = [
     "first_parameters",
     "hidden_states",
     "make_objective",
+    "placed_fields",
+    "prepared",
     "reference_parameters",
     "target_log_probs",
 ]

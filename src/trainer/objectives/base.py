@@ -100,6 +100,10 @@ class Objective(Protocol):
     An objective that reads arrays beside the train state has an attribute `frozen`, a `Frozen`. Its methods `sums` and
     `evaluation` then receive these arrays as the keyword argument `frozen`.
 
+    An objective may read arrays that follow from those of a batch and from the order of its tokens. Its attribute
+    `derived` declares them, as `fields` does, and its method `prepare(batch) -> batch` adds them. It is called on the
+    host, with the whole rows of this process; on devices, the tokens of a row may be in another order.
+
     An objective may report maxima over the tokens of a batch: their names are in its attribute `maxima`, and `sums`
     returns the values among those of `layers.sown.Maximum`.
     """
@@ -142,11 +146,26 @@ def maxima_of(objective: Objective) -> tuple[str, ...]:
     return getattr(objective, "maxima", ())
 
 
+def derived_of(objective: Objective) -> Mapping[str, Field]:
+    """Returns the arrays that `prepared` adds to a batch of `objective`."""
+    return getattr(objective, "derived", {})
+
+
+def prepared(objective: Objective, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a batch on the host with the arrays that `objective` derives from it."""
+    return objective.prepare(batch) if hasattr(objective, "prepare") else batch
+
+
 def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:
     """Returns the keyword argument `frozen` of the methods of `objective`; {} if it declares no such arrays."""
     return {} if frozen_of(objective) is None else {"frozen": frozen}
 
 
 def batch_fields(objective: Objective) -> dict[str, Field]:
-    """Returns all arrays of a batch of `objective`, by name."""
+    """Returns all arrays of a batch of `objective` that its source makes, by name."""
     return {**objective.fields, **ROW}
+
+
+def placed_fields(objective: Objective) -> dict[str, Field]:
+    """Returns all arrays of a batch of `objective` on devices, by name: also those that `prepared` adds."""
+    return {**batch_fields(objective), **derived_of(objective)}

@@ -7,12 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.layers.sown import Sown
+from trainer.layers.sown import MtpHidden, Sown
+from trainer.models.mtp import Ahead
 from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy, tempered
 
+AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the fields of a batch that `models.mtp.Ahead` holds
 Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
+
+
+def ahead_of(batch: Batch) -> Ahead | None:
+    """Returns what modules of multi-token prediction read of `batch`; None if it has no such fields."""
+    return Ahead(*(batch[name] for name in AHEAD)) if AHEAD[0] in batch else None
 
 
 def hidden_states(
@@ -26,10 +33,12 @@ def hidden_states(
 ) -> tuple[jax.Array, Sown]:
     """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
-    `key` is for dropout. `sampled`: whether rules read sown values in this step (`products.Context`).
+    With `MtpHidden` in `capture`, the modules of multi-token prediction run. `key` is for dropout. `sampled`: whether
+    rules read sown values in this step (`products.Context`).
     """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
-    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=sampled)
+    ahead = ahead_of(batch) if MtpHidden in capture else None
+    hidden, sown, _ = apply(params, rest, *inputs, capture=capture, key=key, sampled=sampled, ahead=ahead)
     return hidden, sown
 
 

@@ -4,19 +4,22 @@ At token t, module k predicts token t + k + 1 from its own hidden states (`model
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer.layers.sown import MtpHidden, Sown
 from trainer.models.mtp import hidden_path
 from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights
-from trainer.objectives.forward import hidden_states
+from trainer.objectives.forward import AHEAD, hidden_states
 from trainer.objectives.next_token import NextToken
 from trainer.ops.ahead import shift_left, still_inside
+
+TARGETS, SEGMENTS = "mtp_targets", "mtp_targets_segmentation"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,23 @@ class MultiToken:
         return self.next_token.fields
 
     @property
+    def derived(self) -> Mapping[str, Field]:
+        """See `Objective`. For token t and module k these are token t + k, the segment of t if its k successors are in
+        it, otherwise 0, and the target with its segment, 0 if there is none: [b, t, modules]."""
+        return dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
+
+    def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Objective`."""
+        inside = np.asarray(batch["inputs_segmentation"])
+        token, target, segment = (np.asarray(batch[name]) for name in ("inputs", "targets", "targets_segmentation"))
+        found = []
+        for _ in range(self.modules):
+            inside, token, target, segment = still_inside(inside), *map(shift_left, (token, target, segment))
+            found.append((token, inside, target, np.where(inside != 0, segment, 0)))
+        arrays = (np.stack(of_modules, axis=-1) for of_modules in zip(*found, strict=True))
+        return {**batch, **dict(zip(self.derived, arrays, strict=True))}
+
+    @property
     def captures(self) -> tuple[type, ...]:
         """See `Objective.captures`."""
         return (MtpHidden,)
@@ -48,8 +68,7 @@ class MultiToken:
     def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`. A module without tokens gets weight 1: its sum is 0, so the loss is unaffected."""
         own, tokens = self.next_token.weights(batch)
-        ahead = jnp.stack([jnp.sum(segment != 0, dtype=jnp.int32) for _, segment in self._targets(batch)])
-        ahead = jnp.maximum(ahead, 1)
+        ahead = jnp.maximum(jnp.sum(batch[SEGMENTS] != 0, axis=(0, 1), dtype=jnp.int32), 1)
         return Weights(own | {_name(name): ahead for name in own}, tokens)
 
     def sums(
@@ -66,7 +85,10 @@ class MultiToken:
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types, sampled)
         terms = functools.partial(self.next_token.terms, params, rest)
         minimized = terms(hidden, batch["targets"], batch["targets_segmentation"])
-        modules = [terms(h, *target) for h, target in zip(self._hidden(sown), self._targets(batch), strict=True)]
+        modules = [
+            terms(hidden, batch[TARGETS][..., i], batch[SEGMENTS][..., i])
+            for i, hidden in enumerate(self._hidden(sown))
+        ]
         share = self.scale / self.modules
         minimized |= {_name(name): share * jnp.stack([module[name] for module in modules]) for name in modules[0]}
         return Sums(minimized, {}, {kind.__name__: sown[kind.__name__] for kind in capture})
@@ -82,12 +104,11 @@ class MultiToken:
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
         greatest = functools.partial(self.next_token.token_terms, params, rest, best=True)
         terms, own = greatest(hidden, batch["targets"])
-        best: Any = own.best
-        for _ in range(self.evaluated):
-            best = shift_left(best)
-        target, segment = list(self._targets(batch))[self.evaluated - 1]
-        bears_loss = segment != 0
-        _, greedy = greatest(self._hidden(sown)[self.evaluated - 1], target)
+        best: Any = own.best  # with this evaluation, the tokens of a row are in their order
+        best = jnp.pad(best[:, self.evaluated :], ((0, 0), (0, self.evaluated)))
+        i = self.evaluated - 1
+        bears_loss = batch[SEGMENTS][..., i] != 0
+        _, greedy = greatest(self._hidden(sown)[i], batch[TARGETS][..., i])
         total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0))
         tokens = self.next_token.weights(batch).tokens
         nats = Mean(total, tokens)
@@ -98,14 +119,6 @@ class MultiToken:
     def _hidden(self, sown: Sown) -> list[jax.Array]:
         # Selected by name, because a block may sow values of this type, too.
         return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
-
-    def _targets(self, batch: Batch) -> Iterator[tuple[jax.Array, jax.Array]]:
-        """Yields, for each module, the target of each token and the segment of the target, 0 if there is none: [b,
-        t]."""
-        inside, target, segment = batch["inputs_segmentation"], batch["targets"], batch["targets_segmentation"]
-        for _ in range(self.modules):
-            inside, target, segment = still_inside(inside), shift_left(target), shift_left(segment)
-            yield target, jnp.where(inside != 0, segment, 0)
 
 
 def _name(term: str) -> str:

@@ -9,7 +9,19 @@ import jax.numpy as jnp
 
 from trainer.config import UserError
 from trainer.layers.sown import RouterLoss
-from trainer.objectives.base import Batch, Evaluation, Field, Frozen, Objective, Sums, Weights, frozen_of, maxima_of
+from trainer.objectives.base import (
+    Batch,
+    Evaluation,
+    Field,
+    Frozen,
+    Objective,
+    Sums,
+    Weights,
+    derived_of,
+    frozen_of,
+    maxima_of,
+    prepared,
+)
 
 # The name of a term, and the last part of the path of the values that a layer sows for it.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
@@ -49,6 +61,15 @@ class WithRouters:
     def maxima(self) -> tuple[str, ...]:
         """See `Objective`."""
         return maxima_of(self.objective)
+
+    @property
+    def derived(self) -> Mapping[str, Field]:
+        """See `Objective`."""
+        return derived_of(self.objective)
+
+    def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Objective`."""
+        return prepared(self.objective, batch)
 
     def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`."""

@@ -1,17 +1,16 @@
-"""Shifts arrays of packed rows to the left, within their segments."""
+"""Shifts arrays of packed rows to the left, within their segments. NumPy, on the host, where rows are whole."""
 
-import jax
-import jax.numpy as jnp
-
-
-def shift_left(x_bt: jax.Array) -> jax.Array:
-    """Returns x [b, t, ...] shifted left by one along t. The last entry of each row is 0."""
-    return jnp.concatenate([x_bt[:, 1:], jnp.zeros_like(x_bt[:, :1])], axis=1)
+import numpy as np
 
 
-def still_inside(segment_bt: jax.Array) -> jax.Array:
+def shift_left(x_bt: np.ndarray) -> np.ndarray:
+    """Returns x [b, t] shifted left by one along t. The last entry of each row is 0."""
+    return np.pad(x_bt[:, 1:], ((0, 0), (0, 1)))
+
+
+def still_inside(segment_bt: np.ndarray) -> np.ndarray:
     """Returns segments int [b, t] in which the last token of each segment becomes padding (0).
 
     Applied k times, it keeps the tokens whose k successors belong to the same segment.
     """
-    return jnp.where(shift_left(segment_bt) == segment_bt, segment_bt, 0)
+    return np.where(shift_left(segment_bt) == segment_bt, segment_bt, 0)

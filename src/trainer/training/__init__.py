@@ -1,6 +1,6 @@
 """Turns a configuration into a run: build, step, evaluate, loop."""
 
-from trainer.training.batches import BatchSource
+from trainer.training.batches import BatchSource, placed
 from trainer.training.build import build
 from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
 from trainer.training.diloco import build_diloco_train_step
@@ -26,6 +26,7 @@ __all__ = [
     "metrics_files",
     "needs_of",
     "open_reports",
+    "placed",
     "run_work",
     "start",
     "start_entry",

@@ -1,14 +1,17 @@
 """The sources of a run's batches, and the check that a batch has the fields of the objective."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from trainer.config import UserError, eval_parts
+from trainer.config.context_keys import token_order
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
-from trainer.runtime.place import share_of_rows
+from trainer.objectives import placed_fields, prepared
+from trainer.ops.order import reorder
+from trainer.runtime.place import place, share_of_rows
 from trainer.training.run import Run
 from trainer.training.start import Start
 
@@ -74,7 +77,7 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
         additional fields, which are allowed.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
-    wanted = run.abstract_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
+    wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]
     problems += [
         f"{name} is {_words(batch[name])} instead of {_words(array)}"
@@ -87,6 +90,18 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
     also = f"; the objective does not read {', '.join(unread)}" if unread else ""
     objective = type(run.objective).__name__
     raise UserError(f"a batch does not have the fields of the objective {objective}: {'; '.join(problems)}{also}")
+
+
+def placed(run: Run, batch: Mapping[str, Any], rows: int | None = None) -> dict[str, jax.Array]:
+    """Returns a batch of `check_batch` on the devices of `run`: with the arrays that the objective derives, and its
+    tokens in the order of `config.context_keys.token_order`. `rows`: see `runtime.place.place`."""
+    batch, moved = prepared(run.objective, batch), token_order(run.config)
+    if moved is not None:
+        strategy, n = moved
+        fields = placed_fields(run.objective).items()
+        of_tokens = {name: batch[name] for name, field in fields if "length" in field.shape[1:2]}
+        batch = {**batch, **reorder(of_tokens, n, strategy)}
+    return place(batch, run.batch_shardings, rows)
 
 
 def _words(array: np.ndarray | jax.ShapeDtypeStruct) -> str:

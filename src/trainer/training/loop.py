@@ -16,9 +16,9 @@ from trainer.config.words import counted
 from trainer.data import Batch, Dataset, Position
 from trainer.data.tokenizer import Tokenizer
 from trainer.observe import Profiler
-from trainer.runtime.place import place, replicate, share_of_rows
+from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
-from trainer.training.batches import BatchSource, LoadedAhead, check_batch
+from trainer.training.batches import BatchSource, LoadedAhead, check_batch, placed
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite
 from trainer.training.memory import memory_in_use
@@ -158,9 +158,9 @@ class _Loop:
         if profiler is not None and profiler.before(self.done, self.reader.flush):
             self.reader.restart_clock()
         with jax.profiler.StepTraceAnnotation("train", step_num=self.done):
-            placed = place(batch, self._run.batch_shardings, rows)
+            on_devices = placed(self._run, batch, rows)
             with jax.transfer_guard("disallow"):
-                self._leaves, metrics = compiled_step(self._leaves, placed, self._start.frozen)
+                self._leaves, metrics = compiled_step(self._leaves, on_devices, self._start.frozen)
         self._position = position
         self.reader.push(self.done, metrics, self._batches.metrics, self._batches.waited)
         if profiler is not None and profiler.after(self.done, self.reader.flush):
@@ -258,9 +258,9 @@ def evaluate(
                 return
             if not count:
                 check_batch(run, batch, run.eval_rows)
-            placed = place(batch, run.batch_shardings, run.eval_rows)
+            on_devices = placed(run, batch, run.eval_rows)
             with jax.transfer_guard("disallow"):
-                current = run.eval_step(state, placed, frozen, table)
+                current = run.eval_step(state, on_devices, frozen, table)
             if waiting is not None:
                 yield jax.device_get(waiting)
             waiting = current

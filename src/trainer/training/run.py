@@ -14,7 +14,7 @@ from trainer.config import Config, UserError, eval_batch_rows, eval_parts, globa
 from trainer.config.invariant_keys import compiler_options
 from trainer.config.lora_keys import ENABLE
 from trainer.models.families import forward_flops_per_token
-from trainer.objectives import Objective, batch_fields
+from trainer.objectives import Objective, batch_fields, placed_fields
 from trainer.ops.paths import Path, by_name, by_path
 from trainer.optim import trainable
 from trainer.sharding import Rules, on_mesh, spec
@@ -118,14 +118,19 @@ class Run(NamedTuple):
         return found | {"other state": other, "frozen": frozen, "batch": batch}
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns a batch of `rows` rows as shapes with shardings."""
+        """Returns a batch of `rows` rows on devices, as shapes with shardings."""
         sizes: dict[str | int, Any] = {"rows": rows, "length": self.config.max_target_length}
         return {
             name: jax.ShapeDtypeStruct(
                 [sizes.get(size, size) for size in field.shape], field.dtype, sharding=self.batch_shardings[name]
             )
-            for name, field in batch_fields(self.objective).items()
+            for name, field in placed_fields(self.objective).items()
         }
+
+    def given_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the part of `abstract_batch` that a source makes: without what the objective derives from it."""
+        abstract = self.abstract_batch(rows)
+        return {name: abstract[name] for name in batch_fields(self.objective)}
 
     @property
     def rows(self) -> int:
@@ -232,10 +237,10 @@ def with_steps(run: Run) -> Run:
 
 
 def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Returns the sharding of every array in a batch of `objective`."""
+    """Returns the sharding of every array in a batch of `objective` on devices."""
     return {
         name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
-        for name, field in batch_fields(objective).items()
+        for name, field in placed_fields(objective).items()
     }
 
 

@@ -21,8 +21,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, t
 from trainer.aot import executable, sources
 from trainer.config import UserError, schema
 from trainer.config.step_keys import step_keys
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 # These files make the configuration, and its values are part of the key.
 READS_BASE_YML = ("schema.py", "values.py")
@@ -49,7 +48,7 @@ def test_the_loaded_step_does_what_the_saved_one_does(step, file, origin):
     batch = packed_batch(run.config, run.rows)
 
     def after(compiled, state):
-        state, metrics = compiled(state, place(batch, run.batch_shardings), ())
+        state, metrics = compiled(state, placed(run, batch), ())
         return copied(jax.tree.leaves(state)), jax.device_get(metrics)
 
     result = after(load(step, file, origin), jax.tree.leaves(run.init()))

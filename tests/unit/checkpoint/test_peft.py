@@ -17,8 +17,7 @@ from trainer.checkpoint.peft import PeftSource, is_peft
 from trainer.checkpoint.peft_out import write_peft
 from trainer.config import UserError
 from trainer.config.dump import as_words
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 TESTS = Path(__file__).parents[2]
 FOLDER, GOLDENS = TESTS / "peft", TESTS / "goldens"
@@ -331,7 +330,7 @@ def test_twenty_steps_are_those_of_peft(name, tmp_path):
     step = run.step.lower(*run.abstract_args()).compile()
     losses = []
     for i in range(20):
-        state, metrics = step(state, place(batch_of(tokens[i % 4]), run.batch_shardings), ())
+        state, metrics = step(state, placed(run, batch_of(tokens[i % 4])), ())
         losses.append(float(metrics["loss"]))
     expected = json.loads((FOLDER / "steps" / "losses.json").read_text())[name]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

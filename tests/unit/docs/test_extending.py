@@ -25,8 +25,7 @@ from trainer.config import UserError, load
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS
 from trainer.products import Context
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_adapters_for_queries_and_experts_train_alike_in_nnx_and_linen(guides):
     def trained(run, tree):
         state, step, losses = state_from(run, tree), run.compile(), []
         for i in range(3):
-            state, metrics = step(state, place(packed_batch(run.config, 8), run.batch_shardings), ())
+            state, metrics = step(state, placed(run, packed_batch(run.config, 8)), ())
             losses.append(float(run.computation.read(metrics, i)["loss"]))
         return losses, names_of(copied(run.codec.unpack(state).params))
 

@@ -15,8 +15,7 @@ from trainer.config.remat import TENSORS
 from trainer.layers.remat import KEPT, OFFLOADED, make_policy
 from trainer.models.remat import check_offload
 from trainer.objectives import NextToken
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 QKV = {"query_proj", "key_proj", "value_proj"}
 ATTENTION = QKV | {"out_proj"}
@@ -299,7 +298,7 @@ def test_loss_and_gradients_do_not_depend_on_the_policy():
     losses, norms = set(), []
     for policy in (*RECOMPUTED, *OFFLOADED):
         run, step = compiled(policy, DEPTHS[0])
-        _, metrics = step(jax.device_put(state, run.states.shardings), place(batch, run.batch_shardings), ())
+        _, metrics = step(jax.device_put(state, run.states.shardings), placed(run, batch), ())
         losses.add(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     assert len(losses) == 1

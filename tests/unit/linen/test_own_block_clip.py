@@ -13,8 +13,7 @@ from support import arguments, packed_batch
 from trainer.config import UserError, load
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 KEYS = {
     "use_qk_clip": True,
@@ -58,10 +57,10 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
     )
     step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, run.rows)
-    state, first = step(run.init(), place(batch, run.batch_shardings), ())
+    state, first = step(run.init(), placed(run, batch), ())
     for _ in range(1 + mtp_num_layers):
-        state, _ = step(state, place(batch, run.batch_shardings), ())
-    _, last = step(state, place(batch, run.batch_shardings), ())
+        state, _ = step(state, placed(run, batch), ())
+    _, last = step(state, placed(run, batch), ())
     assert first["clipped_heads"] == 4 * (2 + mtp_num_layers)
     assert first["max_logit"] > 1
     np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)

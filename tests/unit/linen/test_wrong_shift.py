@@ -2,17 +2,17 @@
 
 import json
 
+import jax.numpy as jnp
 from parity_cases import run as parity
 
 from trainer.linen import mtp
-from trainer.ops.ahead import shift_left
 
 
 def test_parity_names_a_wrong_shift_in_a_module(capsys, monkeypatch):
     run_mtp = mtp.run_mtp
 
-    def wrong(config, part, run_block, x, *args):
-        return run_mtp(config, part, run_block, shift_left(x), *args)
+    def wrong(config, part, run_block, x_kbte, *args):
+        return run_mtp(config, part, run_block, jnp.roll(x_kbte, -1, axis=2), *args)
 
     monkeypatch.setattr(mtp, "run_mtp", wrong)
     words = ("left=nnx", "right=bridged,linen", "--json")

@@ -26,8 +26,7 @@ from trainer.models.patterns import repeated
 from trainer.ops.attention import Mask
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.splash import splash_kernel
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 GATED = {"mlp_activations": "[gelu,linear]"}
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
@@ -88,7 +87,7 @@ def losses(family, devices, **more):
     run = build(load(words).config, jax.devices()[:devices])
     state, found = run.init(), []
     for i in range(2):
-        state, row = run.step(state, place(packed_batch(run.config, 16, seed=i), run.batch_shardings), ())
+        state, row = run.step(state, placed(run, packed_batch(run.config, 16, seed=i)), ())
         found.append(run.computation.read(row, i)["loss"])
     return found, copied(run.codec.unpack(state).params)
 

@@ -20,8 +20,7 @@ from trainer.data.documents import Counts, Document
 from trainer.data.packing import Packing
 from trainer.objectives import Frozen
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.step import make_gradients
 
 TESTS = Path(__file__).parents[2]
@@ -155,7 +154,7 @@ def gradients(batch, policy_of=moved, reference=None, **keys):
     run, tree = built(**keys)
     fn = jax.jit(make_gradients(run.config, run.objective, run.param_shardings))
     frozen = tree.params if run.frozen.of_parameters else ()
-    return jax.device_get(fn(policy_of(tree), place(batch, run.batch_shardings), frozen))
+    return jax.device_get(fn(policy_of(tree), placed(run, batch), frozen))
 
 
 @pytest.mark.parametrize("keys", [{}, {"scan_layers": False}, {"dtype": "bfloat16"}], ids=str)
@@ -228,7 +227,7 @@ def test_the_gradient_is_that_of_finite_differences(algo):
 
 def test_evaluation_is_the_step_without_an_update():
     run, tree = built()
-    batch = place(rows_of(some_pairs(8), 32, together=False), run.batch_shardings)
+    batch = placed(run, rows_of(some_pairs(8), 32, together=False))
     expected = gradients(rows_of(some_pairs(8), 32, together=False))
     policy = moved(tree)
     found = run.objective.evaluation(policy.params, policy.rest, batch, frozen=tree.params)
@@ -257,7 +256,7 @@ def test_fifty_steps_are_those_of_trl(name):
     pairs = GOLDEN["pairs"]
     for i in range(50):
         batch = rows_of([pairs[(4 * i + j) % len(pairs)] for j in range(4)], 64, together=False)
-        state, metrics = step(state, place(batch, run.batch_shardings), frozen)
+        state, metrics = step(state, placed(run, batch), frozen)
         found.append(jax.device_get(metrics))
     names = {"loss": "loss", "chosen_reward": "chosen", "rejected_reward": "rejected", "reward_margin": "margins"}
     for ours, theirs in (names | {"reward_accuracy": "accuracies"}).items():

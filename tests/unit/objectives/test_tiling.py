@@ -20,8 +20,7 @@ from trainer.layers.param import param
 from trainer.models import transformer
 from trainer.models.llama2 import family as llama2
 from trainer.products import product
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 SCALE = 3.5
 TERMS = {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
@@ -81,7 +80,7 @@ def inputs(run):
     batch = packed_batch(config, run.rows)
     batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs whose targets bear no loss
     batch["targets_segmentation"][-1] = 0  # a row of padding
-    batch = place(batch, run.batch_shardings)
+    batch = placed(run, batch)
     shape = (*batch["targets"].shape, config.base_emb_dim)
     hidden = jnp.asarray(np.random.default_rng(1).normal(size=shape), config.dtype)
     at = run.batch_shardings["targets"]

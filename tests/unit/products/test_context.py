@@ -12,8 +12,7 @@ from trainer.config import UserError, load
 from trainer.models.deepseek import family as deepseek
 from trainer.ops.dropout import dropout
 from trainer.products import grouped_product, product
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 DEEPSEEK = {
     **{"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "head_dim": 12},
@@ -87,7 +86,7 @@ def test_a_product_uses_the_key_and_the_rows_of_its_layer(noted):
     tree = copied(run.codec.unpack(run.init()))
 
     def losses(run, *steps):
-        compiled, batch = run.compile(), place(packed_batch(run.config, 8), run.batch_shardings)
+        compiled, batch = run.compile(), placed(run, packed_batch(run.config, 8))
         states = (state_from(run, tree._replace(step=np.asarray(step, np.int32))) for step in steps)
         return [float(run.computation.read(compiled(state, batch, ())[1], 0)["loss"]) for state in states]
 

@@ -15,9 +15,8 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowe
 from trainer.checkpoint import restore
 from trainer.config import load
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
 from trainer.state import get_abstract_state_nnx, init_state_fn
-from trainer.training import build
+from trainer.training import build, placed
 
 TYPES = ("qarray", "asymmetric", "padded", "with_aux", "with_awq", "with_sq")
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
@@ -200,7 +199,7 @@ def stepped(run, tree, steps=1):
     """Returns the losses and the canonical state after steps from the canonical state `tree`."""
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
-        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
+        state, metrics = step(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
         losses.append(run.computation.read(metrics, i)["loss"])
     return losses, copied(run.codec.unpack(state))
 

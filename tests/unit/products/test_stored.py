@@ -14,8 +14,7 @@ from trainer.config import UserError, load
 from trainer.inference import MaxEngine, Scheduler
 from trainer.layers.sown import MtpHidden
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 DENSE = {"decoder_block": "stored_int8:dense", "logits_via_embedding": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}
@@ -35,7 +34,7 @@ def stepped(run, tree, steps=1):
     """Returns the losses and the canonical state after steps from the canonical state `tree`."""
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
-        state, metrics = step(state, place(packed_batch(run.config, ROWS, seed=i), run.batch_shardings), ())
+        state, metrics = step(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
         losses.append(run.computation.read(metrics, i)["loss"])
     return losses, copied(run.codec.unpack(state))
 

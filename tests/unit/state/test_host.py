@@ -6,9 +6,8 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from
 
 from trainer.config import UserError, load
-from trainer.runtime.place import place
 from trainer.state.host import check_host_memory
-from trainer.training import build
+from trainer.training import build, placed
 
 BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": True}
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}
@@ -25,7 +24,7 @@ def trained(combination, tree=None, **overrides):
     state = state_from(run, tree) if tree else run.init()
     first = copied(run.codec.unpack(state))
     for i in range(2):
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
+        state, _ = step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
     return run, first, state
 
 

@@ -13,8 +13,7 @@ from trainer.config import load, to_yaml
 from trainer.export import main
 from trainer.models.names import Names
 from trainer.optim.average import averaged
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 INTERVAL, FACTOR, EMA, ROWS, STEPS, PERIOD = 8, 2.5, 0.75, 8, 12, 4
 KEYS = {
@@ -54,7 +53,7 @@ def batch_of(run, i):
     batch = packed_batch(run.config, ROWS, seed=i)
     if i in PLANTED:
         batch["targets"][:] = 3
-    return place(batch, run.batch_shardings)
+    return placed(run, batch)
 
 
 def trained(run, state, first=0):

@@ -13,11 +13,10 @@ from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.config import RunStopped, load
 from trainer.optim.outer import make_outer_optimizer
-from trainer.runtime.place import place
 from trainer.sharding import get_mesh_from_config
 from trainer.state import DiLoCoTrainState
 from trainer.state.diloco import without_islands
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.finite import check_finite
 
@@ -65,7 +64,7 @@ def steps_of(run, step, batches):
     """Returns the canonical states and the metrics after each of `batches`."""
     state, found = run.init(), []
     for i, batch in enumerate(batches):
-        state, metrics = step(state, place(batch, run.batch_shardings), ())
+        state, metrics = step(state, placed(run, batch), ())
         found.append((copied(run.codec.unpack(state)), run.computation.read(metrics, i)))
     return found
 
@@ -225,7 +224,7 @@ def test_one_island_is_an_outer_nesterov_around_a_plain_run():
     params = copied(plain.codec.unpack(state).params)
     velocity = jax.tree.map(np.zeros_like, params)
     for i, batch in enumerate(batches):
-        state, _ = step(state, place(batch, plain.batch_shardings), ())
+        state, _ = step(state, placed(plain, batch), ())
         tree = plain.codec.unpack(state)
         if i in (1, 3, 4):
             params, velocity = nesterov(run.config, params, velocity, [copied(tree.params)])

@@ -15,8 +15,7 @@ from trainer.config import UserError, load
 from trainer.models.flops import forward_flops_per_token
 from trainer.observe.lines import Work, step_line
 from trainer.optim.muon import dimension_numbers
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.diloco import _combined
 from trainer.training.router_metrics import router_metrics
 
@@ -51,9 +50,7 @@ def plain(**keys):
 
 
 def step_of(run, tree):
-    state, metrics = run.compile()(
-        state_from(run, tree), place(packed_batch(run.config, ROWS), run.batch_shardings), ()
-    )
+    state, metrics = run.compile()(state_from(run, tree), placed(run, packed_batch(run.config, ROWS)), ())
     return run.computation.read(metrics, 0), copied(run.codec.unpack(state)).params
 
 

@@ -31,8 +31,7 @@ from trainer.objectives import (
 from trainer.objectives.router import WithRouters
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
-from trainer.runtime.place import place
-from trainer.training import Reports, build, fit, start
+from trainer.training import Reports, build, fit, placed, start
 
 SGD = {
     "base_num_decoder_layers": 1,
@@ -114,7 +113,7 @@ def trained(run, batches):
     rows, before = [], copied(frozen)
     for i, batch in enumerate(batches):
         old = state
-        state, metrics = step(state, place(batch, run.batch_shardings), frozen)
+        state, metrics = step(state, placed(run, batch), frozen)
         rows.append(run.computation.read(metrics, i))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(run.codec.unpack(old).params))
     return rows, before, frozen
@@ -213,7 +212,7 @@ def test_the_reports_and_the_executable_have_it(tmp_path):
     origin = executable.origin_of(run.config, devices, args)
     executable.save(path, compiled, origin)
     loaded = executable.load(path, origin, args, devices)
-    batch, leaves = place(packed_batch(run.config, run.rows), run.batch_shardings), jax.tree.leaves(run.init())
+    batch, leaves = placed(run, packed_batch(run.config, run.rows)), jax.tree.leaves(run.init())
     _, metrics = loaded(leaves, batch, run.frozen.make())
     assert_equal_bits(metrics, compiled(run.init(), batch, run.frozen.make())[1])
 

@@ -20,8 +20,7 @@ from support import (
 from trainer.config import UserError, load
 from trainer.config.lora_keys import ADAPTER
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 
 FIRST = ALL_COMBINATIONS[0]
 LORA = {"enable_lora": True, "lora_rank": 3, "lora_alpha": 6.0, "learning_rate": 0.05, "warmup_steps_fraction": 0}
@@ -37,7 +36,7 @@ def made(devices=1, combination=FIRST, **keys):
 def batch_of(run):
     batch = packed_batch(run.config, ROWS)
     batch["targets_segmentation"][1::2, 4:] = 0  # microbatches have unequal numbers of tokens
-    return place(batch, run.batch_shardings)
+    return placed(run, batch)
 
 
 def steps_of(run, tree=None, count=3):

@@ -25,9 +25,10 @@ from trainer.checkpoint import names_of
 from trainer.config import UserError, load
 from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
 from trainer.models.llama2 import block as llama2
-from trainer.models.mtp import run_mtp
+from trainer.models.mtp import Ahead, run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
-from trainer.objectives import make_objective
+from trainer.objectives import MultiToken, make_objective
+from trainer.objectives.forward import ahead_of
 from trainer.optim import make_optimizer
 from trainer.products import Context
 from trainer.state import ParamShardings
@@ -49,7 +50,12 @@ def rows(config, count):
     bears_loss[0, :9] = False  # a prompt
     bears_loss[-1] = False
     batch["targets_segmentation"] = np.where(bears_loss, segment, 0)
-    return {name: array.astype(np.int32) for name, array in batch.items()}
+    return given(config, {name: array.astype(np.int32) for name, array in batch.items()})
+
+
+def given(config, batch):
+    """Returns `batch` with what the objective derives from it."""
+    return MultiToken(None, config.mtp_num_layers, 1.0).prepare(batch)
 
 
 @functools.cache
@@ -228,7 +234,7 @@ def test_accumulation_gives_the_same_gradients_and_terms():
     """The gradients of the modules' own parameters come only from their own term."""
     microbatches = 4
     whole, parts = gradients(), gradients(microbatches=microbatches)
-    tokens = (rows(tiny_config("nnx"), 8)["targets_segmentation"] != 0).sum(1)
+    tokens = (rows(program(ALL_COMBINATIONS[0])[0], 8)["targets_segmentation"] != 0).sum(1)
     assert len({tokens[j::microbatches].sum() for j in range(microbatches)}) > 1, "unequal microbatches"
     for name in whole.means:
         np.testing.assert_allclose(parts.means[name], whole.means[name], rtol=2e-6)
@@ -239,17 +245,18 @@ def test_accumulation_gives_the_same_gradients_and_terms():
 def test_a_module_without_tokens_adds_nothing():
     fn, batch = executable(), rows(program(ALL_COMBINATIONS[0])[0], 8)
     pairs = np.broadcast_to(1 + np.arange(16) // 2, (8, 16)).astype(np.int32)  # documents of two tokens
+    config = program(ALL_COMBINATIONS[0])[0]
     batch |= {
         "inputs_segmentation": pairs,
         "targets_segmentation": pairs,
         "inputs_position": np.arange(16) % 2 + 0 * pairs,
     }
-    found = fn(batch)
+    found = fn(given(config, batch))
     assert found.means["mtp_loss"] > 0
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((found.grads, found.loss)))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(found.grads["mtp_block"]["mtp_layer_2"]))
     single = np.broadcast_to(1 + np.arange(16, dtype=np.int32), (8, 16))
-    alone = fn(batch | {"inputs_segmentation": single})
+    alone = fn(given(config, batch | {"inputs_segmentation": single}))
     assert alone.means["mtp_loss"] == 0
     assert alone.loss == alone.means["lm_loss"] > 0
 
@@ -286,7 +293,7 @@ def test_what_else_a_block_sows_is_not_counted(monkeypatch):
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_hidden_states_are_sown_and_no_state(combination):
     """They are not parameters, not state without gradients, and not in a train state, and a pop of Intermediate leaves
-    them. The modules run only if their type is captured."""
+    them. The modules run only with the tokens ahead."""
     config = tiny_config(combination, **KEYS)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
@@ -295,18 +302,18 @@ def test_hidden_states_are_sown_and_no_state(combination):
     assert not [name for name in names_of(tree.params) if name.endswith("/output")]
     assert not issubclass(MtpHidden, nnx.Intermediate)
 
-    batch = packed_batch(config, 2)
+    batch = given(config, packed_batch(config, 2))
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
-    def products(capture):
-        forward = lambda params: model.apply(params, {}, *inputs, capture=capture)[:2]  # noqa: E731
+    def products(capture, ahead=None):
+        forward = lambda params: model.apply(params, {}, *inputs, capture=capture, ahead=ahead)[:2]  # noqa: E731
         return jax.jit(forward).lower(tree.params).as_text().count("dot_general"), jax.eval_shape(forward, tree.params)[
             1
         ]
 
     plain, sown = products(())
     assert sown == {}
-    captured, sown = products((MtpHidden,))
+    captured, sown = products((MtpHidden,), ahead_of(batch))
     assert captured > plain
     assert sown["MtpHidden"].keys() == {f"mtp_block/mtp_layer_{k}/output" for k in (1, 2)}
 
@@ -330,7 +337,8 @@ def test_dropout_keys_are_the_modules_own():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.models.mtp.dropout", recorded)
         patch.setattr("trainer.models.transformer.dropout", recorded)
-        run_mtp(config, lambda k, name: lambda *args: x, run_block, x, x, context, ())
+        ahead = Ahead(*(jnp.ones((1, 4, 2), jnp.int32),) * 2)
+        run_mtp(config, lambda k, name: lambda *args: x, run_block, jnp.stack([x, x]), x, context, ahead, ())
         for site in (EMBEDDING, BEFORE_HEAD):
             outer_dropout(config, x, context, site)
         for layer in range(config.base_num_decoder_layers):
@@ -377,11 +385,12 @@ def test_routers_of_modules_count_the_tokens_whose_successors_are_in_their_segme
     """Compares packed rows, with padding, with a count document by document."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8, "base_num_decoder_layers": 1}
     config = tiny_config(ALL_COMBINATIONS[0], decoder_block="mixtral", **experts, **KEYS)
-    model, batch = make_model(config), packed_batch(config, 4)
+    model, batch = make_model(config), given(config, packed_batch(config, 4))
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
     def counts(key):
-        return model.apply(*model.init(key), *inputs, capture=(MtpHidden, RouterCount))[1]["RouterCount"]
+        types = MtpHidden, RouterCount
+        return model.apply(*model.init(key), *inputs, capture=types, ahead=ahead_of(batch))[1]["RouterCount"]
 
     found = jax.device_get(jax.jit(counts)(jax.random.key(0)))
     documents = [

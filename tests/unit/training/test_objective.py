@@ -18,9 +18,8 @@ from trainer.data import open_dataset
 from trainer.objectives import Evaluation, Field, Mean, NextToken, Sums, Weights, hidden_states, target_log_probs
 from trainer.observe import maxtext_row
 from trainer.observe.lines import Work, evaluation_line, step_line
-from trainer.ops.ahead import shift_left
 from trainer.runtime.place import place
-from trainer.training import Reports, Start, build, fit
+from trainer.training import Reports, Start, build, fit, placed
 from trainer.training.batches import held_out_batches
 from trainer.training.loop import evaluate
 
@@ -64,7 +63,7 @@ def metrics_of(microbatches):
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     step = run.step.lower(*run.abstract_args()).compile()
     state = state_from(run, initial())
-    _, metrics = step(state, place(batch_of(run.config, run.rows), run.batch_shardings), ())
+    _, metrics = step(state, placed(run, batch_of(run.config, run.rows)), ())
     return jax.device_get(metrics)
 
 
@@ -105,6 +104,10 @@ def test_log_probabilities_of_targets():
     np.testing.assert_allclose(log_probs.target, expected, rtol=1e-5)  # rounding of float32
 
 
+def following(ids):
+    return jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+
+
 @dataclass(frozen=True)
 class Preference:
     """Minus the log-probability of preferring one text to another, from the difference of their log-probabilities. None
@@ -116,7 +119,7 @@ class Preference:
 
     def weights(self, batch):
         pairs = jnp.sum(batch["chosen"].any(axis=1), dtype=jnp.int32)
-        tokens = sum(jnp.sum(shift_left(batch[name]) != 0, dtype=jnp.int32) for name in ("chosen", "rejected"))
+        tokens = sum(jnp.sum(following(batch[name]) != 0, dtype=jnp.int32) for name in ("chosen", "rejected"))
         return Weights(dict.fromkeys(("preference_loss", "accuracy"), pairs), tokens)
 
     def sums(self, params, rest, batch, key, capture=(), sampled=None):
@@ -125,8 +128,8 @@ class Preference:
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
             given = {"inputs": ids, "inputs_position": positions, "inputs_segmentation": (ids != 0).astype(jnp.int32)}
             hidden, sown = hidden_states(self.apply, params, rest, given | {"row": batch["row"]}, key, capture, sampled)
-            found = target_log_probs(self.apply, params, rest, hidden, shift_left(ids)).target
-            return jnp.where(shift_left(ids) != 0, found, 0).sum(axis=1), sown
+            found = target_log_probs(self.apply, params, rest, hidden, following(ids)).target
+            return jnp.where(following(ids) != 0, found, 0).sum(axis=1), sown
 
         (chosen, sown), (rejected, _) = log_prob("chosen"), log_prob("rejected")
         pair, margin = batch["chosen"].any(axis=1), chosen - rejected

@@ -27,8 +27,7 @@ from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 from trainer.optim.qk_clip import scaled
 from trainer.products import Context
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.rules import make_rules
 from trainer.training.step import make_gradients
 
@@ -76,7 +75,7 @@ def steps_of(combination, count=2, devices=1, **keys):
     state = state_from(run, TrainTree(jnp.zeros((), jnp.int32), params, run.codec.tx.init(params), rest))
     trees, metrics = [copied(run.codec.unpack(state))], []
     for _ in range(count):
-        state, found = step(state, place(packed_batch(run.config, ROWS), run.batch_shardings), ())
+        state, found = step(state, placed(run, packed_batch(run.config, ROWS)), ())
         trees.append(copied(run.codec.unpack(state)))
         metrics.append(copied(found))
     return run, step, trees, metrics
@@ -179,7 +178,7 @@ def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
         manager.save(1, tree, Sidecar("base_config: base.yml\n", None, "", {}), {})
     other, step, _, _ = trained(ALL_COMBINATIONS[-1])
     restored = restore(tmp_path / "checkpoints" / "1", other.codec.unpack(other.abstract_args()[0]))
-    batch = place(packed_batch(other.config, ROWS), other.batch_shardings)
+    batch = placed(other, packed_batch(other.config, ROWS))
     state, found = step(other.codec.pack(restored), batch, ())
     assert_equal_bits(copied((other.codec.unpack(state), found)), (trees[2], metrics[1]))
 
@@ -218,7 +217,7 @@ def test_a_skipped_step_clips_nothing():
     tree = copied(trees[0])  # the step donates its argument
     tree.params["decoder"]["decoder_norm"]["scale"] *= np.nan
     params = copied(tree.params)
-    batch = place(packed_batch(run.config, ROWS), run.batch_shardings)
+    batch = placed(run, packed_batch(run.config, ROWS))
     state, metrics = step(run.codec.pack(jax.tree.map(jnp.array, tree)), batch, ())
     assert (metrics["skipped"], metrics["clipped_heads"]) == (1, 0)
     assert_equal_bits(copied(run.codec.unpack(state).params), params)
@@ -295,10 +294,10 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
     step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
-    state, first = step(run.init(), place(batch, run.batch_shardings), ())
+    state, first = step(run.init(), placed(run, batch), ())
     # Once more, because the second layer's input depends on the first layer's weights.
-    state, _ = step(state, place(batch, run.batch_shardings), ())
-    _, last = step(state, place(batch, run.batch_shardings), ())
+    state, _ = step(state, placed(run, batch), ())
+    _, last = step(state, placed(run, batch), ())
     assert first["clipped_heads"] == LAYERS * HEADS
     assert first["max_logit"] > 1
     np.testing.assert_allclose(last["max_logit"], 0.01, rtol=1e-3)

@@ -10,9 +10,8 @@ from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowe
 from trainer.config import UserError, load
 from trainer.ops.paths import by_name
 from trainer.optim.router_bias import direction, router_bias
-from trainer.runtime.place import place
 from trainer.state.diloco import without_islands
-from trainer.training import build
+from trainer.training import build, placed
 
 RATE = 0.125
 KEYS = {
@@ -62,7 +61,7 @@ def batch_of(run, padding=False):
 
 
 def after(run, step, tree, batch):
-    state, metrics = step(state_from(run, tree), place(batch, run.batch_shardings), ())
+    state, metrics = step(state_from(run, tree), placed(run, batch), ())
     return copied(run.codec.unpack(state)), run.computation.read(metrics, 0)
 
 
@@ -121,7 +120,7 @@ def test_islands_have_their_own_until_they_synchronize():
     step, state = run.compile(), run.init()
     of_islands, outer = [], []
     for _ in range(2):
-        state, _ = step(state, place(batch_of(run), run.batch_shardings), ())
+        state, _ = step(state, placed(run, batch_of(run)), ())
         tree = copied(run.codec.unpack(state))
         of_islands.append(by_name(tree.inner_state.rest)[BIAS])
         outer.append(by_name(without_islands(tree)[1])[BIAS])

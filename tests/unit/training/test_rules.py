@@ -27,9 +27,8 @@ from trainer.layers.sown import MaxLogit, Total
 from trainer.objectives import NextToken, Sums, Weights
 from trainer.ops.random import seed_key
 from trainer.optim import Rule, any_due, with_rules
-from trainer.runtime.place import place
 from trainer.state import ParamShardings
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.step import make_update
 
 # Two stacks, of blocks with a buffer.
@@ -74,7 +73,7 @@ def trained():
     state = state_from(run, initial())
     trees = [copied(run.codec.unpack(state))]
     for i in range(3):
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
+        state, _ = step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
         trees.append(copied(run.codec.unpack(state)))
     return run, step, trees
 
@@ -114,7 +113,7 @@ def test_the_state_of_rules_is_part_of_every_train_state(combination, tmp_path):
     state = run.codec.pack(restored)
     assert_equal_bits(copied(run.codec.unpack(state)), trees[2])
     if own:
-        state, _ = step(state, place(packed_batch(run.config, run.rows, seed=2), run.batch_shardings), ())
+        state, _ = step(state, placed(run, packed_batch(run.config, run.rows, seed=2)), ())
         assert_equal_bits(copied(run.codec.unpack(state)), trees[3])
 
 

@@ -23,9 +23,8 @@ from trainer.checkpoint import check_masks
 from trainer.config import UserError, load
 from trainer.models.matrices import check_matrices
 from trainer.ops.paths import by_name
-from trainer.runtime.place import place
 from trainer.state.diloco import without_islands
-from trainer.training import build
+from trainer.training import build, placed
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 START, EVERY = 2, 2
@@ -54,7 +53,7 @@ def made(combination=FIRST, devices=1, **overrides):
 def batch_of(run, seed=0, padding=False):
     batch = packed_batch(run.config, ROWS, seed)
     batch |= {"targets_segmentation": np.zeros_like(batch["targets_segmentation"])} if padding else {}
-    return place(batch, run.batch_shardings)
+    return placed(run, batch)
 
 
 @functools.cache

@@ -16,9 +16,8 @@ from trainer.config import load
 from trainer.layers.sown import Total
 from trainer.objectives import NextToken, Sums, Weights
 from trainer.optim import make_optimizer
-from trainer.runtime.place import place
 from trainer.state import ParamShardings
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.finite import names_not_finite
 from trainer.training.step import make_gradients, make_update
 
@@ -34,7 +33,7 @@ def gradients(devices=1, **overrides):
     state = state_from(run, initial())
     before = initial().params
     step = run.step.lower(*run.abstract_args()).compile()
-    state, metrics = step(state, place(packed_batch(run.config, 16), run.batch_shardings), ())
+    state, metrics = step(state, placed(run, packed_batch(run.config, 16)), ())
     after = copied(run.codec.unpack(state).params)
     change = jax.tree.map(lambda a, b: a - b, before, after)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(change))
@@ -162,7 +161,7 @@ def test_gradients_wait_in_grad_dtype():
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": 2, "grad_dtype": "bfloat16"}
     run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
-    batch = place(packed_batch(run.config, run.rows), run.batch_shardings)
+    batch = placed(run, packed_batch(run.config, run.rows))
 
     def gradients(dtype):
         config = tiny_config("nnx", **settings | {"grad_dtype": dtype})
@@ -229,7 +228,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     run, tree = by_default()
     if settings:
         run, tree = build(load(arguments("nnx", **settings)).config, jax.devices()[:1]), initial()
-    state, batch = state_from(run, tree), place(packed_batch(run.config, run.rows), run.batch_shardings)
+    state, batch = state_from(run, tree), placed(run, packed_batch(run.config, run.rows))
     state, metrics = run.step(state, batch, ())
     assert metrics["skipped"] == 0
     before = copied(run.codec.unpack(state))
@@ -257,7 +256,7 @@ OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fra
 )
 def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
     run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
-    state, batch = run.init(), place(packed_batch(run.config, run.rows), run.batch_shardings)
+    state, batch = run.init(), placed(run, packed_batch(run.config, run.rows))
     state, metrics = run.step.lower(*run.abstract_args()).compile()(state, batch, ())
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
     assert (metrics["skipped"], metrics["finite"]) == (0, 0)
@@ -301,7 +300,7 @@ def test_compiled_once_and_donated():
     run, tree = by_default()
     state = first = state_from(run, tree)
     for i in range(3):
-        state, _ = run.step(state, place(packed_batch(run.config, run.rows, seed=i), run.batch_shardings), ())
+        state, _ = run.step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
     assert run.step._cache_size() == 1
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
 

@@ -13,8 +13,7 @@ from trainer.aot.cost import analyze
 from trainer.config import load
 from trainer.ops.paths import path_of
 from trainer.optim.outer import sent
-from trainer.runtime.place import place
-from trainer.training import build
+from trainer.training import build, placed
 from trainer.training.diloco import Averaged, _synchronization, _take
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 9}
@@ -100,12 +99,12 @@ def test_fragments_that_arrive_late_against_numpy():
     params = copied(plain.codec.unpack(parts[0]).params)
     velocity, in_flight = jax.tree.map(np.zeros_like, params), None
     for i, batch in enumerate(batches):
-        state, metrics = together(state, place(batch, run.batch_shardings), ())
+        state, metrics = together(state, placed(run, batch), ())
         found = copied(run.codec.unpack(state))
         trees = []
         for island, part in enumerate(parts):
             own = {name: x[island : island + 1] for name, x in batch.items()}
-            trees.append(plain.codec.unpack(alone(part, place(own, plain.batch_shardings), ())[0]))
+            trees.append(plain.codec.unpack(alone(part, placed(plain, own), ())[0]))
         moved = [copied(tree.params) for tree in trees]
         before = velocity
         params, velocity, islands, in_flight = simulation(config, params, velocity, moved, i + 1, in_flight)
