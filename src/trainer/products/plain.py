@@ -99,7 +99,8 @@ def product(
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
-    operands for the weight gradient. On a TPU, merged axes would need a copy into a common order (docs/decisions/0004).
+    operands for the weight gradient. On a TPU, merged axes would need a copy into a common order, and where devices
+    share rows, they would need other tokens (docs/decisions/0004).
 
     `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy. `columns`: except on a
     TPU, other kernels are multiplied as matrices with at least so many columns.
@@ -108,10 +109,12 @@ def product(
     kernel = kernel.astype(x.dtype)
     if reduce_early is not None:
         x, kernel = reduce_early(x, kernel)
-    if sharding.on_tpu():
-        return jnp.tensordot(x, kernel.T if transposed else kernel, inputs)
+    sums = sharding.sum_dtype(x)
+    if sharding.on_tpu() or sharding.splits_rows():
+        whole = kernel.T if transposed else kernel
+        return jnp.tensordot(x, whole, inputs, preferred_element_type=sums).astype(x.dtype)
     leading, out_shape = x.shape[: x.ndim - inputs], kernel.shape[:1] if transposed else kernel.shape[inputs:]
-    rows, sums = x.reshape(prod(leading), -1), sharding.sum_dtype(x)
+    rows = x.reshape(prod(leading), -1)
     if sums is not None and len(rows) == 1:
         rows = jnp.pad(rows, ((0, 1), (0, 0)))  # XLA's CPU backend has no fast code for one row
     matrix = kernel if transposed else _widened(kernel.reshape(-1, prod(out_shape)), columns)

@@ -15,6 +15,7 @@ from trainer.sharding.context import (
     same_mesh,
     shard_mapped,
     shards,
+    splits_rows,
     sum_dtype,
 )
 from trainer.sharding.gradients import gathered_over_fsdp, reduce_gradient_early, with_gradient_over
@@ -57,6 +58,7 @@ __all__ = [
     "side_devices",
     "slice_count",
     "spec",
+    "splits_rows",
     "sum_dtype",
     "take",
     "with_gradient_over",

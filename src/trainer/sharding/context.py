@@ -168,6 +168,12 @@ def shards(names: Sequence[str | None]) -> int:
     return math.prod(current[0].shape[axis] for axis in found if axis not in manual)
 
 
+def splits_rows() -> bool:
+    """Returns whether the compiler shards the tokens of rows (`activation_length`)."""
+    current = current_mesh.get()
+    return current is not None and "activation_length" in current[1] and shards(("activation_length",)) > 1
+
+
 def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array of `shape` with axes called `names`; None outside of a mesh.
 

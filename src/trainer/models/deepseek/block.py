@@ -38,6 +38,7 @@ class DenseBlock(llama2.Block):
             op=config.attention,
             soft_cap=config.attn_logits_soft_cap,
             tiles=tiles_of(config),
+            across=llama2.across(config),
             dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
             rngs=rngs,
             **dtypes,

@@ -10,7 +10,9 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config import Config
+from trainer.config.context_keys import STRATEGY, token_order
 from trainer.config.tiles import tiles_of
+from trainer.layers.across import Across
 from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache
 from trainer.layers.dense import RESIDUAL
@@ -47,6 +49,12 @@ def make_rope(config: Config, window: int = 0) -> Rope:
         interleave=config.rope_interleave,
         rounded=config.batch_invariant,
     )
+
+
+def across(config: Config) -> Across:
+    """Returns how attention shares rows among devices, for a resolved configuration."""
+    order = token_order(config)
+    return Across(config[STRATEGY], order[0] if order else "")
 
 
 class Block(nnx.Module):
@@ -90,6 +98,7 @@ class Block(nnx.Module):
             "soft_cap": config.attn_logits_soft_cap,
             "scale": config.query_pre_attn_scalar**-0.5 if config.query_pre_attn_scalar else None,
             "tiles": tiles_of(config),
+            "across": across(config),
             "qk_norm_epsilon": config.normalization_layer_epsilon if config.use_qk_norm else None,
             "dropout_rate": config.attention_dropout_rate if config.enable_dropout else 0.0,
             "rngs": rngs,

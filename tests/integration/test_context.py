@@ -1,0 +1,59 @@
+"""Context parallelism: a step whose rows are split over devices has the loss, gradients and sown values of one whose
+rows are not."""
+
+import pytest
+from pipeline_cases import PER_STAGE, STAGES, assert_equal_gradients
+from support import EVERY_MATRIX
+
+CONTEXT, ULYSSES = "ici_context_parallelism", "ici_context_usp_ulysses_parallelism"
+STRATEGY, BALANCE = "context_parallel_strategy", "context_parallel_load_balance"
+RING = {CONTEXT: 4, STRATEGY: "ring"}
+DENSE = {"base_num_decoder_layers": 2, "use_qk_clip": True}
+DROPPING = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "enable_dropout": True}
+MIXTRAL = {
+    "decoder_block": "mixtral",
+    "base_moe_mlp_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "load_balance_loss_weight": 0.01,
+    "use_qk_clip": True,
+}
+DEEPSEEK = {
+    **EVERY_MATRIX,
+    "base_num_decoder_layers": 3,
+    "mtp_num_layers": 2,
+    "use_qk_clip": True,
+    "load_balance_loss_weight": 0.01,
+}
+GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
+GPT3 = {"decoder_block": "gpt3", "fused_qkv": True, "base_num_kv_heads": 4, "trainable_position_size": 16}
+# The run without context parallelism, and the keys of the other.
+CASES = {
+    "ring": (DENSE, RING),
+    "ring, in order": (DENSE | DROPPING, RING | {BALANCE: False}),
+    "gathered": (DENSE, {CONTEXT: 8, "attention": "blockwise"}),
+    "gathered, dot product": (DENSE | DROPPING, {CONTEXT: 2, BALANCE: False, "remat_policy": "minimal_with_context"}),
+    "ulysses, tensor": (DENSE, {CONTEXT: 2, STRATEGY: "ulysses", "ici_tensor_parallelism": 2}),
+    "usp": (DENSE | DROPPING, {CONTEXT: 2, ULYSSES: 4, STRATEGY: "usp", BALANCE: False}),
+    "experts": (MIXTRAL, RING | {CONTEXT: 2, "ici_expert_parallelism": 2}),
+    "multi-token prediction": (DEEPSEEK, RING),
+    "patterns, tiling": (GEMMA2, RING | {"num_vocab_tiling": 4}),
+    "learned positions": (GPT3, {CONTEXT: 2, STRATEGY: "ulysses", "ici_tensor_sequence_parallelism": 2}),
+    "zero-1, accumulation": (
+        DENSE,
+        RING
+        | {
+            "ici_data_parallelism": 2,
+            "shard_optimizer_over_data": True,
+            "gradient_accumulation_steps": 2,
+            "per_device_batch_size": 1,
+        },
+    ),
+    "pipeline": (DENSE | {"base_num_decoder_layers": 4}, {CONTEXT: 2, STRATEGY: "ring", STAGES: 2, PER_STAGE: 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradients_and_maxima(case):
+    model, keys = CASES[case]
+    assert_equal_gradients(model, keys, tolerance=5e-6, rounded=("key/bias",))
