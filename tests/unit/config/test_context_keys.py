@@ -92,6 +92,7 @@ def test_how_rows_are_split_and_ordered(words, count, order):
             r"max_target_length=132 \(command line\): .* parts, 2 x context 4 = 8 chunks of dual_chunk_swap; "
             "nearest: 128 or 136$",
         ),
+        (f"{FOUR}max_target_length=130", "parts, 2 x context 4 = 8 chunks of dual_chunk_swap; nearest: 128 or 136$"),
         (f"{FOUR}max_target_length=3 per_device_batch_size=1", "8 chunks of dual_chunk_swap; nearest: 8$"),
         (f"{FOUR}max_target_length=130 {IN_ORDER}", "context 4 by the rule of activation.*; nearest: 128 or 132$"),
         (f"{FOUR}max_target_length=130 {STRATEGY}=ring", "parts, context 4 by the rule of .*; nearest: 128 or 132$"),
@@ -133,6 +134,11 @@ def test_how_rows_are_split_and_ordered(words, count, order):
             r"the rule of activation_q_length must be \[context,context_usp_ulysses\]; the rule of "
             r"activation_norm_length must begin with \[context,context_usp_ulysses\] where rows .*; leave it out$",
         ),
+        (
+            f"{FOUR}ici_tensor_parallelism=2 logical_axis_rules=[[activation_kv_heads,[]],"
+            "[activation_kv_length,[context,tensor]]]",
+            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
+        ),
         (f"{FOUR}logical_axis_rules=[[activation_batch,[data,context]]]", "both use mesh axis context"),
     ],
 )  # fmt: skip
@@ -170,10 +176,10 @@ def test_neighbours_of_mistakes_pass(words):
 
 
 def test_sizes_that_follow_from_the_devices_are_checked_with_them():
-    words = f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 max_target_length=120 base_emb_dim=190 "
+    words = f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 max_target_length=116 base_emb_dim=190 "
     in_order = f"reordered tokens have others; set {IN_ORDER}"
     assert mistakes(f"{words}{DROPOUT}") == [
-        "max_target_length=120: a row is cut into equal parts, 2 x context 8 = 16 chunks of dual_chunk_swap; nearest: "
+        "max_target_length=116: a row is cut into equal parts, 2 x context 8 = 16 chunks of dual_chunk_swap; nearest: "
         "112 or 128",
         "enable_dropout=true dropout_rate=0.1 attention_dropout_rate=0.0: what is dropped is drawn by a token's place "
         f"in the row, and {in_order}",
@@ -182,7 +188,7 @@ def test_sizes_that_follow_from_the_devices_are_checked_with_them():
     ]
     found = mistakes(f"{words}{STRATEGY}=ulysses batch_invariant=true max_target_length=128")
     assert found[0].startswith("batch_invariant=true: context has 8 devices: each device must have whole rows")
-    (found,) = mistakes(f"{words}{STRATEGY}=ulysses base_emb_dim=192")
+    (found,) = mistakes(f"{words}{STRATEGY}=ulysses base_emb_dim=192 max_target_length=128")
     assert found.startswith(f"base_num_query_heads=6 {STRATEGY}=ulysses: context 8 does not divide 6 query heads")
 
 
@@ -199,7 +205,7 @@ def test_the_nearest_values_fit():
     refused = 0
     for strategy, order in (("all_gather", ""), ("all_gather", IN_ORDER), ("ulysses", ""), ("usp", "")):
         exchanged = "ici_context_usp_ulysses_parallelism" if strategy == "usp" else "ici_context_parallelism"
-        for ring, inner in ((2, 1), (3, 1), (4, 1), (4, 2), (1, 4)):
+        for ring, inner in ((2, 3), (3, 1), (4, 1), (4, 2), (1, 4)):
             sizes = (f"ici_context_parallelism={ring}", f"ici_context_usp_ulysses_parallelism={inner}")
             split = (f"{STRATEGY}={strategy}", *sizes[: 1 + (strategy == "usp")], *order.split())
             for length in (6, 24, 50, 100):
