@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from trainer.config import flags, scale
 from trainer.config.activations import ACTIVATIONS
 from trainer.config.attention_keys import ATTENTION_CHECKS
+from trainer.config.context_keys import CONTEXT_CHECKS
 from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
 from trainer.config.decoding_keys import DECODING_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
@@ -360,6 +361,7 @@ CHECKS = (
         for keys, problem in (
             *(*ATTENTION_CHECKS, *EXPERT_CHECKS, *LATENT_CHECKS, *MTP_CHECKS, *DILOCO_CHECKS, *DATA_CHECKS),
             *PIPELINE_CHECKS,
+            *CONTEXT_CHECKS,
             *DECODING_CHECKS,
             *RL_CHECKS,
             *QUANTIZATION_CHECKS,

@@ -1,26 +1,199 @@
-"""The keys of context parallelism."""
+"""The keys of context parallelism, which splits the tokens of a row over devices: their checks, and settings without
+effect."""
 
-from trainer.config.derived import mesh_axes
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.expert_keys import drops
+from trainer.config.family import facts_of
 from trainer.config.keys import Config
+from trainer.config.quantization_keys import ROUNDING, rounds
+from trainer.config.rules import make_rules
 
-STRATEGY, BALANCE = "context_parallel_strategy", "context_parallel_load_balance"
-ORDER = "context_parallel_reorder_strategy"
-CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # the mesh axes
+Values = Mapping[str, Any]  # a configuration
+
+STRATEGY, BALANCE, ORDER = (
+    *("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy"),
+)
+KEYS = (STRATEGY, BALANCE, ORDER)
+AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
+SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
+CHUNKS, STRIPES = "dual_chunk_swap", "striped"
+# The logical axes of a row's tokens. In attention no other mesh axis may split them.
+IN_ATTENTION = ("activation_q_length", "activation_kv_length")
+LENGTHS = (*IN_ATTENTION, "activation_length", "activation_norm_length")
+IN_ORDER = f"set {BALANCE}=false"
 
 
-def parts(config: Config) -> int:
-    """Returns over how many devices the tokens of a row are split."""
-    sizes = mesh_axes(config)
-    return sizes[CONTEXT] * sizes[ULYSSES]
+def parts(config: Values) -> int:
+    """Returns over how many devices the tokens of a row are split. A size that is not known yet counts as 1."""
+    return math.prod(_sizes(config)[axis] for axis in AXES)
 
 
-def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns the strategy and the number of devices of the order of tokens (`ops.order`) in a batch on devices; None
-    if they stay in their order. Ulysses splits heads, so its work is balanced in any order."""
-    n = mesh_axes(config)[CONTEXT]
-    if n == 1 or not config[BALANCE] or config[STRATEGY] == "ulysses":
+def splits_rows(config: Values) -> bool:
+    """Returns whether the tokens of a row are split over devices, as far as the sizes are known."""
+    return parts(config) > 1
+
+
+def token_order(config: Values) -> tuple[str, int] | None:
+    """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
+    devices; see `ops.order`. None: they stay in order."""
+    n = _sizes(config)[CONTEXT]
+    if n == 1 or not config[BALANCE] or config[STRATEGY] == "ulysses":  # which splits heads, all with the same work
         return None
     if config[ORDER] != "auto":
-        return str(config[ORDER]), n
-    ring = config[STRATEGY] in ("ring", "usp")
-    return "striped" if ring and config.packing else "dual_chunk_swap", n
+        return config[ORDER], n
+    in_rounds = config[STRATEGY] in ("ring", "usp")  # then a device waits in each round for the one with the most work
+    return STRIPES if in_rounds and config["packing"] else CHUNKS, n
+
+
+def heads_axis(config: Values) -> str | None:
+    """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, if any."""
+    return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config[STRATEGY])
+
+
+def _sizes(config: Values) -> dict[str, int]:
+    return {axis: max(1, size) for axis, size in mesh_axes(config).items()}
+
+
+def _product(config: Values, *axes: str) -> tuple[int, str]:
+    """Returns how many parts mesh axes make together, also as text: "context 4 x tensor 2 = 8"."""
+    sizes = {axis: size for axis in axes if (size := _sizes(config)[axis]) > 1}
+    count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return count, f"{shown} = {count}" if len(sizes) > 1 else shown
+
+
+def _length(config: Values) -> str | None:
+    length, rules = config["max_target_length"], make_rules(config["logical_axis_rules"])
+    wholes = {
+        count: f"{shown} by the rule of {name}" for name in LENGTHS for count, shown in [_product(config, *rules[name])]
+    }
+    order = token_order(config)
+    if order and order[0] == CHUNKS:
+        wholes.setdefault(2 * order[1], f"2 x {CONTEXT} {order[1]} = {2 * order[1]} chunks of {CHUNKS}")
+    unmet = {count: shown for count, shown in wholes.items() if length % count}
+    if not unmet:
+        return None
+    most = [shown for count, shown in unmet.items() if all(other % count for other in unmet if other != count)]
+    nearest = nearest_multiples(length, math.lcm(*wholes))
+    return f"a row is cut into equal parts, {' and '.join(most)}; nearest: {nearest}"
+
+
+def nearest_multiples(number: int, step: int) -> str:
+    """Returns the multiples of `step` on both sides of `number`, in words."""
+    below = number // step * step
+    return " or ".join(str(n) for n in (below, below + step) if n)
+
+
+def _heads(config: Values) -> str | None:
+    axis, key = heads_axis(config), "base_num_query_heads"
+    rule = [name for name in make_rules(config["logical_axis_rules"])["activation_heads"] if name not in AXES]
+    (shards, over), heads = _product(config, *rule), config[key]
+    if not axis or heads % shards or heads // shards % (n := _sizes(config)[axis]) == 0:
+        return None  # `resolve` reports heads that the rule does not divide
+    fitting = [size for size in range(1, heads // shards + 1) if heads // shards % size == 0]
+    near = [*[size for size in fitting if size < n][-1:], *[size for size in fitting if size > n][:1]]
+    local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
+    nearest = " or ".join(map(str, near))
+    return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
+
+
+def _usp(config: Values) -> str | None:
+    if _sizes(config)[ULYSSES] == 1 or config[STRATEGY] == "usp":
+        return None
+    return f"only the strategy usp uses the mesh axis {ULYSSES}; set {STRATEGY}=usp, or use the axis {CONTEXT}"
+
+
+def _rules(config: Values) -> str | None:
+    rules, sizes = make_rules(config["logical_axis_rules"]), _sizes(config)
+    problems = []
+    for name in LENGTHS:
+        split = [axis for axis in rules[name] if sizes[axis] > 1]
+        ours = [axis for axis in AXES if sizes[axis] > 1]
+        if split[: len(ours)] != ours or (name in IN_ATTENTION and split != ours):
+            problems.append(
+                f"the rule of {name} must {'be' if name in IN_ATTENTION else 'begin with'} [{','.join(AXES)}]"
+            )
+    return f"{'; '.join(problems)} where rows are split over devices; leave it out" if problems else None
+
+
+def _capacity(config: Config) -> str | None:
+    return "which tokens are dropped depends on the whole row; set sparse_matmul=true" if drops(config) else None
+
+
+def _recurrent(config: Values) -> str | None:
+    facts = facts_of(config)
+    if facts is None or not facts.recurrent:
+        return None
+    return "its blocks have a recurrent state, which passes from token to token; do not split rows over devices"
+
+
+def _own_block(config: Values) -> str | None:
+    if facts_of(config) is not None:
+        return None
+    return f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}"
+
+
+def _dropout(config: Values) -> str | None:
+    if not config["enable_dropout"] or not (config["dropout_rate"] or config["attention_dropout_rate"]):
+        return None
+    return f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
+
+
+def _rounding(config: Config) -> str | None:
+    if not rounds(config):
+        return None
+    return f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
+
+
+def _acceptance(config: Values) -> str | None:
+    if not config["mtp_eval_target_module"] or config["eval_interval"] <= 0:
+        return None
+    return f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}"
+
+
+def _if(
+    holds: Callable[[Values], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
+) -> list[tuple[tuple[str, ...], Callable[[Any], str | None]]]:
+    def only(problem: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        return lambda config: problem(config) if holds(config) else None
+
+    return [(keys, only(problem)) for keys, problem in checks]
+
+
+CONTEXT_CHECKS = (
+    *_if(
+        splits_rows,
+        (("max_target_length",), _length),
+        (("base_num_query_heads", STRATEGY), _heads),
+        ((STRATEGY, ICI[ULYSSES], DCN[ULYSSES]), _usp),
+        (("logical_axis_rules",), _rules),
+        (("sparse_matmul", "capacity_factor"), _capacity),
+        (("decoder_block",), _recurrent),
+    ),
+    *_if(
+        token_order,
+        (("decoder_block",), _own_block),
+        (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
+        ((ROUNDING,), _rounding),
+        (("mtp_eval_target_module",), _acceptance),
+    ),
+)
+
+
+def _one_size(axis: str) -> Callable[[Config], bool]:
+    return lambda config: config[ICI[axis]] == config[DCN[axis]] == 1
+
+
+CONTEXT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
+    ((BALANCE, ORDER), lambda c: c[STRATEGY] == "ulysses", f"{STRATEGY}=ulysses gives each device whole rows"),
+    (
+        (BALANCE, ORDER),
+        _one_size(CONTEXT),
+        f"only over the mesh axis {CONTEXT}, which has one device",
+    ),
+    ((ORDER,), lambda c: not c[BALANCE], f"{BALANCE}=false"),
+)

@@ -22,14 +22,12 @@ MESH_AXES = (
     "autoregressive",
 )
 # The axes over which parameters are sharded only to save memory: they are all-gathered before a product.
-FSDP = ("fsdp", "fsdp_transpose")
+FSDP = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
 # The keys that set the size of each axis: devices within a slice, and slices.
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 # The axes that nothing uses yet, with the reason.
 UNUSED_AXES = {
-    "context": "context parallelism is not supported yet",
-    "context_usp_ulysses": "context parallelism is not supported yet",
     "context_autoregressive": "context parallelism for inference is not supported yet",
     "autoregressive": "nothing uses this axis; trainer.generate uses data, fsdp and tensor",
 }

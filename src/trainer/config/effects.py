@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.context_keys import CONTEXT_INERT, splits_rows
+from trainer.config.context_keys import KEYS as OF_CONTEXT
 from trainer.config.data_keys import DATA_INERT
 from trainer.config.decoding_keys import DECODING_INERT
 from trainer.config.derived import FOLLOWS
@@ -201,6 +203,7 @@ INERT = (
     *(Inert(keys, when, reason) for keys, when, reason in RL_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in DATA_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in (*QUANTIZATION_INERT, *PIPELINE_INERT)),
+    *(Inert(keys, when, reason) for keys, when, reason in CONTEXT_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in (*SPARSITY_INERT, *LORA_INERT)),
 )
 
@@ -213,6 +216,7 @@ INERT_HERE = (
         lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
         "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries",
     ),
+    Inert(OF_CONTEXT, lambda c: not splits_rows(c), "no row is split over devices here"),
     Inert(GATHERS, nothing_to_gather, "no weight of a stage is sharded over fsdp here"),
 )
 

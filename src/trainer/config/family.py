@@ -41,6 +41,8 @@ class Facts:
       ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
       fixes: keys that have one value in this family, whatever the configuration says, each with that value.
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
+      recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
+        passes from token to token. Then the tokens of a row cannot be split over devices.
       maxtext_layers: the number of layers that MaxText counts as one.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
         `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
@@ -55,6 +57,7 @@ class Facts:
     ignores: Mapping[str, Sequence[str]] = field(default_factory=dict)
     fixes: Mapping[str, Any] = field(default_factory=dict)
     sinks: bool = False
+    recurrent: bool = False
     period: int = 0
     maxtext_layers: int = 1
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()

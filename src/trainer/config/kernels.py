@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
 from trainer.config.family import has_sinks
 from trainer.config.invariant_keys import KEY, OP
 from trainer.config.keys import Config
@@ -29,7 +30,8 @@ class Kernel:
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Whether it runs per device on local rows and heads: rows must be unsharded, and heads sharded like their kv_heads.
+    # Whether it runs per device on local rows and heads: rows must be unsharded, except by a `Strategy`, and heads
+    # sharded like their kv_heads.
     per_device: bool = False
     over_cache: bool = False  # queries and keys may be at different positions, as in decoding
 
@@ -54,38 +56,79 @@ KERNELS = {
         per_device=True,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What attention supports if the tokens of a row are split over devices.
+
+    Attributes:
+      kernels: those that compute with the exchanged keys and values.
+      own: what the exchange itself supports, with any of them.
+      whole_rows: whether a device then has all tokens of its rows, for a share of the heads.
+    """
+
+    kernels: tuple[str, ...]
+    own: Kernel = Kernel()
+    whole_rows: bool = False
+
+
+# The values of `context_parallel_strategy`. A ring computes blockwise itself.
+STRATEGIES = {
+    "all_gather": Strategy(("dot_product", "blockwise", "splash")),
+    "ring": Strategy(("blockwise",)),
+    "ulysses": Strategy(tuple(KERNELS), whole_rows=True),
+    "usp": Strategy(("blockwise",)),
+}
 # The kernel of attention=flash on each platform.
 FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
 def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
-    """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
+    """Returns the kernel that the key `attention` selects, and one message for each unsupported choice.
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
     if values[KEY]:
         return OP, []
-    asked = values["attention"]
-    if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH:
-        return "dot_product", []
+    asked, strategy = values["attention"], _strategy(values)
+    mistakes = _not_exchanged(strategy, values, platform)
+    if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH and "dot_product" in strategy.kernels:
+        return "dot_product", mistakes
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
-    unmet = unsupported(KERNELS[name], values, mesh, platform)
-    if not unmet:
-        return name, []
+    if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
+        name = "blockwise"
+    if not (unmet := _unmet(name, values, mesh, platform)):
+        return name, mistakes
     if asked == "autoselected":
-        return "blockwise", []
+        return "blockwise", mistakes
     what = name if asked == name else f"on {platform} this is {name}, which"
-    return name, [
-        f"attention={asked}: {what} does not support {', '.join(unmet)}; choose attention=autoselected or blockwise"
-    ]
+    advice = "choose attention=autoselected or blockwise"
+    return name, [*mistakes, f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
-    if config["attention"] != "blockwise" or not (unmet := unsupported(KERNELS[name], config, mesh, platform)):
+    if config["attention"] != "blockwise" or not (unmet := _unmet(name, config, mesh, platform)):
         return ""
     return f"{name} does not support {', '.join(unmet)}"
+
+
+def _strategy(values: Mapping[str, Any]) -> Strategy:
+    return STRATEGIES[values[STRATEGY]] if splits_rows(values) else Strategy(tuple(KERNELS), whole_rows=True)
+
+
+def _not_exchanged(strategy: Strategy, values: Mapping[str, Any], platform: str) -> list[str]:
+    unmet = unsupported(strategy.own, values, {}, platform)
+    return [f"{STRATEGY}={values[STRATEGY]} does not support {', '.join(unmet)}; choose all_gather"] if unmet else []
+
+
+def _unmet(name: str, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
+    """Returns what the kernel `name` does not support in `values`, including how rows are split over devices."""
+    kernels = _strategy(values).kernels
+    over = [] if name in kernels else [f"{STRATEGY}={values[STRATEGY]} (only {', '.join(kernels)})"]
+    return [*over, *unsupported(KERNELS[name], values, mesh, platform)]
 
 
 def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
@@ -94,7 +137,8 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
     dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
     soft_cap = values["attn_logits_soft_cap"]
     window = has_window(values)
-    step, multiple, most = kernel.length_multiple, kernel.head_dim_multiple, kernel.head_dim_most
+    shares = 1 if kernel.length_multiple == 1 or _strategy(values).whole_rows else parts(values)
+    step, multiple, most = kernel.length_multiple * shares, kernel.head_dim_multiple, kernel.head_dim_most
     checks = (
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
@@ -104,11 +148,17 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (kernel.unequal_widths or values["attention_type"] != "mla", "attention_type=mla"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),
-        (length % step == 0, f"max_target_length={length} (only multiples of {step})"),
+        (length % step == 0, f"max_target_length={length} (only multiples of {step}{_shares(shares, length, step)})"),
         (head_dim % multiple == 0, f"head_dim={head_dim} (only multiples of {multiple})"),
         (most is None or head_dim <= most, f"head_dim={head_dim} (at most {most})"),
     )
     return [setting for supported, setting in checks if not supported] + _unmet_on_mesh(kernel, values, mesh)
+
+
+def _shares(shares: int, length: int, step: int) -> str:
+    if shares == 1:
+        return ""
+    return f" for {shares} devices, {step // shares} tokens each; nearest: {nearest_multiples(length, step)}"
 
 
 def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
@@ -117,7 +167,7 @@ def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str,
     rules = make_rules(values["logical_axis_rules"])
 
     def split(name: str) -> tuple[str, ...]:
-        return tuple(axis for axis in rules[name] if mesh[axis] > 1)
+        return tuple(axis for axis in rules[name] if mesh[axis] > 1 and axis not in AXES)
 
     unmet = [
         f"sharded rows (rule of {name}: {', '.join(split(name))})"

@@ -60,6 +60,9 @@ class Config(Mapping[str, Any]):
     compile_topology_num_slices: int
     compiled_trainstep_file: str
     context: str
+    context_parallel_load_balance: bool
+    context_parallel_reorder_strategy: str
+    context_parallel_strategy: str
     coordinator_address: str
     custom_device_tensors: tuple[str, ...]
     custom_offload_tensors: tuple[str, ...]

@@ -163,16 +163,6 @@ PIPELINE_CHECKS = (
 )
 
 
-def misfits(config: Values) -> list[str]:
-    """Returns one line for each of `PIPELINE_CHECKS` that fails in a configuration whose mesh is filled in."""
-    failed = [(keys, said) for keys, problem in PIPELINE_CHECKS if (said := problem(config))]
-    return [f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}" for keys, said in failed]
-
-
-def _shown(key: str, value: Any) -> str:
-    return f"{key}={str(value).lower()}" if isinstance(value, int) else key  # not all rules
-
-
 PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
     ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),

@@ -1,18 +1,19 @@
 """Stage 2: fills in values that depend on the devices, and checks values that depend on the mesh."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import ml_collections
 
+from trainer.config.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
 from trainer.config.invariant_keys import split_on
 from trainer.config.kernels import choose_attention
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.pipeline_keys import MICROBATCHES, STAGE, fewest, microbatches, misfits, stages
+from trainer.config.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.sizes import too_large
@@ -38,10 +39,12 @@ def resolve(
     mesh_problems = fill_mesh(values, device_count, num_slices)
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
+    if order := token_order(values):
+        values[ORDER] = order[0]
     if mesh:
-        mistakes += misfits(values)
-        indivisible = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
-        mistakes += split_on(values, mesh) or indivisible or choose_tiles(values)
+        mistakes += _misfits(values, PIPELINE_CHECKS)
+        uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
+        mistakes += split_on(values, mesh) or [*_misfits(values, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
@@ -55,6 +58,19 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
     if not hardware or hardware.partition("_")[0] == platform:
         return []
     return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
+
+
+def _misfits(values: Mapping[str, Any], checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
+    """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
+    config = ml_collections.FrozenConfigDict(values)
+    failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
+    return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, tuple):  # not all rules
+        return key
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def frozen(value: Any) -> Any:
@@ -89,6 +105,8 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
+    if splits_rows(values):  # one of `CONTEXT_CHECKS` is about tokens
+        sized = [(name, key) for name, key in sized if key != "max_target_length"]
     if values["mtp_num_layers"]:
         sized.append(PROJECTED)
     for name, key in sized:
@@ -117,7 +135,7 @@ def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
-        count = 1  # `misfits` reports it
+        count = 1  # `PIPELINE_CHECKS` reports it
     else:
         axes = tuple(axis for axis in axes if axis != STAGE)  # the stages have different microbatches
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}

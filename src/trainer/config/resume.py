@@ -5,6 +5,7 @@ from typing import Any
 
 import ml_collections
 
+from trainer.config.context_keys import KEYS as CONTEXT
 from trainer.config.decoding_keys import DRAWN
 from trainer.config.decoding_keys import KEYS as DECODING
 from trainer.config.derived import DCN, ICI, global_batch_rows, has_reference, islands
@@ -34,6 +35,7 @@ LAYOUT = (
     "debug_sharding",
     "scan_layers",
     *PIPELINE,
+    *CONTEXT,
     *TILES.values(),
     TILES_OF_THE_LOSS,
     *PROCESSES,

@@ -109,10 +109,10 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ),
         ("dcn_fsdp_parallelism=-1", r"dcn_data_parallelism=-1 \(default\), .*only one of them may be -1"),
         (
-            "ici_context_parallelism=4",
-            r"\n  ici_context_parallelism=4 \(command line\): context parallelism .*; leave it at 1$",
+            "ici_context_autoregressive_parallelism=4",
+            r"\n  ici_context_auto\S*=4 \(command line\): context parallelism .*; leave it at 1$",
         ),
-        ("dcn_context_parallelism=2", "context parallelism is not supported yet; leave it at 1"),
+        ("dcn_context_autoregressive_parallelism=2", "parallelism for inference is not supported yet; leave it at 1"),
         (
             "ici_autoregressive_parallelism=-1",
             "nothing uses this axis; trainer.generate uses data, fsdp and tensor; leave",
@@ -142,11 +142,13 @@ def test_what_is_not_built_is_also_a_not_implemented_error(main, key, capsys):
     assert f"\n  {key}=2 (command line): " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", [ICI["context"], DCN["context"]])
+@pytest.mark.parametrize("key", [ICI["context_autoregressive"], DCN["context_autoregressive"]])
 def test_what_is_not_built_is_refused_after_loading_too(key):
     config = load(["base.yml", "dataset_type=synthetic"]).config
     config[key] = 2
-    with pytest.raises(NotBuilt, match=f"{key}=2: context parallelism is not supported yet; leave it at 1"):
+    with pytest.raises(
+        NotBuilt, match=f"{key}=2: context parallelism for inference is not supported yet; leave it at 1"
+    ):
         resolve(config, device_count=8, platform="cpu")
 
 

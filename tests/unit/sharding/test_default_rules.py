@@ -12,10 +12,13 @@ from trainer.training import build
 RULES = make_rules(schema().keys["logical_axis_rules"].default)
 HEADS = {"q_heads", "heads", "kv_heads", "activation_heads", "activation_kv_heads"}
 WIDE = {"mlp", "vocab", "activation_mlp", "activation_vocab"}
+LENGTHS = {"activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length"}
 SPLITS = {
     "data": {"activation_batch"},
     "stage": {"activation_batch", "activation_stage", "stages"},
     "fsdp": {"activation_batch", "embed", "embed_moe"},
+    "context": LENGTHS | {"embed", "embed_moe"},
+    "context_usp_ulysses": LENGTHS | {"embed", "embed_moe"},
     "fsdp_transpose": {"activation_batch", "kv", "kv_head_dim", "mlp", "vocab"},
     "expert": {"activation_batch", "embed", "exp"},
     "tensor": HEADS | WIDE | {"activation_embed"},
