@@ -170,7 +170,7 @@ def tree_mode():
 @pytest.mark.parametrize("whole", [True, False])
 def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mode, whole):
     """The sum is over the devices of the batch, and `check` verifies that it is equal on them. The names are plain
-    `Axes`: for the whole module, or in place of each Variable."""
+    `Axes`, no `nnx.StateSharding`: for the whole module, or in place of each Variable."""
     module, x = Seen(), jnp.asarray(np.random.default_rng(2).integers(-4, 5, (8, 4)), jnp.float32)
     with on_mesh(mesh, RULES):
         for calls in (1, 2):
