@@ -212,7 +212,7 @@ def _real(name: str, batch: Any) -> jax.Array:
     return segments != 0
 
 
-def _of_tokens(config: Any, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
+def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
     """Returns `x` [lead axes, b, t, ...] without padding, and with its tokens in their true order. Values of another
     shape stay."""
     axes = real_bt.shape

@@ -62,7 +62,7 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, mo
     """A kernel fills the cache; what reads it is the reference op, with keys that are not where their queries are."""
     calls = []
 
-    def op(name, query, key, value, mask, **settings):
+    def op(name, query, key, value, mask, dropout, **settings):
         calls.append((name, key.shape[1]))
         return query
 
