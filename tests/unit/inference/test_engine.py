@@ -386,8 +386,10 @@ def test_a_longer_prefix_in_a_ring_is_used_only_whole():
     check_greedy(longer, drawn, "window")
 
 
-def test_on_eight_devices_it_draws_the_same_text():
-    axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+@pytest.mark.parametrize("axis", ["data", "context"])
+def test_on_eight_devices_it_draws_the_same_text(axis):
+    """The axes that split rows in training shard the sequences."""
+    axes = {f"ici_{name}_parallelism": 2 for name in (axis, "fsdp", "tensor")}
     _, params = made()
     config = tiny_config("nnx", devices=8, per_device_batch_size=1, **MODEL, **axes)
     sharded = MaxEngine(config, jax.devices())
@@ -399,8 +401,8 @@ def test_on_eight_devices_it_draws_the_same_text():
         check_greedy([int(name), 3, 5, 9], drawn)
     specs = {leaf.sharding.spec for leaf in jax.tree.leaves(scheduler._state.cache)}
     assert {str(spec) for spec in specs} == {str(next(iter(specs)))}
-    assert all(name in str(specs) for name in ("data", "fsdp", "tensor"))
-    assert MaxEngine(config, jax.devices(), sequences=3).max_concurrent_decodes == 4  # data x fsdp
+    assert all(name in str(specs) for name in (axis, "fsdp", "tensor"))
+    assert MaxEngine(config, jax.devices(), sequences=3).max_concurrent_decodes == 4  # axis x fsdp
 
 
 def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
