@@ -120,7 +120,7 @@ def ring_largest(query: jax.Array, key: jax.Array, mask: Mask, ring: Ring) -> ja
     """Returns the largest logit of each head over this device's queries and all keys, float32 [h]; see
     `ops.max_logits`."""
     query, key = jax.lax.stop_gradient((query, key))
-    queries, keys = _together(*_cut(ring, query, key, key[..., :0], mask))
+    queries, keys = _cut(ring, query, key, key[..., :0], mask)
 
     def step(largest: jax.Array, keys: _Keys, _: Any) -> jax.Array:
         def of_queries(largest: jax.Array, queries: _Queries) -> tuple[jax.Array, None]:
@@ -144,7 +144,6 @@ def _attention(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | No
 
 
 def _forward(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | None, drop: Any) -> tuple[jax.Array, Any]:
-    queries, keys = _together(queries, keys)
     shape = _shape(queries)
     width = keys.value.shape[-1]
     start = _Sums(*(_full(queries, *of) for of in ((shape, _LOWEST), (shape, 0), ((*shape, width), 0))))
@@ -253,16 +252,6 @@ def _over_keys(
         return jax.lax.cond(seen.any(), lambda: tile(carry, own, seen, keys, at), lambda: (carry, own))
 
     return jax.lax.scan(one, carry, (jnp.arange(len(keys.key)), keys, of_keys))
-
-
-def _together(queries: _Queries, keys: _Keys) -> tuple[_Queries, _Keys]:
-    """Returns both, such that positions depend on the queries.
-
-    Positions are the same in all layers. The derivative of a loop over layers would compute whatever depends on them
-    alone, the masks of all tiles, before the loop, and keep it.
-    """
-    together: tuple[_Queries, _Keys] = jax.lax.optimization_barrier((queries, keys))
-    return together
 
 
 def _capped(ring: Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array | float]:
