@@ -26,6 +26,7 @@ from benchmark_memory import ROOT, maxtext, read, run, write
 STRATEGY = "context_parallel_strategy"
 BALANCE = "context_parallel_load_balance"
 DEVICES, LENGTHS = (1, 2, 4, 8), (8192, 16384, 32768)
+DOCUMENTS = (1024, 4096, 16384)  # mean tokens
 ULYSSES = 2  # devices of the axis context_usp_ulysses with the strategy usp
 STRATEGIES = ("all_gather", "ring", "ulysses", "usp")
 HEADS, WIDTH = 8, 64  # of one attention layer, and of MODEL
@@ -124,7 +125,7 @@ def table(lines: list[dict[str, Any]]) -> None:
 
 def sizes(strategy: str, n: int) -> tuple[int, int]:
     """Returns how many of `n` devices are on the axes context and context_usp_ulysses."""
-    return (n // ULYSSES, ULYSSES) if strategy == "usp" else (n, 1)
+    return (n // ULYSSES, ULYSSES) if strategy == "usp" and n > 1 else (n, 1)
 
 
 def layer(strategy: str, n: int, length: int) -> tuple[Any, Any, Any, Any]:
@@ -234,12 +235,12 @@ def sent() -> None:
             print(f"| {strategy} | {n} | {floats:,.0f} | {formula:,.0f} | {others:,.0f} |", flush=True)
 
 
-def work(rows: int = 8, tokens: int = 1024) -> None:
+def work(rows: int = 16) -> None:
     """Prints the tiles of scores that devices compute, by the rule of `ops.ring`: of rows with one document, and of
-    rows of documents with a mean of `tokens` tokens.
+    packed rows by the mean tokens of a document.
 
-    Of each row: the most tiles of a device over their mean; and the tiles in a ring's rounds, each of which lasts as
-    long as that of the device with the most, over the mean. The largest and the mean over rows.
+    Shares of all tiles of the row, means over rows: those that a device computes; those of the slowest device, which
+    all_gather waits for; and the sum of those of the slowest device in each round, which a ring waits for.
     """
     import numpy as np
 
@@ -247,41 +248,44 @@ def work(rows: int = 8, tokens: int = 1024) -> None:
     from trainer.ops.ring import BLOCK
 
     rng = np.random.default_rng(0)
-    print("| documents | tokens | devices | order | most over mean, worst row | mean | rounds, worst row | mean |")
-    print("|---|---|---|---|---|---|---|---|")
-    for packed in (False, True):
-        for length in LENGTHS:
-            drawn = [documents(rng, length, tokens) for _ in range(rows)] if packed else [np.zeros(length, int)]
-            for n in DEVICES[1:]:
-                for name in ("none", "dual_chunk_swap", "striped"):
-                    at = np.arange(length) if name == "none" else order(length, n, name)
-                    counts = [tiles(at, segment[at], n, BLOCK) for segment in drawn]
-                    most = [count.sum(1).max() / count.sum(1).mean() for count in counts]
-                    rounds = [in_rounds(count).max(0).sum() / count.sum(1).mean() for count in counts]
-                    cells = (f"{max(x):.2f} | {np.mean(x):.2f}" for x in (most, rounds))
-                    kind = f"of {tokens}" if packed else "one"
-                    print(f"| {kind} | {length} | {n} | {name} | {' | '.join(cells)} |", flush=True)
+    print("| tokens | tokens of a document | devices | order | computed | slowest | | in rounds | | worst row | |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for length, mean in ((length, mean) for length in LENGTHS for mean in (0, *DOCUMENTS)):
+        drawn = [documents(rng, length, mean) for _ in range(rows if mean else 1)]
+        for n, name in ((n, name) for n in DEVICES[1:] for name in ("none", "dual_chunk_swap", "striped")):
+            at = np.arange(length) if name == "none" else order(length, n, name)
+            counts = np.array([tiles(at, segment[at], n, BLOCK) for segment in drawn]) * n / (length // BLOCK) ** 2
+            each = counts.sum(2).mean(1)
+            most, rounds = counts.sum(2).max(1), np.array([in_rounds(count).max(0).sum() for count in counts])
+            cells = (f"{x.mean():.1%} | {x.mean() / each.mean():.2f}" for x in (most, rounds))
+            worst = f"{(most / each).max():.2f} | {(rounds / each).max():.2f}"
+            what = f"{length} | {mean or length} | {n} | {name}"
+            print(f"| {what} | {each.mean():.1%} | {' | '.join(cells)} | {worst} |", flush=True)
 
 
 def documents(rng: Any, length: int, mean: int) -> Any:
-    """Returns the document of each token of a row, [length]; lengths of documents are log-normal with sigma 1."""
+    """Returns the document of each token of a row, [length]; lengths of documents are log-normal with sigma 1. `mean`:
+    their mean in tokens; 0: one document."""
     import numpy as np
 
-    sizes = rng.lognormal(math.log(mean) - 0.5, 1, length).astype(int) + 1
-    return np.repeat(np.arange(length), sizes)[:length]
+    if not mean:
+        return np.zeros(length, int)
+    sizes = rng.lognormal(math.log(mean) - 0.5, 1, 8 * length // mean + 64).astype(int) + 1
+    return np.repeat(np.arange(len(sizes)), sizes)[:length]
 
 
 def tiles(at: Any, segment: Any, n: int, block: int) -> Any:
-    """Returns how many tiles of scores each device computes with the keys of each, [n, n]."""
+    """Returns how many tiles of scores each device computes with the keys of each, [n, n]. `at`: the true index of each
+    token. A tile is computed if the last query of a document in it is not before the document's first key."""
     import numpy as np
 
-    blocks = n * -(-len(at) // n // block)  # they do not span devices
-    position, segment = at.reshape(blocks, -1), segment.reshape(blocks, -1)
-    seen = np.zeros((blocks, blocks), bool)
-    for i in range(blocks):
-        for j in range(blocks):
-            before = position[i][:, None] >= position[j]
-            seen[i, j] = (before & (segment[i][:, None] == segment[j])).any()
+    blocks = len(at) // block
+    of_block = np.arange(len(at)) // block
+    last = np.full((blocks, segment.max() + 1), -1)
+    first = np.full_like(last, len(at))
+    np.maximum.at(last, (of_block, segment), at)
+    np.minimum.at(first, (of_block, segment), at)
+    seen = (last[:, None] >= first).any(-1)
     return seen.reshape(n, blocks // n, n, blocks // n).sum((1, 3))
 
 
