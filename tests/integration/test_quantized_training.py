@@ -26,8 +26,11 @@ from support import (
 
 from trainer.config import UserError, load
 from trainer.config.quantization_keys import RECIPES
+from trainer.layers.sown import MtpHidden
 from trainer.models.matrices import check_matrices, quantized_and_float
 from trainer.models.quantization import quantization_rules
+from trainer.objectives import make_objective, prepared
+from trainer.objectives.forward import ahead_of
 from trainer.products.quantized import Calibration, Recipe
 from trainer.training import build, placed
 
@@ -41,14 +44,13 @@ ROWS, LENGTH = 4, 128
 def gradient_of(config):
     """Returns a function whose program has all products of a training step, forward and backward, and its argument."""
     model = model_of(config)
-    batch = packed_batch(config, 2)
+    batch = prepared(make_objective(config, model), packed_batch(config, 2))
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
     params, rest = model.abstract
 
     def loss(params, rest):
-        from trainer.layers.sown import MtpHidden
-
-        hidden, sown, _ = model.apply(params, rest, *inputs, capture=(MtpHidden,), key=jax.random.key(0))
+        ways = {"capture": (MtpHidden,), "key": jax.random.key(0), "ahead": ahead_of(batch)}
+        hidden, sown, _ = model.apply(params, rest, *inputs, **ways)
         hiddens = [hidden, *jax.tree.leaves(sown)]
         return sum(jnp.sin(model.apply(params, rest, x, method="head")[0]).sum() for x in hiddens)
 

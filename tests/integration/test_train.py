@@ -23,6 +23,7 @@ from trainer.aot.dump import given_folder
 from trainer.config import load, schema
 from trainer.config import resolve as resolve_config
 from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.context_keys import token_order
 from trainer.config.decoding_keys import SERVING
 from trainer.config.dump import PROCESSES
 from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
@@ -317,8 +318,10 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     rounds = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_strategy": "weighted"}
     others += (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
     stages = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
-    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, stages, *others):
-        run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys is stages else 1])
+    split = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1}
+    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, stages, split, *others):
+        run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys in (stages, split) else 1])
+        token_order(run.config)
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)

@@ -52,26 +52,13 @@ class NNXModel:
         with tree_mode():
             return init_variables(self.config, key, self._initial_decoder())
 
-    def apply(
-        self,
-        params,
-        rest,
-        *inputs,
-        method="hidden",
-        capture=(),
-        cache=None,
-        key=None,
-        sampled=None,
-        ranks=None,
-        ahead=None,
-    ) -> tuple[Any, sown.Sown, Any]:
-        """See `Model.apply`."""
+    def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, sown.Sown, Any]:
+        """See `Model.apply`. `given`: the arguments of "hidden"."""
         with tree_mode():
             model = nnx.merge(self._graphdef, self._variables.pack({"params": params, "rest": rest}))
             if method == "head":
-                return model.head(*inputs), {}, cache
-            given = *inputs, cache, key, capture, sampled, ranks, ahead
-            (out, cache), extra = sown.capture(model, capture, method)(*given)
+                return model.head(*inputs), {}, None
+            (out, cache), extra = sown.capture(model, capture, method)(*inputs, types=capture, **given)
             return out, extra, cache
 
     def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:

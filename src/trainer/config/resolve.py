@@ -6,9 +6,8 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.context_keys import CONTEXT_CHECKS, splits_rows
+from trainer.config.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
 from trainer.config.derived import FOLLOWS, mesh_axes
-from trainer.config.dump import as_words
 from trainer.config.errors import report
 from trainer.config.family import fixed
 from trainer.config.invariant_keys import split_on
@@ -40,6 +39,8 @@ def resolve(
     mesh_problems = fill_mesh(values, device_count, num_slices)
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
+    if order := token_order(values):
+        values[ORDER] = order[0]
     if mesh:
         mistakes += _misfits(values, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
@@ -63,11 +64,13 @@ def _misfits(values: Mapping[str, Any], checks: Iterable[tuple[Collection[str], 
     """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
     config = ml_collections.FrozenConfigDict(values)
     failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
-    return [f"{' '.join(_shown(values, key) for key in keys)}: {said}" for keys, said in failed]
+    return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return key if isinstance(values[key], tuple) else as_words(values, [key])[0]  # not all rules
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, tuple):  # not all rules
+        return key
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def frozen(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """What an engine computes: its prefills and decode steps, as functions that it compiles."""
 
 import dataclasses
-import math
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ from trainer.config.derived import policy_temperature
 from trainer.config.invariant_keys import KEY, ROWS, TILE
 from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
-from trainer.inference.served import Served
+from trainer.inference.served import Served, row_parts
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings
 from trainer.inference.weights import abstract_weights, canonical
 from trainer.layers.cache import Cache
@@ -31,7 +30,7 @@ class Programs:
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
         self.abstract_weights = abstract_weights(served)
-        self._parts = math.prod(served.mesh.shape[axis] for axis in served.rules["activation_batch"])
+        self._parts = row_parts(served.mesh, served.rules)
 
     def empty(self) -> DecodeState:
         """Returns the state with no slot in use."""

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.backends import Model, make_model
 from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
+from trainer.config.context_keys import AXES, LENGTHS
 from trainer.config.expert_keys import drops
 from trainer.config.invariant_keys import KEY
 from trainer.config.pipeline_keys import SIZES
@@ -20,8 +21,7 @@ from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
 from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
 
-# A row is not sharded: tokens are added to it one at a time.
-_LENGTHS = ("activation_length", "activation_norm_length", "activation_q_length", "activation_kv_length")
+# A row is not sharded: tokens are added to it one at a time. The axes that shard it in training shard rows instead.
 _ROWS = "activation_batch"
 
 
@@ -73,7 +73,17 @@ class Served(NamedTuple):
         return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
-        return {**self.rules, **dict.fromkeys(_LENGTHS, ()), **({_ROWS: ()} if one_row else {})}
+        return {**self.rules, **dict.fromkeys(LENGTHS, ()), _ROWS: () if one_row else _row_axes(self.rules)}
+
+
+def row_parts(mesh: Mesh, rules: Rules) -> int:
+    """Returns over how many devices of `mesh` the sequences are sharded that are generated at once. `rules`: of
+    training."""
+    return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
+
+
+def _row_axes(rules: Rules) -> tuple[str, ...]:
+    return *rules[_ROWS], *(axis for axis in AXES if axis in rules["activation_length"] and axis not in rules[_ROWS])
 
 
 def serve(
@@ -111,7 +121,7 @@ def serve(
         )
     slots = round(config.per_device_batch_size * mesh.size)
     if sequences is not None:
-        parts = math.prod(mesh.shape[axis] for axis in rules[_ROWS])
+        parts = row_parts(mesh, rules)
         slots = min(slots, math.ceil(sequences / parts) * parts)
     ranks = None
     if adapters:

@@ -133,10 +133,10 @@ def capture(
 ) -> Callable[..., tuple[Any, Sown]]:
     """Returns a function that runs `module.method` and returns its result and the sown values of `types`."""
 
-    def call(*args: Any) -> tuple[Any, Sown]:
+    def call(*args: Any, **given: Any) -> tuple[Any, Sown]:
         if not types:
-            return getattr(module, method)(*args), {}
-        result, *states = nnx.capture(getattr(module, method), *types)(*args)
+            return getattr(module, method)(*args, **given), {}
+        result, *states = nnx.capture(getattr(module, method), *types)(*args, **given)
         return result, {t.__name__: _flatten(state) for t, state in zip(types, states, strict=True)}
 
     return call

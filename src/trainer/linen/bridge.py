@@ -29,7 +29,7 @@ class _ToLinen(bridge.ToLinen):
 
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:
     """Returns a method for `nnx_method` of `ToLinen`. It runs `method` and also returns the sown values of `types`."""
-    return lambda module, *args: capture(module, types, method)(*args)
+    return lambda module, *args, **given: capture(module, types, method)(*args, **given)
 
 
 def is_box(x: Any) -> bool:

@@ -96,34 +96,21 @@ class Linen:
         """See `Model.canonical`."""
         return path[:1] + path[2:] if path[0] == "rest" else path
 
-    def apply(
-        self,
-        params,
-        rest,
-        *inputs,
-        method="hidden",
-        capture=(),
-        cache=None,
-        key=None,
-        sampled=None,
-        ranks=None,
-        ahead=None,
-    ) -> tuple[Any, Sown, Any]:
-        """See `Model.apply`."""
+    def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, Sown, Any]:
+        """See `Model.apply`. `given`: the arguments of "hidden"."""
         variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
-                return self._head(variables, *inputs), {}, cache
-            given = *inputs, cache, key, capture, sampled, ranks, ahead
-            (out, cache), sown = self._call(variables, method, given, capture)
+                return self._head(variables, *inputs), {}, None
+            (out, cache), sown = self._call(variables, method, capture, *inputs, **given)
             return out, sown, cache
 
     def _head(self, variables, x):
         return self.module.apply(variables, x, method="head")
 
-    def _call(self, variables, method, args, types) -> tuple[Any, Sown]:
+    def _call(self, variables, method, types, *args, **given) -> tuple[Any, Sown]:
         names = [variable_type.__name__ for variable_type in types]
-        result, sown = self.module.apply(variables, *args, method=method, mutable=names)
+        result, sown = self.module.apply(variables, *args, types=types, **given, method=method, mutable=names)
         flat = {name: traverse_util.flatten_dict(sown.get(name, {}), sep="/") for name in names}
         return result, flat
 
@@ -139,8 +126,8 @@ class Bridged(Linen):
     def _head(self, variables, x):
         return self.module.apply(variables, x, nnx_method="head")
 
-    def _call(self, variables, method, args, types) -> tuple[Any, Sown]:
-        return self.module.apply(variables, *args, nnx_method=capturing(types, method))
+    def _call(self, variables, method, types, *args, **given) -> tuple[Any, Sown]:
+        return self.module.apply(variables, *args, types=types, **given, nnx_method=capturing(types, method))
 
 
 class BridgedLinenDecoder(Bridged):

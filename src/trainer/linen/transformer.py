@@ -49,17 +49,7 @@ class Transformer(linen.Module):
             self.mtp_block = MtpBlock(self.config)
 
     def hidden(
-        self,
-        inputs,
-        position,
-        segment,
-        row,
-        cache=None,
-        key=None,
-        types: Types = (),
-        sampled=None,
-        ranks=None,
-        ahead: Ahead | None = None,
+        self, inputs, position, segment, row, cache=None, key=None, types=(), sampled=None, ranks=None, ahead=None
     ):
         """See `models.transformer.Transformer.hidden`."""
         if self.is_initializing() and self.config.mtp_num_layers:

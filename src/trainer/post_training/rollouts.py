@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from trainer.data import Batch, Position
 from trainer.inference.engine import Engine
 from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
 from trainer.inference.scheduler import LENGTH, Scheduler
-from trainer.inference.served import Served, for_decoding
+from trainer.inference.served import Served, for_decoding, row_parts
 from trainer.inference.text import TextStream
 from trainer.models.caches import takes_cache
 from trainer.models.families import stacks
@@ -319,7 +318,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
     decoding = for_decoding(own, mesh.devices.flat[0].platform)
     at_once = config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
-    parts = math.prod(mesh.shape[axis] for axis in run.rules["activation_batch"])
+    parts = row_parts(mesh, run.rules)
     slots = -(-max(slots, config[GROUP]) // parts) * parts
     return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
 

@@ -39,7 +39,14 @@ def take(
         add = functools.partial(_summed_by_device, names=names, out_names=out_names, mesh=same_mesh())
     elif names is not None and (at := _by_columns(names, out_names, ids.ndim)) is not None:
         add = functools.partial(_summed_by_columns, at=at)
-    return constrain(_rows(table, ids, dtype, add), out_names)
+    steps = [] if names is None else _steps(names, out_names, ids.ndim)
+    if steps:  # every device looks all ids up in its columns
+        at = steps[-1]
+        ids = jax.lax.with_sharding_constraint(ids, NamedSharding(at.mesh, PartitionSpec(*at.spec[: ids.ndim])))
+    rows = _rows(table, ids, dtype, functools.partial(_in_steps, add, steps))
+    for at in reversed(steps):
+        rows = jax.lax.with_sharding_constraint(rows, at)
+    return constrain(rows, out_names)
 
 
 _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or a function with the same result
@@ -71,6 +78,38 @@ _rows.defvjp(_rows_forward, _rows_backward)
 def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = False) -> jax.Array:
     """Returns a float32 array of `shape` that holds, at each index, the sum of the `rows` with that id."""
     return jnp.zeros(shape, jnp.float32).at[ids].add(rows.astype(jnp.float32), indices_are_sorted=ordered)
+
+
+def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
+    """Returns shardings of looked-up rows from that of the ids to that of the table's columns, if the mesh axes of the
+    columns shard more than one axis of the ids, as with fsdp and context.
+
+    From one to the next is one all-to-all. Otherwise the compiler gathers the rows of all ids on every device.
+    """
+    current = current_mesh.get()
+    if current is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return []
+    mesh, rules = current
+    columns = [axis for name in spec(names[1:], rules) for axis in axes_of(name) if mesh.shape[axis] > 1]
+    of_ids = [axes_of(name) for name in spec(out_names[:ndim], rules)]
+    shared = [[axis for axis in axes if axis in columns] for axes in of_ids]
+    if sum(map(bool, shared)) < 2:
+        return []
+    steps, moved = [], []
+    for i in range(ndim):
+        of_ids[i] = tuple(axis for axis in of_ids[i] if axis not in shared[i])
+        moved += shared[i]
+        if shared[i]:
+            steps.append(NamedSharding(mesh, PartitionSpec(*map(entry, of_ids), entry(moved))))
+    return steps
+
+
+def _in_steps(
+    add: _Add, steps: list[NamedSharding], shape: Sequence[int], ids: jax.Array, rows: jax.Array
+) -> jax.Array:
+    for at in steps:
+        rows = jax.lax.with_sharding_constraint(rows, at)
+    return add(shape, ids, rows)
 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:

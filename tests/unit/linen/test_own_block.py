@@ -18,7 +18,7 @@ from trainer.checkpoint import model_config, weight_shapes
 from trainer.checkpoint.description import check_words
 from trainer.config import UserError
 from trainer.layers.sown import SownValue, Total
-from trainer.objectives import NextToken, make_objective
+from trainer.objectives import NextToken, make_objective, prepared
 from trainer.ops.random import seed_key
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
@@ -209,9 +209,10 @@ def with_modules(combination, block):
     model = make_model(config)
     params = initial(model)
     objective = make_objective(config, model)
+    batch = prepared(objective, packed_batch(config, 4))
 
     def loss(params, key):
-        sums = objective.sums(params, {}, packed_batch(config, 4), key, (Total,))
+        sums = objective.sums(params, {}, batch, key, (Total,))
         return sums.minimized["mtp_loss"].sum(), sums.sown
 
     program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(params, seed_key(1))

@@ -170,7 +170,7 @@ def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
         build(load(arguments("nnx", **keys)).config, jax.devices()[:4])
     run = build(load(arguments("nnx", decoder_block="two_kinds:shifts", **keys)).config, jax.devices()[:4])
     mix = run.param_shardings.storage["decoder"]["layers"]["mix"]["kernel"]
-    assert mix.spec == jax.sharding.PartitionSpec(None, ("fsdp", "expert"), "data")
+    assert mix.spec == jax.sharding.PartitionSpec(None, ("fsdp", "expert", "context", "context_usp_ulysses"), "data")
     odd = {"decoder_block": "two_kinds:shifts", "ici_data_parallelism": 3}
     with pytest.raises(UserError, match=r"layers/mix/kernel .*: data 3 by the rule of shifted does not divide 16"):
         build(load(arguments("nnx", **odd)).config, jax.devices()[:3])

@@ -13,7 +13,7 @@ from trainer.backends import make_model
 from trainer.models import FAMILIES as BLOCKS
 from trainer.models.families import family
 from trainer.models.flops import flops_per_token, forward_flops_per_token, visible_keys
-from trainer.objectives import NextToken, make_objective
+from trainer.objectives import NextToken, make_objective, prepared
 
 TINY = {
     "decoder_block": "llama2",
@@ -247,7 +247,8 @@ def test_only_the_experts_of_a_token_count(case):
     def loss(params, rest, batch):
         return sum(term.sum() for term in objective.sums(params, rest, batch, None).minimized.values())
 
-    found = traced_flops(jax.make_jaxpr(jax.grad(loss))(params, rest, packed_batch(config, rows)).jaxpr)
+    batch = prepared(objective, packed_batch(config, rows))
+    found = traced_flops(jax.make_jaxpr(jax.grad(loss))(params, rest, batch).jaxpr)
     expected = flops_per_token(config, keys=config.max_target_length)
     assert found / (rows * config.max_target_length) == pytest.approx(expected, rel=0.02)
 

@@ -13,6 +13,8 @@ from trainer.checkpoint import restore
 from trainer.config import UserError, load
 from trainer.inference import MaxEngine, Scheduler
 from trainer.layers.sown import MtpHidden
+from trainer.objectives import prepared
+from trainer.objectives.forward import ahead_of
 from trainer.ops.paths import by_name
 from trainer.training import build, placed
 
@@ -50,11 +52,11 @@ def test_a_model_of_integers_is_the_plain_model_of_their_values():
 
     def logits(combination, **keys):
         run = made(combination, mtp_num_layers=1, **keys)
-        batch = packed_batch(run.config, 2)
+        batch = prepared(run.objective, packed_batch(run.config, 2))
 
         def of(params):
             inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-            hidden, sown, _ = run.model.apply(params, {}, *inputs, capture=(MtpHidden,))
+            hidden, sown, _ = run.model.apply(params, {}, *inputs, capture=(MtpHidden,), ahead=ahead_of(batch))
             return run.model.apply(params, {}, hidden, method="head")[0], sown
 
         return of

@@ -74,7 +74,7 @@ def test_the_inputs_that_blocks_save_are_split(axis):
     assert default + 0.7 * inputs < whole  # of 3/4
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "expert", "tensor", "tensor_sequence"])
+@pytest.mark.parametrize("axis", ["fsdp", "fsdp_transpose", "context", "expert", "tensor", "tensor_sequence"])
 def test_a_device_of_eight_holds_an_eighth_of_the_state(axis):
     """Except for the norms and three counts: parameters, Adam's moments and gradients."""
     mesh = {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 8}

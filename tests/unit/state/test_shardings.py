@@ -70,7 +70,7 @@ def test_the_shardings_have_the_structure_of_the_state_and_fit_its_shapes(config
 
 HEADS = ("tensor", "tensor_sequence")
 WIDE = (*HEADS, "fsdp_transpose")
-WIDTH = ("fsdp", "expert")
+WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")
 EXPECTED = {
     "token_embedder/embedding": P(WIDE, WIDTH),
     "decoder/decoder_norm/scale": P(None),

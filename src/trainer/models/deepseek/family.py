@@ -141,7 +141,7 @@ def _maxtext_refuses(config: Config) -> list[str]:
     return refused
 
 
-_WIDTH = ("fsdp", "expert")  # as the rule of embed
+_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as the rule of embed
 
 FAMILY = Family(
     stacks,
