@@ -279,6 +279,8 @@ def _dropped(ring: Ring, drop: Any, weights: jax.Array, index: Any, source: Any,
 
 
 def _cut(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> tuple[_Queries, _Keys]:
+    # In a loop over layers JAX would compute what depends on the mask alone once, before the loop: all tiles of it.
+    query, mask = jax.lax.optimization_barrier((query, mask))
     rows, length, heads, width = query.shape
     query = query.reshape(rows, length, key.shape[2], heads // key.shape[2], width)
     cut = functools.partial(_blocks, ring.block)

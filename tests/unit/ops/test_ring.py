@@ -72,3 +72,19 @@ def test_a_query_that_sees_nothing_has_no_result():
     out, grads = jax.value_and_grad(lambda *xs: in_ring(*xs, apart).sum(), argnums=(0, 1, 2))(query, key, value)
     assert out == 0
     assert all((np.asarray(grad) == 0).all() for grad in grads)
+
+
+def test_a_loop_over_layers_keeps_no_tile():
+    """What depends on the mask alone is not computed for all tiles before the loop."""
+    block, length = 4, 64
+    *arrays, mask = inputs(1, length, 2, 1, 4)
+
+    def loss(query, key, value):
+        def layer(x, scale):
+            return x + ring_attention(x * scale, key, value, mask, ring=Ring(block=block)), None
+
+        return jax.lax.scan(layer, query, jnp.ones(3))[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(*arrays)
+    largest = max(x.aval.size for equation in jaxpr.eqns for x in equation.outvars)
+    assert largest < length**2
