@@ -17,7 +17,7 @@ from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
-from trainer.config import UserError
+from trainer.config import Config, UserError
 from trainer.config.context_keys import token_order
 from trainer.config.invariant_keys import compiler_options
 from trainer.config.pipeline_keys import unpipelined
