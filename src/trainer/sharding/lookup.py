@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,16 +31,22 @@ def take(
     Args:
       dtype: of the result; None: the dtype of the table.
       names: the logical names of the table's axes. If they are given, TPUs with a replicated table sum its gradient in
-        the memory of one table instead of two (`_summed_by_device`), and devices with a part of its columns sum only
-        these (`_summed_by_columns`).
+        the memory of one table instead of two (`_summed_by_device`), and devices with a part of its columns look up and
+        sum only these (`_summed_by_columns`).
     """
     dtype = table.dtype if dtype is None else dtype
-    add = _sum
+    add, moves = _sum, []
     if names is not None and on_tpu() and _only_rows_are_split(names, out_names, ids.ndim):
         add = functools.partial(_summed_by_device, names=names, out_names=out_names, mesh=same_mesh())
     elif names is not None and (at := _by_columns(names, out_names, ids.ndim)) is not None:
-        add = functools.partial(_summed_by_columns, at=at)
-    return constrain(_rows(table, ids, dtype, add), out_names)
+        of_ids, of_rows, *moves = at
+        add = functools.partial(_summed_by_columns, at=(of_ids, of_rows))
+        if moves:
+            ids, moves = jax.lax.with_sharding_constraint(ids, of_ids), [of_rows, *moves]
+    rows = _rows(table, ids, dtype, add)
+    for move in moves:
+        rows = jax.lax.with_sharding_constraint(rows, move)
+    return constrain(rows, out_names)
 
 
 _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or a function with the same result
@@ -109,25 +116,37 @@ def _summed_by_device(
         return shard_mapped(on_device, (of_ids, Axes(out_names)), Axes(names), check=False)(ids, rows)
 
 
-def _by_columns(
-    names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
-) -> tuple[NamedSharding, NamedSharding] | None:
+def _by_columns(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding] | None:
     """Returns shardings of the ids and of the rows for `_summed_by_columns`, if mesh axes that shard the columns of the
-    table shard the ids, too, and not alone; else None."""
+    table shard the ids, too, and not alone or along several axes; else None.
+
+    For several axes of the ids, those of the rows between and `out_names` follow. In each the next mesh axes, beginning
+    with the innermost, have moved from the columns to one axis of the ids: an all-to-all. The compiler finds no such
+    way itself and all-gathers the table.
+    """
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     mesh, rules = current
     columns = [axis for name in spec(names[1:], rules) for axis in axes_of(name)]
-    rest = [[axis for axis in axes_of(name) if axis not in columns] for name in spec(out_names[:ndim], rules)]
+    of_out = [axes_of(name) for name in spec(out_names[:ndim], rules)]
+    rest = [[axis for axis in axes if axis not in columns] for axes in of_out]
     sizes = shards(out_names[:ndim]), shards(names[1:])
     others = math.prod(mesh.shape[axis] for axes in rest for axis in axes)
     whole = shards(names[:1]) == 1 == shards(out_names[ndim:])
-    if not whole or others == 1 or sizes[1] == 1 or sizes[0] != others * sizes[1]:
+    if not whole or sizes[1] == 1 or sizes[0] != others * sizes[1]:
         return None
-    of_ids = [entry(axes) for axes in rest]
-    of_rows = [*of_ids, *spec(names[1:], rules)]
-    return NamedSharding(mesh, PartitionSpec(*of_ids)), NamedSharding(mesh, PartitionSpec(*of_rows))
+    found = [PartitionSpec(*map(entry, rest)), PartitionSpec(*map(entry, rest), *spec(names[1:], rules))]
+    left = [axis for axis in columns if mesh.shape[axis] > 1]
+    at = {axis: index for index, axes in enumerate(of_out) for axis in axes}
+    if len({at[axis] for axis in left}) > 1 and len(names) == 2:
+        for _, moved in itertools.groupby(left[::-1], at.__getitem__):
+            del left[-len(list(moved)) :]
+            ids = [[axis for axis in axes if axis not in left] for axes in of_out]
+            found.append(PartitionSpec(*map(entry, ids), entry(left)))
+    elif others == 1:
+        return None
+    return [NamedSharding(mesh, each) for each in found]
 
 
 def _summed_by_columns(

@@ -34,7 +34,7 @@ def test_rules_hold_tuples_of_mesh_axes():
 def test_the_rules_of_a_resolved_configuration_can_be_read():
     rules = make_rules(tiny_config("nnx").logical_axis_rules)
     assert rules["activation_batch"] == ("stage", "data", "fsdp", "fsdp_transpose", "expert")
-    assert rules["embed"] == ("fsdp", "expert")
+    assert rules["embed"] == ("fsdp", "context", "context_usp_ulysses", "expert")
     assert rules["layers"] == ()
 
 
