@@ -7,7 +7,6 @@ usp: Ulysses over the last mesh axis of the tokens, a ring over the others (USP,
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,14 +45,22 @@ def is_split() -> bool:
 
 
 def attend(
-    across: Across, op: Attend, ring: Ring | None, arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
+    across: Across,
+    op: Attend,
+    arrays: Arrays,
+    dropout: Dropout | None,
+    sinks: jax.Array | None,
+    *,
+    ring: Ring | None,
+    kernel: bool,
 ) -> jax.Array:
     """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
 
     Args:
       op: an op of `ops.attention` with its static parameters. With the strategy all_gather its keys may be at other
-        positions than its queries, or it has an argument `among`, as `ops.splash` has.
+        positions than its queries, or it is a kernel with an argument `among`, as `ops.splash` is.
       ring: None, or the parameters with which `ring_attention` takes the place of the op.
+      kernel: whether the op is a kernel, of which JAX cannot tell on which devices its result is the same.
     """
     whole = arrays[0].shape[2], arrays[1].shape[1]
     drawn = () if dropout is None else (dropout.key, dropout.row)
@@ -70,13 +77,13 @@ def attend(
             run = functools.partial(ring_attention, ring=ring._replace(axes=around))
         if across.strategy != "all_gather":
             return _by_heads(run, over, arrays, here, sinks)
-        if ring is None and "among" in inspect.signature(op).parameters:
+        if kernel:
             run = functools.partial(op, among=(length, across.order))
         return run(*_gathered(length, arrays), here, sinks=sinks)
 
     of_drawn = (sharding.Axes(()), sharding.Axes(("activation_batch",)))[: len(drawn)]
     names = (QUERIES, KEYS, KEYS, MASK), of_drawn, None if sinks is None else HEADS
-    return sharding.shard_mapped(on_device, names, QUERIES, check=False)(arrays, drawn, sinks)
+    return sharding.shard_mapped(on_device, names, QUERIES, check=not kernel)(arrays, drawn, sinks)
 
 
 def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: jax.Array | None) -> jax.Array:

@@ -76,11 +76,11 @@ class Scores(NamedTuple):
         if self.op in ("dot_product", "blockwise"):
             attend = functools.partial(attend, sums=sharding.sum_dtype(values))
         arrays = queries, keys, values, mask
-        in_blocks = self.op == "blockwise" and split.is_split()
+        kernel, in_blocks = KERNELS[self.op].per_device, self.op == "blockwise" and split.is_split()
         if split.is_split():
             ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
-            attended = split.attend(self.across, attend, ring, arrays, drop, sinks)
-        elif KERNELS[self.op].per_device:  # the compiler cannot shard it; it has no dropout
+            attended = split.attend(self.across, attend, arrays, drop, sinks, ring=ring, kernel=kernel)
+        elif kernel:  # the compiler cannot shard it; it has no dropout
             names = QUERIES, KEYS, KEYS, MASK, None if sinks is None else HEADS
             run = sharding.shard_mapped(lambda *args: attend(*args[:4], sinks=args[4]), names, QUERIES, check=False)
             attended = run(*arrays, sinks)

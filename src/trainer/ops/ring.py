@@ -112,7 +112,7 @@ def ring_attention(
     queries, keys = _cut(ring, query, key, value, mask)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(key.shape[2], -1, 1)
-        sinks = jnp.broadcast_to(sinks, _shape(queries))
+        sinks = jnp.broadcast_to(sinks, _shape(queries)) + _full(queries, (), 0)
     return _joined(_attention(ring, queries, keys, sinks, drop), query.shape[1])
 
 
@@ -133,7 +133,7 @@ def ring_largest(query: jax.Array, key: jax.Array, mask: Mask, ring: Ring) -> ja
 
         return jax.lax.scan(of_queries, largest, queries)[0]
 
-    start = jnp.full(queries.query.shape[3:5], _LOWEST)
+    start = _full(queries, queries.query.shape[3:5], _LOWEST)
     return _around(ring, step, start, keys).reshape(query.shape[2])
 
 
@@ -145,9 +145,10 @@ def _attention(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | No
 
 def _forward(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | None, drop: Any) -> tuple[jax.Array, Any]:
     shape = _shape(queries)
-    start = _Sums(jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, keys.value.shape[-1])))
+    width = keys.value.shape[-1]
+    start = _Sums(*(_full(queries, *of) for of in ((shape, _LOWEST), (shape, 0), ((*shape, width), 0))))
     if sinks is not None:
-        start = start._replace(largest=sinks, weight=jnp.ones(shape))
+        start = start._replace(largest=sinks, weight=start.weight + 1)
 
     def step(sums: _Sums, keys: _Keys, source: Any) -> _Sums:
         def of_queries(_: None, xs: Any) -> tuple[None, _Sums]:
@@ -198,7 +199,7 @@ def _backward(ring: Ring, residuals: Any, out_grad: jax.Array) -> Any:
             query_grad, sums = _over_keys(ring, tile, query_grad, queries, keys, sums)
             return sums, query_grad
 
-        start = jnp.zeros(keys.key.shape), jnp.zeros(keys.value.shape)
+        start = _full(queries, keys.key.shape, 0), _full(queries, keys.value.shape, 0)
         xs = jnp.arange(len(out)), queries, out_grad, log_sum, delta, query_grad
         sums, query_grad = jax.lax.scan(of_queries, start, xs)
         return query_grad, sums
@@ -210,7 +211,7 @@ def _backward(ring: Ring, residuals: Any, out_grad: jax.Array) -> Any:
         return (sent, query_grad, jax.tree.map(jnp.add, arrived, own)), None
 
     sent = ring.passed_on(keys) if ring.devices > 1 else keys
-    query_grad, sums = step(jnp.zeros(queries.query.shape), keys, ring.source(0))
+    query_grad, sums = step(_full(queries, queries.query.shape, 0), keys, ring.source(0))
     if ring.devices > 1:
         (_, query_grad, sums), _ = jax.lax.scan(one, (sent, query_grad, sums), jnp.arange(1, ring.devices))
         sums = ring.passed_on(sums)
@@ -306,6 +307,13 @@ def _shape(queries: _Queries) -> tuple[int, ...]:
     """[n, b, k, g, c]."""
     count, rows, each, kv_heads, group, _ = queries.query.shape
     return count, rows, kv_heads, group, each
+
+
+def _full(queries: _Queries, shape: tuple[int, ...], value: float) -> jax.Array:
+    """Returns a float32 array that has the value everywhere, and whose type says that it differs between the devices
+    between which queries do: that of what is added to it in a loop."""
+    zero = ((queries.query.ravel()[0] > 0) & False).astype(jnp.float32)
+    return jnp.full(shape, value, jnp.float32) + zero
 
 
 def _einsum(subscripts: str, *operands: jax.Array) -> jax.Array:

@@ -241,7 +241,7 @@ def shard_mapped(
         in_specs=specs(in_names),
         out_specs=specs(out_names),
         axis_names=manual,
-        check_vma=check,
+        check_vma=check and not mapped,  # JAX cannot check under a vmap
         graph=False,
         graph_updates=False,
     )

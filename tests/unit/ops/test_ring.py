@@ -1,0 +1,74 @@
+"""Attention in a ring: finite differences, tiles that are skipped, and blocks that do not divide the row."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import assert_close, inputs, value_and_grads
+from jax.sharding import Mesh, PartitionSpec
+
+from trainer.ops.attention import Mask, dot_product_attention, visible
+from trainer.ops.ring import Ring, ring_attention
+
+N = 4
+
+
+def in_ring(query, key, value, mask, *, block=512, **how):
+    """Runs `ring_attention` on a ring of four devices."""
+    return _compiled(Ring(("context",), block=block, **how))(query, key, value, mask)
+
+
+@functools.cache
+def _compiled(ring):
+    tokens, mesh = PartitionSpec(None, "context"), Mesh(np.array(jax.devices()[:N]), ("context",))
+    run = functools.partial(ring_attention, ring=ring)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(tokens,) * 4, out_specs=tokens))
+
+
+@pytest.mark.parametrize("block", [3, 5, 512])
+def test_blocks_need_not_divide_the_tokens(block):
+    args = inputs(2, 32, 4, 2, 8)
+    expected = value_and_grads(dot_product_attention, args, window=9)
+    assert_close(value_and_grads(functools.partial(in_ring, block=block), args, window=9), expected, 1e-5)
+
+
+def test_its_gradients_are_finite_differences():
+    """In float64, with a soft cap."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        mask = jax.tree.map(jnp.asarray, inputs(1, 16, 2, 1, 4)[3])
+        arrays = [jnp.asarray(rng.normal(size=(1, 16, heads, 4))) for heads in (2, 1, 1)]
+        weight, towards = rng.normal(size=(1, 16, 2, 4)), [rng.normal(size=x.shape) for x in arrays]
+
+        @jax.jit
+        def loss(arrays):
+            return jnp.sum(in_ring(*arrays, mask, block=2, soft_cap=1.5).astype(float) * weight)
+
+        slope = sum(jnp.vdot(grad, x) for grad, x in zip(jax.grad(loss)(arrays), towards, strict=True))
+        moved = [float(loss([x + sign * 1e-2 * y for x, y in zip(arrays, towards, strict=True)])) for sign in (1, -1)]
+    # Scores are float32, so the difference of two losses has an error of 1e-6 / 1e-2.
+    np.testing.assert_allclose(float(slope), (moved[0] - moved[1]) / 2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_tiles_that_no_query_sees_are_not_computed(window):
+    """A value of a token that no query of its block's tiles sees would make NaN of their zero weights."""
+    block, length = 4, 32
+    query, key, value, mask = inputs(1, length, 2, 1, 8)
+    seen = np.asarray(visible(mask, window))[0].reshape(length // block, block, length // block, block).any((1, 3))
+    assert 0 < seen.sum() < seen.size / 2 + len(seen)
+    for j in range(length // block):
+        poisoned = value.at[:, j * block : (j + 1) * block].set(jnp.nan)
+        out = in_ring(query, key, poisoned, mask, block=block, window=window)
+        finite = np.isfinite(np.asarray(out)).all((0, 2, 3)).reshape(-1, block).any(1)
+        np.testing.assert_array_equal(finite, ~seen[:, j])
+
+
+def test_a_query_that_sees_nothing_has_no_result():
+    query, key, value, mask = inputs(1, 16, 2, 1, 8)
+    apart = Mask(mask.query_position, mask.key_position, mask.query_segment, mask.key_segment + 100)
+    out, grads = jax.value_and_grad(lambda *xs: in_ring(*xs, apart).sum(), argnums=(0, 1, 2))(query, key, value)
+    assert out == 0
+    assert all((np.asarray(grad) == 0).all() for grad in grads)
