@@ -73,27 +73,41 @@ def test_only_where_devices_hold_the_whole_table(monkeypatch):
     assert "sort[" not in program(both, **replicated)  # the rows are sharded
 
 
-def test_devices_sum_their_columns_only():
-    """Otherwise the compiler reduces the whole table over all devices."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    rules = {"batch": ("data", "fsdp"), "length": (), "embed": ("fsdp",), "width": (), "vocab": ()}
-    rng = np.random.default_rng(0)
-    ids, rows = rng.integers(0, 64, (8, 32)), rng.integers(-9, 9, (8, 32, 8))  # whole numbers: any order, the same sums
-    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"),), (None, "fsdp")))
-    with on_mesh(mesh, rules):
-        fn = jax.jit(
-            lambda *args: gradient(*args, out_names=("batch", "length", "width")),
-            in_shardings=(split, whole, whole),
-            out_shardings=split,
-        ).lower(jnp.ones((64, 8)), jnp.asarray(ids), jnp.asarray(rows, jnp.bfloat16))
-        compiled = fn.compile()
-    expected = np.zeros((64, 8), np.float32)
-    np.add.at(expected, ids, rows)
-    np.testing.assert_array_equal(
-        compiled(jnp.ones((64, 8)), jnp.asarray(ids), jnp.asarray(rows, jnp.bfloat16)), expected
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "context": 2}])
+def test_devices_look_up_and_sum_their_columns_only(sizes):
+    """Otherwise the compiler reduces the whole table over all devices and, if they split rows, too, gathers it."""
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
-    reduced = [each for each in analyze(compiled.as_text(), mesh).collectives if each.kind == "all-reduce"]
-    assert [(each.axes, each.size) for each in reduced] == [(("data",), 64 * 8 * 4 // 4)]
+    length, embed = tuple(sizes)[2:], tuple(sizes)[1:]
+    rules = {"batch": ("data", "fsdp"), "length": length, "embed": embed, "width": (), "vocab": ()}
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.integers(-9, 9, (64, 8)), jnp.float32)  # whole numbers: any order, the same sums
+    ids, rows = jnp.asarray(rng.integers(0, 64, (8, 32))), jnp.asarray(rng.integers(-9, 9, (8, 32, 8)), jnp.bfloat16)
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"), length), (None, embed)))
+    out = {"out_names": ("batch", "length", "width"), "names": TABLE}
+    with on_mesh(mesh, rules):
+        compiled = (
+            jax.jit(
+                lambda table, ids, rows: (
+                    take(table, ids, dtype=jnp.bfloat16, **out),
+                    gradient(table, ids, rows, **out),
+                ),
+                in_shardings=(split, whole, whole),
+                out_shardings=(whole, split),
+            )
+            .lower(table, ids, rows)
+            .compile()
+        )
+    found = compiled(table, ids, rows)
+    expected = np.zeros((64, 8), np.float32)
+    np.add.at(expected, np.asarray(ids), np.asarray(rows, np.float32))
+    np.testing.assert_array_equal(found[0], np.asarray(table)[ids])
+    np.testing.assert_array_equal(found[1], expected)
+    moved = [each for each in analyze(compiled.as_text(), mesh).collectives if each.dtype != "s32"]
+    assert [(it.axes, it.size) for it in moved if it.kind == "all-reduce"] == [(("data",), 64 * 8 * 4 // 4)]
+    if length:
+        assert {it.kind for it in moved} == {"all-reduce", "all-to-all"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
