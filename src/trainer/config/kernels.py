@@ -137,7 +137,7 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
     dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
     soft_cap = values["attn_logits_soft_cap"]
     window = has_window(values)
-    shares = 1 if kernel.length_multiple == 1 or _strategy(values).whole_rows else parts(values)
+    shares = 1 if kernel.length_multiple == 1 else shares_of_queries(values)
     step, multiple, most = kernel.length_multiple * shares, kernel.head_dim_multiple, kernel.head_dim_most
     checks = (
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
@@ -153,6 +153,11 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (most is None or head_dim <= most, f"head_dim={head_dim} (at most {most})"),
     )
     return [setting for supported, setting in checks if not supported] + _unmet_on_mesh(kernel, values, mesh)
+
+
+def shares_of_queries(values: Mapping[str, Any]) -> int:
+    """Returns over how many devices the queries of a row are split for an attention op."""
+    return 1 if _strategy(values).whole_rows else parts(values)
 
 
 def _shares(shares: int, length: int, step: int) -> str:

@@ -11,7 +11,7 @@ from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
 from trainer.config.invariant_keys import split_on
-from trainer.config.kernels import choose_attention
+from trainer.config.kernels import choose_attention, shares_of_queries
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
 from trainer.config.rules import make_rules, with_lengths
@@ -48,10 +48,14 @@ def resolve(
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
-    mistakes += unsupported or (wrong_tiles(values) if values["attention"] == "splash" else [])
+    mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
     return ml_collections.FrozenConfigDict(values)
+
+
+def _wrong_tiles(values: Mapping[str, Any]) -> list[str]:
+    return wrong_tiles(values, shares_of_queries(values)) if values["attention"] == "splash" else []
 
 
 def _other_hardware(hardware: str, platform: str) -> list[str]:

@@ -55,16 +55,19 @@ def tiles_of(config: Mapping[str, Any]) -> Tiles:
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 
 
-def wrong_tiles(values: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each size that the kernel rejects for rows of max_target_length, a multiple of 128."""
-    length = values["max_target_length"]
+def wrong_tiles(values: Mapping[str, Any], shares: int) -> list[str]:
+    """Returns one line for each size that the kernel rejects for queries of a share of max_target_length, a multiple of
+    128. `shares`: the number of shares."""
+    length = values["max_target_length"] // shares
     given = tiles_of(values)
     fitted = given.fitted(length)
     unused = OF_DQ if given.use_fused_bwd_kernel else ()
     lines = []
     for name in (*_WHOLE, *_PARTS):
         size, whole = getattr(fitted, name), length
-        what = f"max_target_length={length}"
+        what = f"max_target_length={values['max_target_length']}"
+        if shares > 1:
+            what = f"{what} / {shares} devices = {length}"
         if name in _PARTS:
             whole = getattr(fitted, _PARTS[name])
             what = f"{KEYS[_PARTS[name]]}={whole}"

@@ -50,6 +50,15 @@ def test_a_size_beyond_the_row_is_the_row_and_parts_follow_their_tile():
     assert (fitted.block_kv_dkv, fitted.block_kv_dkv_compute, fitted.block_q_dkv) == (256, 128, 512)
 
 
+def test_devices_that_share_rows_have_queries_of_a_share():
+    words = "ici_context_parallelism=4 sa_block_q=1024 sa_block_kv=384"
+    with pytest.raises(
+        UserError, match=r"sa_block_kv=384: .* divides max_target_length=2048 / 4 devices = 512; nearest: 256 or 512$"
+    ) as raised:
+        resolve(load((SIZES + words).split()).config, device_count=4, platform="tpu")
+    assert "sa_block_q=" not in str(raised.value)  # beyond the share, so it is the share
+
+
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
