@@ -45,9 +45,12 @@ TOKAMAX = ["use_tokamax_splash=true", "use_jax_splash=false"]  # what MaxText's 
 CASES: dict[str, tuple[list[str], list[str] | None]] = {
     "all_gather": ([f"{STRATEGY}=all_gather"], []),
     "ring": ([f"{STRATEGY}=ring"], TOKAMAX),
-    "ulysses": ([f"{STRATEGY}=ulysses"], TOKAMAX),
+    "ulysses": ([f"{STRATEGY}=ulysses"], None),  # MaxText's does not fit
     "usp, 2 x 2": (
-        [f"{STRATEGY}=usp", "ici_context_parallelism=2", "ici_context_usp_ulysses_parallelism=2"],
+        [
+            *(f"{STRATEGY}=usp", "ici_context_parallelism=2", "ici_context_usp_ulysses_parallelism=2"),
+            "allow_split_physical_axes=true",
+        ],
         TOKAMAX,
     ),
     "all_gather, blockwise": ([f"{STRATEGY}=all_gather", "attention=blockwise"], None),
