@@ -80,6 +80,8 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
       keys_resident: whether blocks of keys and values are resident, and queries and the output's gradient are streamed;
         otherwise the reverse.
 
+    If devices share the queries of a row, these are the mean over the devices.
+
     With a window, the fused backward kernel still has a grid of full width, and the blocks that it skips are not
     visible here. Its figures are therefore those without a window.
     """
@@ -90,11 +92,13 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
         heads = query.elements // (length * width)
         blocks = {name: int(size) for name, size in re.findall(r'\\"(block_\w+)\\": (\d+)', call.text)}
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
-        rows, columns = length // block_q, _length_and_width(key, "k", call)[0] // block_kv
+        keys = _length_and_width(key, "k", call)[0]
+        rows, columns, shares = length // block_q, keys // block_kv, keys // length
         # The grid is as wide as the row that visits the most blocks: a window makes it narrow.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
-        visited = heads * _visited(rows, columns, block_q, block_kv, grid[-2 if keys_resident else -1], keys_resident)
-        scores = float(visited * block_q * block_kv)
+        steps = grid[-2] * shares if keys_resident else grid[-1]
+        visited = heads * _visited(rows * shares, columns, block_q, block_kv, steps, keys_resident) / shares
+        scores = visited * block_q * block_kv
         # The fused kernel also returns the queries' gradient: a partial sum for each block of keys.
         fused = keys_resident and any(len(shape.dims) > len(query.dims) for shape in call.shapes)
         kept, streamed = (columns * block_kv, visited * block_q) if keys_resident else (length, visited * block_kv)

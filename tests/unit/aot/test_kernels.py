@@ -15,13 +15,15 @@ def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
     return Instruction("k", "custom-call", shapes_of(results), (), "", text)
 
 
-def splash(kind, q, kv, steps, suffix="", turned="", **results):
-    """Returns the cost of a splash kernel: 2048 tokens, 4 query and 2 key heads of 128; `steps` is the grid's width."""
+def splash(kind, q, kv, steps, suffix="", turned="", shares=1, **results):
+    """Returns the cost of a splash kernel: 2048 tokens, queries of `shares` devices, 4 query and 2 key heads of
+    128; `steps` is the grid's width."""
     layouts = "".join(f', \\"{name}_layout\\": {2 if name in turned else 1}' for name in "qkv")
     blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{layouts}}}"'
-    rows, columns = 2048 // q, 2048 // kv
+    rows, columns = 2048 // shares // q, 2048 // kv
     grid = (1, steps, columns) if suffix == "_dkv" else (1, rows, steps)
-    sides = {name: (128, 2048) if name in turned else (2048, 128) for name in "qkv"}
+    tokens = {"q": 2048 // shares, "k": 2048, "v": 2048}
+    sides = {name: (128, tokens[name]) if name in turned else (tokens[name], 128) for name in "qkv"}
     heads = [Shape("bf16", (1, n, *sides[name]), 0) for name, n in (("q", 4), ("k", 2), ("v", 2))]
     operands = [Shape("s8", grid, 0), Shape("s8", grid, 0), *heads, Shape("s32", (1, 2048, 128), 0)]
     return kernels.cost(call(f"splash_mha_{kind}_no_residuals", blocks, **results), operands)
@@ -47,6 +49,14 @@ def test_a_window_makes_the_grid_narrow(kind, suffix):
     whole, narrow = (splash(kind, 256, 256, steps, suffix) for steps in (8, 3))
     assert narrow.flops / whole.flops == pytest.approx(visible(256, 256, window=512) / visible(256, 256))
     assert narrow.bytes < whole.bytes
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("fwd", ""), ("dkv", "_dkv"), ("dq", "_dq")])
+def test_devices_that_share_the_queries_of_a_row_share_its_work(kind, suffix):
+    whole, part = (
+        splash(kind, 256, 256, 8 // shares if suffix == "_dkv" else 8, suffix, shares=shares) for shares in (1, 4)
+    )
+    assert part.flops == whole.flops / 4
 
 
 def test_the_fused_backward_kernel_gives_the_queries_gradient_too():
