@@ -113,16 +113,21 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
         scores = jnp.where(kept, ranked, -jnp.inf) / divisor + noise
         return _first_of_largest(scores, candidates), drawn & limited & enough
 
-    def from_all() -> jax.Array:
+    def from_all(missing: jax.Array) -> jax.Array:
         logits = logits_bv.astype(jnp.float32)
         kept = _kept(logits, jnp.where(missing, top_k, 0), jnp.where(missing, nucleus_p, 1))
         noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), mode="low"))(_at(keys_b, position_b))
-        return _first_of_largest(jnp.where(kept, logits, -jnp.inf) / divisor + noise, jnp.arange(size))
+        token = _first_of_largest(jnp.where(kept, logits, -jnp.inf) / divisor + noise, jnp.arange(size))
+        return jnp.where(missing, token, greedy)
 
-    found_token, found = jax.lax.cond((drawn & limited).any(), from_candidates, lambda: (greedy, jnp.zeros_like(drawn)))
-    missing = drawn & ~found
-    token = jax.lax.cond(missing.any(), from_all, lambda: greedy)
-    return jnp.where(missing, token, jnp.where(found, found_token, greedy))
+    def from_either() -> jax.Array:
+        token, found = from_candidates()
+        missing = drawn & ~found
+        return jnp.where(found, token, jax.lax.cond(missing.any(), from_all, lambda _: greedy, missing))
+
+    # Where no token is drawn there is one conditional: a GPU waits for the host at each.
+    which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
+    return jax.lax.switch(which, (lambda: greedy, lambda: from_all(drawn), from_either))
 
 
 def _at(keys_b: jax.Array, position_b: jax.Array) -> jax.Array:

@@ -71,7 +71,8 @@ def attend(
         here = None
         if dropout is not None:
             count, tokens = arrays[0].shape[2], arrays[0].shape[1]
-            here = Dropout(*drawn, dropout.rate, whole, _index(heads) * count, _index(length) * tokens)
+            first = _index(heads) * count, _index(length) * tokens
+            here = Dropout(drawn[0], drawn[1], dropout.rate, whole, *first)
         run = op
         if ring is not None:
             run = functools.partial(ring_attention, ring=_over(ring, around))

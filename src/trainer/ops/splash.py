@@ -51,7 +51,7 @@ def splash_attention(
         key, value, segments = (in_true_order(x, devices, strategy) for x in (key, value, mask.key_segment))
         mask = mask._replace(key_segment=segments)
     kernel = splash_kernel(
-        *key.shape[1:2],
+        key.shape[1],
         query.shape[2],
         window=window,
         soft_cap=soft_cap,

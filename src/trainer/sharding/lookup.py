@@ -41,11 +41,11 @@ def take(
         add = functools.partial(_summed_by_columns, at=at)
     steps = [] if names is None else _steps(names, out_names, ids.ndim)
     if steps:  # every device looks all ids up in its columns
-        at = steps[-1]
-        ids = jax.lax.with_sharding_constraint(ids, NamedSharding(at.mesh, PartitionSpec(*at.spec[: ids.ndim])))
+        last = steps[-1]
+        ids = jax.lax.with_sharding_constraint(ids, NamedSharding(last.mesh, PartitionSpec(*last.spec[: ids.ndim])))
     rows = _rows(table, ids, dtype, functools.partial(_in_steps, add, steps))
-    for at in reversed(steps):
-        rows = jax.lax.with_sharding_constraint(rows, at)
+    for step in reversed(steps):
+        rows = jax.lax.with_sharding_constraint(rows, step)
     return constrain(rows, out_names)
 
 
@@ -107,8 +107,8 @@ def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: i
 def _in_steps(
     add: _Add, steps: list[NamedSharding], shape: Sequence[int], ids: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    for at in steps:
-        rows = jax.lax.with_sharding_constraint(rows, at)
+    for step in steps:
+        rows = jax.lax.with_sharding_constraint(rows, step)
     return add(shape, ids, rows)
 
 
