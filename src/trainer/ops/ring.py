@@ -65,8 +65,8 @@ class Ring(NamedTuple):
         passed = jax.lax.ppermute(jnp.concatenate([_bytes(x).reshape(-1) for x in leaves]), self.axes, pairs)
         ends = itertools.accumulate(x.size * x.dtype.itemsize for x in leaves)
         parts = zip(jnp.split(passed, list(ends)[:-1]), leaves, strict=True)
-        return structure.unflatten(
-            [jax.lax.bitcast_convert_type(part.reshape(_bytes(x).shape), x.dtype) for part, x in parts]
+        return jax.tree.unflatten(
+            structure, [jax.lax.bitcast_convert_type(part.reshape(_bytes(x).shape), x.dtype) for part, x in parts]
         )
 
 
