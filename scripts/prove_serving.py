@@ -110,10 +110,9 @@ async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
             yield server
             await server.client.close()
             server.end()
-        except Exception:
-            print(server.said(), file=sys.stderr)
-            raise
         finally:
+            if sys.exception() is not None:
+                print(server.said(), file=sys.stderr)
             server.process.kill()
 
 

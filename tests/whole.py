@@ -23,6 +23,7 @@ COVERED = {
     r"integration/test_flips\.py": "a run goes on under another combination in test_diloco.py",
     r"integration/test_interrupted\.py::test_killed_at_a_random_moment": "SIGTERM, and a killed save in checkpoint/",
     r"integration/test_diloco\.py::test_an_island_on_each_process": "islands in one process; test_processes.py",
+    r"integration/test_context_runs\.py": "layers/test_across.py: arrays that pass as one; test_processes.py",
     r"integration/test_multi_token\.py": "test_diloco.py; evaluation and dropout in training/test_multi_token.py",
     r"integration/test_lora\.py::test_(merged_and_sep|qlora_is)": "inference/test_adapters.py; training/test_lora.py",
     r"integration/test_lora\.py::test_a_folder_of_peft": "checkpoint/test_peft.py; a run begins with adapters",

@@ -1,9 +1,13 @@
 """Context parallelism: a step whose rows are split over devices has the loss, gradients and sown values of one whose
 rows are not."""
 
+import functools
+
 import pytest
-from pipeline_cases import PER_STAGE, STAGES, assert_equal_gradients
-from support import EVERY_MATRIX
+from pipeline_cases import PER_STAGE, STAGES, assert_equal_gradients, made
+from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update
+
+from trainer.aot.cost import analyze
 
 CONTEXT, ULYSSES = "ici_context_parallelism", "ici_context_usp_ulysses_parallelism"
 STRATEGY, BALANCE = "context_parallel_strategy", "context_parallel_load_balance"
@@ -57,3 +61,35 @@ CASES = {
 def test_loss_gradients_and_maxima(case):
     model, keys = CASES[case]
     assert_equal_gradients(model, keys, tolerance=1e-5, rounded=("key/bias",))
+
+
+EVERYTHING = MIXTRAL | {
+    CONTEXT: 2,
+    ULYSSES: 2,
+    STRATEGY: "usp",
+    "base_num_decoder_layers": 2,
+    "ema_decay": 0.9,
+    "gradient_accumulation_steps": 2,
+    "per_device_batch_size": 1,
+    "remat_policy": "full",
+}
+
+
+@functools.cache
+def text(combination):
+    return lowered_update(made(combination, **EVERYTHING)).as_text()
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
+def test_all_combinations_have_the_same_program(combination):
+    assert text(combination) == text(ALL_COMBINATIONS[0])
+
+
+def test_a_ring_whose_result_is_kept_does_not_run_again():
+    """Its forward pass sends keys and values three times."""
+    sent = {}
+    for policy in ("full", "minimal_with_context"):
+        run = made(**RING, base_num_decoder_layers=1, remat_policy=policy)
+        found = analyze(run.compile().as_text(), run.mesh).collectives
+        sent[policy] = sum(it.count for it in found if (it.kind, it.dtype) == ("collective-permute", "f32"))
+    assert sent["full"] - sent["minimal_with_context"] == 2 * 3

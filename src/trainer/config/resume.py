@@ -6,6 +6,7 @@ from typing import Any
 import ml_collections
 
 from trainer.config.context_keys import KEYS as CONTEXT
+from trainer.config.context_keys import STRATEGY, parts
 from trainer.config.decoding_keys import DRAWN
 from trainer.config.decoding_keys import KEYS as DECODING
 from trainer.config.derived import DCN, ICI, global_batch_rows, has_reference, islands
@@ -46,6 +47,8 @@ _SAME_BITS = (
     *PROCESSES,
     *("sharding_tolerance", "debug_sharding", "optimizer_memory_host_offload", "parameter_memory_host_offload"),
 )
+# May change where rows are split over devices in another way, because few kernels support each strategy.
+KERNEL = "attention"
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # The length of the run. The schedule follows it unless its own length is given.
@@ -159,6 +162,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
     if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
+    if _rows_split(before) != _rows_split(config):
+        allowed = allowed.union([KERNEL])
     if config.use_grpo:
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
@@ -192,7 +197,9 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
     """Returns a line if a checkpoint with the configuration `saved` resumes in another program for the same math, which
     may round differently; "" if the program is the same."""
     before = _with_defaults(saved)
-    changed = [name for name in (*LAYOUT, *BATCH) if name not in _SAME_BITS and before[name] != frozen(config[name])]
+    changed = [
+        name for name in (*LAYOUT, *BATCH, KERNEL) if name not in _SAME_BITS and before[name] != frozen(config[name])
+    ]
     changes = ", ".join(_change(before, config, name) for name in changed)
     return changes and f"losses may differ in the last bits, because these keys change the compiled program: {changes}"
 
@@ -218,6 +225,11 @@ def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
             f"{where}: its islands may not have taken over the last fragment yet, and with another schedule they "
             f"never would, {changes}: use the old values, or continue with {_RESET}"
         )
+
+
+def _rows_split(config: Config) -> tuple[int, str]:
+    count = parts(config)
+    return count, config[STRATEGY] if count > 1 else ""
 
 
 def islands_of(saved: Mapping[str, Any]) -> int:

@@ -75,7 +75,7 @@ def attend(
             here = Dropout(drawn[0], drawn[1], dropout.rate, whole, *first)
         run = op
         if ring is not None:
-            run = functools.partial(ring_attention, ring=ring._replace(axes=around))
+            run = functools.partial(ring_attention, ring=_over(ring, around))
         if across.strategy != "all_gather":
             return _by_heads(run, over, arrays, here, sinks)
         if kernel:
@@ -95,7 +95,7 @@ def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: j
         length, rows = mesh_axes("activation_q_length"), mesh_axes("activation_batch")
 
         def found() -> jax.Array:
-            return ring_largest(queries, keys, mask, ring._replace(axes=length))
+            return ring_largest(queries, keys, mask, _over(ring, length))
 
         nothing = jnp.full(queries.shape[2], jnp.finfo(jnp.float32).min)
         here = found() if when is None else jax.lax.cond(when, found, lambda: nothing)
@@ -146,6 +146,11 @@ def _by_heads(
     queries, keys, values = map(to_heads, (queries, *(jnp.repeat(x, repeats, axis=2) for x in (keys, values))))
     out = run(queries, keys, values, mask, dropout, sinks=sinks)
     return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _over(ring: Ring, axes: tuple[str, ...]) -> Ring:
+    # Gloo, between processes on CPUs, gives all permutes the same tag, so that it mixes up several at a time.
+    return ring._replace(axes=axes, together=jax.process_count() > 1 and sharding.on_platform("cpu"))
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array | int:

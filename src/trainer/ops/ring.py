@@ -10,6 +10,7 @@ values; i of n blocks of c queries, j of m blocks of keys.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ class Ring(NamedTuple):
       window, soft_cap, scale: see `ops.attention`.
       block: the most tokens along both sides of a tile of scores.
       rate, whole, length: of dropout: its rate, `Dropout.whole`, and the keys of a device.
+      together: whether all arrays pass along the ring as one array of bytes.
     """
 
     axes: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class Ring(NamedTuple):
     rate: float = 0.0
     whole: tuple[int, int] | None = None
     length: int = 0
+    together: bool = False
 
     @property
     def devices(self) -> int:
@@ -55,7 +58,20 @@ class Ring(NamedTuple):
     def passed_on(self, arrays: Any) -> Any:
         """Returns the arrays of the device before this one."""
         count = self.devices
-        return jax.lax.ppermute(arrays, self.axes, [(at, (at + 1) % count) for at in range(count)])
+        pairs = [(at, (at + 1) % count) for at in range(count)]
+        if not self.together:
+            return jax.lax.ppermute(arrays, self.axes, pairs)
+        leaves, structure = jax.tree.flatten(arrays)
+        passed = jax.lax.ppermute(jnp.concatenate([_bytes(x).reshape(-1) for x in leaves]), self.axes, pairs)
+        ends = itertools.accumulate(x.size * x.dtype.itemsize for x in leaves)
+        parts = zip(jnp.split(passed, list(ends)[:-1]), leaves, strict=True)
+        return jax.tree.unflatten(
+            structure, [jax.lax.bitcast_convert_type(part.reshape(_bytes(x).shape), x.dtype) for part, x in parts]
+        )
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
 class _Keys(NamedTuple):

@@ -206,6 +206,17 @@ def test_the_mesh_may_change():
     assert check("", before=mesh, devices_before=8) == []
 
 
+def test_the_kernel_of_attention_follows_how_rows_are_split():
+    ring = "ici_context_parallelism=2 context_parallel_strategy=ring"
+    for words, others in (("", ring), (ring, ""), (ring, "ici_context_parallelism=2")):
+        before, now = saved(words, 2), config(others, 2)
+        assert before["attention"] != now.attention
+        assert check_resume(before, now, False, "it") == []
+        assert "attention: " in another_program(before, now)
+    with pytest.raises(UserError, match="attention: "):
+        check_resume(saved("attention=blockwise"), config(), False, "it")
+
+
 def test_the_run_may_have_another_name_and_place():
     assert "run_name" not in saved()
     assert check("run_name=other") == []

@@ -246,19 +246,25 @@ def test_a_request_that_takes_too_long(made):
         wait_for(lambda: port.scheduler.idle)
 
 
+def stopped_while_answering(port, prompts):
+    """Returns the answer to a request during which the server is told to stop."""
+    slow(port)
+    answers = []
+    body = {"prompt": ["a"] * prompts, "max_tokens": 120, **ENDLESS}
+    thread = threading.Thread(target=lambda: answers.append(call(port, body=body)))
+    thread.start()
+    wait_for(lambda: port.scheduler.free_slots == 0)
+    port.server.stop()
+    thread.join()
+    return answers[0]
+
+
 def test_the_end_finishes_what_was_accepted(made):
     engine, params, _ = made
     with served(engine, params) as port:
-        slow(port)
-        answers = []
-        body = {"prompt": ["a"] * 5, "max_tokens": 120, **ENDLESS}
-        thread = threading.Thread(target=lambda: answers.append(call(port, body=body)))
-        thread.start()
-        wait_for(lambda: port.scheduler.free_slots == 0)
-        port.server.stop()
-        thread.join()
-        assert answers[0][0] == 200
-        choices = json.loads(answers[0][2])["choices"]
+        answer = stopped_while_answering(port, prompts=5)
+        assert answer[0] == 200
+        choices = json.loads(answer[2])["choices"]
         assert [choice["finish_reason"] for choice in choices] == ["length"] * 5
         port.thread.join(30)
         with pytest.raises(OSError, match="refused"):
@@ -268,16 +274,9 @@ def test_the_end_finishes_what_was_accepted(made):
 def test_the_end_does_not_wait_longer_than_it_may(made):
     engine, params, _ = made
     with served(engine, params, drain_seconds=0) as port:
-        slow(port)
-        answers = []
-        body = {"prompt": ["a"] * 6, "max_tokens": 120, **ENDLESS}
-        thread = threading.Thread(target=lambda: answers.append(call(port, body=body)))
-        thread.start()
-        wait_for(lambda: port.scheduler.free_slots == 0)
-        port.server.stop()
-        thread.join()
-        assert answers[0][0] == 503
-        assert b"the server ends" in answers[0][2]
+        answer = stopped_while_answering(port, prompts=6)
+        assert answer[0] == 503
+        assert b"the server ends" in answer[2]
 
 
 def test_tokens_and_prefixes_by_token(made):
