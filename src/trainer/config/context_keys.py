@@ -20,7 +20,7 @@ STRATEGY, BALANCE, ORDER = (
 KEYS = (STRATEGY, BALANCE, ORDER)
 AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
 SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
-CHUNKS, STRIPES = "dual_chunk_swap", "striped"
+CHUNKS = "dual_chunk_swap"
 # The logical axes of a row's tokens. In attention no other mesh axis may split them.
 IN_ATTENTION = ("activation_q_length", "activation_kv_length")
 LENGTHS = (*IN_ATTENTION, "activation_length", "activation_norm_length")
@@ -43,10 +43,8 @@ def token_order(config: Values) -> tuple[str, int] | None:
     n = _sizes(config)[CONTEXT]
     if n == 1 or not config[BALANCE] or config[STRATEGY] == "ulysses":  # which splits heads, all with the same work
         return None
-    if config[ORDER] != "auto":
-        return config[ORDER], n
-    in_rounds = config[STRATEGY] in ("ring", "usp")  # then a device waits in each round for the one with the most work
-    return STRIPES if in_rounds and config["packing"] else CHUNKS, n
+    # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
+    return CHUNKS if config[ORDER] == "auto" else config[ORDER], n
 
 
 def heads_axis(config: Values) -> str | None:

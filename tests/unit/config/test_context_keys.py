@@ -55,7 +55,7 @@ def test_these_are_the_keys_of_context_parallelism():
     assert set(KEYS) <= set(LAYOUT)  # a run resumes with any strategy
     assert set(KEYS) <= set(step_keys())
     assert set(kernels.STRATEGIES) == set(schema().keys[STRATEGY].choices)
-    assert {context_keys.CHUNKS, context_keys.STRIPES, "auto"} == set(schema().keys[ORDER].choices)
+    assert {context_keys.CHUNKS, "striped", "auto"} == set(schema().keys[ORDER].choices)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_these_are_the_keys_of_context_parallelism():
         (f"{FOUR}context_parallel_reorder_strategy=striped", 4, ("striped", 4)),
         (f"{FOUR}{IN_ORDER}", 4, None),
         (f"{FOUR}dcn_context_parallelism=2 ici_context_parallelism=2 dcn_data_parallelism=1", 4, SWAP),
-        (f"{FOUR}context_parallel_strategy=ring", 4, ("striped", 4)),
+        (f"{FOUR}context_parallel_strategy=ring", 4, ("dual_chunk_swap", 4)),
         (f"{FOUR}context_parallel_strategy=ring packing=false", 4, SWAP),
         (f"{FOUR}{STRATEGY}=ring {ORDER}=dual_chunk_swap", 4, SWAP),
         (f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8", 4, None),
-        (USP, 4, ("striped", 2)),
+        (USP, 4, ("dual_chunk_swap", 2)),
         (f"{USP}ici_context_parallelism=1", 2, None),
-        (f"{FOUR}context_parallel_strategy=usp", 4, ("striped", 4)),  # a ring
+        (f"{FOUR}context_parallel_strategy=usp", 4, ("dual_chunk_swap", 4)),  # a ring
     ],
 )  # fmt: skip
 def test_how_rows_are_split_and_ordered(words, count, order):
@@ -95,7 +95,7 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (f"{FOUR}max_target_length=130", "parts, 2 x context 4 = 8 chunks of dual_chunk_swap; nearest: 128 or 136$"),
         (f"{FOUR}max_target_length=3 per_device_batch_size=1", "8 chunks of dual_chunk_swap; nearest: 8$"),
         (f"{FOUR}max_target_length=130 {IN_ORDER}", "context 4 by the rule of activation.*; nearest: 128 or 132$"),
-        (f"{FOUR}max_target_length=130 {STRATEGY}=ring", "parts, context 4 by the rule of .*; nearest: 128 or 132$"),
+        (f"{FOUR}max_target_length=130 {ORDER}=striped", "parts, context 4 by the rule of .*; nearest: 128 or 132$"),
         (
             f"{FOUR}max_target_length=132 {STRATEGY}=ulysses base_num_query_heads=8 ici_tensor_sequence_parallelism=2",
             "context 4 x tensor_sequence 2 = 8 by the rule of activation_norm_length; nearest: 128 or 136$",
@@ -164,7 +164,7 @@ def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
         *(f"{FOUR}{words}" for words in (f"{ACCEPTANCE} eval_interval=-1", f"{DROPOUT} enable_dropout=false")),
         f"{FOUR}{EXPERTS} sparse_matmul=true",
         f"{FOUR}{DROPOUT} {STRATEGY}=ulysses base_num_query_heads=8",
-        f"{FOUR}{STRATEGY}=ring max_target_length=132",
+        f"{FOUR}{STRATEGY}=ring {ORDER}=striped max_target_length=132",
         f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
         f"{FOUR}ici_tensor_sequence_parallelism=2",
         f"{FOUR}logical_axis_rules=[[activation_q_length,context],[activation_kv_length,context]]",
