@@ -266,9 +266,10 @@ def test_modules_of_multi_token_prediction_learn_the_answers_only(tmp_path: Path
     batch, _ = next(dataset_of(tmp_path, max_target_length=128).train_stream(rows=1))
     segments = batch["targets_segmentation"]
     assert learnt(np.concatenate([[0], batch["targets"][0]]), segments[0] != 0) == b"Yo$OK$" * 2
-    one, two = list(MultiToken(None, 2, 1.0)._targets(batch))  # type: ignore[arg-type]
-    for ahead, (target, segment) in enumerate((one, two), 1):
-        assert learnt(np.concatenate([[0], target[0]]), np.asarray(segment[0] != 0)) == b"Yo$OK$" * 2, ahead
+    found = MultiToken(None, 2, 1.0).prepare(batch)  # type: ignore[arg-type]
+    for k in range(2):
+        target, segment = found["mtp_targets"][0, :, k], found["mtp_targets_segmentation"][0, :, k]
+        assert learnt(np.concatenate([[0], target]), segment != 0) == b"Yo$OK$" * 2, k
 
 
 @pytest.mark.parametrize(
