@@ -137,7 +137,12 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (
             f"{FOUR}ici_tensor_parallelism=2 logical_axis_rules=[[activation_kv_heads,[]],"
             "[activation_kv_length,[context,tensor]]]",
-            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
+            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\]; the rules of activation_heads and "
+            "activation_kv_heads must be the same where rows .*; leave it out$",
+        ),
+        (  # of which usp takes the last axis for the inner one
+            f"{USP}ici_context_usp_ulysses_parallelism=1 logical_axis_rules=[[activation_q_length,context]]",
+            r"the rule of activation_q_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
         ),
         (f"{FOUR}logical_axis_rules=[[activation_batch,[data,context]]]", "both use mesh axis context"),
     ],
@@ -168,6 +173,7 @@ def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
         f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
         f"{FOUR}ici_tensor_sequence_parallelism=2",
         f"{FOUR}logical_axis_rules=[[activation_q_length,context],[activation_kv_length,context]]",
+        f"{FOUR}logical_axis_rules=[[activation_kv_heads,[]]]",  # tensor has one device
         f"{BASE}{DROPOUT} {ROUNDING} {ACCEPTANCE} max_target_length=131",  # no row is split
     ],
 )
