@@ -313,11 +313,17 @@ def test_keys_without_effect(words, key, reason):
     assert reason in warning
 
 
+def test_keys_without_effect_on_any_devices_are_told_once():
+    loaded = load(f"{BASE}{STRATEGY}=ring {ORDER}=striped".split())
+    config = resolve(loaded.config, device_count=1, platform="cpu")
+    assert without_effect_here(config, loaded.changed, loaded.config) == []
+
+
 def test_keys_without_effect_on_these_devices():
     loaded = load(f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 {STRATEGY}=ring".split())
     for devices, expected in ((1, 1), (8, 0)):
         config = resolve(loaded.config, device_count=devices, platform="cpu")
-        lines = without_effect_here(config, loaded.changed)
+        lines = without_effect_here(config, loaded.changed, loaded.config)
         assert sum(line.endswith("no effect: no row is split over devices here") for line in lines) == expected
 
 
