@@ -137,8 +137,8 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (
             f"{FOUR}ici_tensor_parallelism=2 logical_axis_rules=[[activation_kv_heads,[]],"
             "[activation_kv_length,[context,tensor]]]",
-            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\]; the rules of activation_heads and "
-            "activation_kv_heads must be the same where rows .*; leave it out$",
+            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\]; the rules of activation_heads "
+            "and activation_kv_heads must be the same where rows .*; leave it out$",
         ),
         (  # of which usp takes the last axis for the inner one
             f"{USP}ici_context_usp_ulysses_parallelism=1 logical_axis_rules=[[activation_q_length,context]]",
