@@ -295,7 +295,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
             run.config, *quantized_and_float(run.config, run.model.param_axes), masked, adapted_names(run.config)
         ),
         pipeline=stage_text(stacks(run.config)),
-        warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed)],
+        warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed, loaded.config)],
     )
     for line in chosen(loaded.config, run.config):
         console.say(line)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         print(line, flush=True)
     run, compiled, report = compile_for_topology(loaded.config)
-    for warning in without_effect_here(run.config, loaded.changed):
+    for warning in without_effect_here(run.config, loaded.changed, loaded.config):
         print(f"warning: {warning}")
     for line in chosen(loaded.config, run.config):
         print(line)

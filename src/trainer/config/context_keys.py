@@ -106,14 +106,20 @@ def _usp(config: Values) -> str | None:
 
 def _rules(config: Values) -> str | None:
     rules, sizes = make_rules(config["logical_axis_rules"]), _sizes(config)
-    problems = []
+
+    def split(name: str) -> tuple[str, ...]:
+        return tuple(axis for axis in rules[name] if sizes[axis] > 1)
+
+    problems, ours = [], tuple(axis for axis in AXES if sizes[axis] > 1)
     for name in LENGTHS:
-        split = [axis for axis in rules[name] if sizes[axis] > 1]
-        ours = [axis for axis in AXES if sizes[axis] > 1]
-        if split[: len(ours)] != ours or (name in IN_ATTENTION and split != ours):
-            problems.append(
-                f"the rule of {name} must {'be' if name in IN_ATTENTION else 'begin with'} [{','.join(AXES)}]"
-            )
+        whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
+        # usp takes the last axis of the rule for the inner one, whatever its size.
+        if whole != ours or (config[STRATEGY] == "usp" and name in IN_ATTENTION and rules[name] != AXES):
+            must = "be" if name in IN_ATTENTION else "begin with"
+            problems.append(f"the rule of {name} must {must} [{','.join(AXES)}]")
+    # Attention is computed per device: each must have the key heads of its query heads.
+    if split("activation_heads") != split("activation_kv_heads"):
+        problems.append("the rules of activation_heads and activation_kv_heads must be the same")
     return f"{'; '.join(problems)} where rows are split over devices; leave it out" if problems else None
 
 

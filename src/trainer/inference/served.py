@@ -94,7 +94,7 @@ def serve(
     controls: bool = False,
 ) -> Served:
     """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
-    or fewer if `sequences` are enough.
+    or fewer if `sequences` are enough, rounded up to a multiple of the devices that share them.
 
     Args:
       adapters: for the model of `config`; with several, each sequence has its own.
@@ -119,10 +119,9 @@ def serve(
             f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
+    parts = row_parts(mesh, rules)  # more than in training, where several devices may share a row
     slots = round(config.per_device_batch_size * mesh.size)
-    if sequences is not None:
-        parts = row_parts(mesh, rules)
-        slots = min(slots, math.ceil(sequences / parts) * parts)
+    slots = math.ceil(min(slots, slots if sequences is None else sequences) / parts) * parts
     ranks = None
     if adapters:
         config, ranks = with_adapters(config, adapters, apart=controls)

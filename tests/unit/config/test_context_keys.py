@@ -137,7 +137,12 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (
             f"{FOUR}ici_tensor_parallelism=2 logical_axis_rules=[[activation_kv_heads,[]],"
             "[activation_kv_length,[context,tensor]]]",
-            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
+            r"the rule of activation_kv_length must be \[context,context_usp_ulysses\]; the rules of activation_heads "
+            "and activation_kv_heads must be the same where rows .*; leave it out$",
+        ),
+        (  # of which usp takes the last axis for the inner one
+            f"{USP}ici_context_usp_ulysses_parallelism=1 logical_axis_rules=[[activation_q_length,context]]",
+            r"the rule of activation_q_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
         ),
         (f"{FOUR}logical_axis_rules=[[activation_batch,[data,context]]]", "both use mesh axis context"),
     ],
@@ -168,6 +173,7 @@ def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
         f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
         f"{FOUR}ici_tensor_sequence_parallelism=2",
         f"{FOUR}logical_axis_rules=[[activation_q_length,context],[activation_kv_length,context]]",
+        f"{FOUR}logical_axis_rules=[[activation_kv_heads,[]]]",  # tensor has one device
         f"{BASE}{DROPOUT} {ROUNDING} {ACCEPTANCE} max_target_length=131",  # no row is split
     ],
 )
@@ -307,11 +313,17 @@ def test_keys_without_effect(words, key, reason):
     assert reason in warning
 
 
+def test_keys_without_effect_on_any_devices_are_told_once():
+    loaded = load(f"{BASE}{STRATEGY}=ring {ORDER}=striped".split())
+    config = resolve(loaded.config, device_count=1, platform="cpu")
+    assert without_effect_here(config, loaded.changed, loaded.config) == []
+
+
 def test_keys_without_effect_on_these_devices():
     loaded = load(f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 {STRATEGY}=ring".split())
     for devices, expected in ((1, 1), (8, 0)):
         config = resolve(loaded.config, device_count=devices, platform="cpu")
-        lines = without_effect_here(config, loaded.changed)
+        lines = without_effect_here(config, loaded.changed, loaded.config)
         assert sum(line.endswith("no effect: no row is split over devices here") for line in lines) == expected
 
 

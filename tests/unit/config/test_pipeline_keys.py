@@ -231,7 +231,9 @@ def test_keys_without_effect(words, key, reason):
 def test_without_fsdp_there_is_nothing_to_gather(key):
     for sizes, expected in (("ici_fsdp_parallelism=1 ici_data_parallelism=-1", 1), ("ici_fsdp_parallelism=-1", 0)):
         loaded = load(f"{TWO}{sizes} {key}=true".split())
-        lines = without_effect_here(resolve(loaded.config, device_count=8, platform="cpu"), loaded.changed)
+        lines = without_effect_here(
+            resolve(loaded.config, device_count=8, platform="cpu"), loaded.changed, loaded.config
+        )
         assert sum("no weight of a stage is sharded over fsdp here" in line for line in lines) == expected
 
 

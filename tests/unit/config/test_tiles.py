@@ -107,7 +107,7 @@ def test_they_act_where_splash_is_the_op_and_a_warning_says_so_elsewhere():
         resolve(loaded.config, device_count=1, platform="tpu")
     for length, platform in ((2048, "cpu"), (2048, "gpu"), (512, "tpu"), (1100, "tpu")):
         config = load([*(SIZES + words).split(), f"max_target_length={length}"]).config
-        lines = without_effect_here(resolve(config, device_count=1, platform=platform), loaded.changed)
+        lines = without_effect_here(resolve(config, device_count=1, platform=platform), loaded.changed, loaded.config)
         assert lines == [
             f"{key} (command line) has no effect: the attention op is not splash here"
             for key in ("sa_block_q=300", 'sa_q_layout="SEQ_MINOR"')
@@ -117,7 +117,7 @@ def test_they_act_where_splash_is_the_op_and_a_warning_says_so_elsewhere():
 def test_the_fused_kernel_has_no_tiles_of_dq():
     loaded = load((SIZES + "sa_use_fused_bwd_kernel=true sa_block_q_dq=256 sa_block_q_dkv=256").split())
     config = resolve(loaded.config, device_count=1, platform="tpu")
-    (line,) = without_effect_here(config, loaded.changed)
+    (line,) = without_effect_here(config, loaded.changed, loaded.config)
     assert line.startswith("sa_block_q_dq=256 (command line) has no effect: with sa_use_fused_bwd_kernel=true")
 
 

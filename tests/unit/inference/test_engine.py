@@ -405,6 +405,12 @@ def test_on_eight_devices_it_draws_the_same_text(axis):
     assert MaxEngine(config, jax.devices(), sequences=3).max_concurrent_decodes == 4  # axis x fsdp
 
 
+def test_devices_that_share_a_row_in_training_have_one_each():
+    axes = {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 2}
+    config = tiny_config("nnx", devices=8, per_device_batch_size=0.25, **MODEL, **axes)
+    assert MaxEngine(config, jax.devices()).max_concurrent_decodes == 8
+
+
 def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
     """Exact bytes of weights and cache, no copy of the cache, and traffic close to one read of both."""
     length = 4096  # so that a cache is larger than everything else
