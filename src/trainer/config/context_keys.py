@@ -23,7 +23,7 @@ SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
 CHUNKS = "dual_chunk_swap"
 # The logical axes of a row's tokens. In attention no other mesh axis may split them.
 IN_ATTENTION = ("activation_q_length", "activation_kv_length")
-LENGTHS = (*IN_ATTENTION, "activation_length", "activation_norm_length")
+LENGTHS = ("activation_length", *IN_ATTENTION, "activation_norm_length")
 IN_ORDER = f"set {BALANCE}=false"
 
 
@@ -65,9 +65,10 @@ def _product(config: Values, *axes: str) -> tuple[int, str]:
 
 def _length(config: Values) -> str | None:
     length, rules = config["max_target_length"], make_rules(config["logical_axis_rules"])
-    wholes = {
-        count: f"{shown} by the rule of {name}" for name in LENGTHS for count, shown in [_product(config, *rules[name])]
-    }
+    wholes: dict[int, str] = {}
+    for name in LENGTHS:
+        count, shown = _product(config, *rules[name])
+        wholes.setdefault(count, f"{shown} by the rule of {name}")
     order = token_order(config)
     if order and order[0] == CHUNKS:
         wholes.setdefault(2 * order[1], f"2 x {CONTEXT} {order[1]} = {2 * order[1]} chunks of {CHUNKS}")
