@@ -211,7 +211,6 @@ READ_BESIDES = {
     "model_name",  # MaxText's key of this name, in what a family says about MaxText
     "mtp_eval_target_module",
     "override_model_config",  # as model_name
-    "packing",  # context_parallel_reorder_strategy follows from it
     *("prefill_chunk_size", "quantize_kvcache"),  # in checks of batch_invariant
     "sharding_tolerance",
     "steps",

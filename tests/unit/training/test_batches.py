@@ -25,7 +25,7 @@ def made(**keys):
     ("keys", "strategy"),
     [
         ({}, DUAL_CHUNK_SWAP),
-        ({"context_parallel_strategy": "ring", "attention": "blockwise"}, STRIPED),
+        ({"context_parallel_strategy": "ring", "context_parallel_reorder_strategy": "striped"}, STRIPED),
         ({"context_parallel_load_balance": False}, None),
     ],
     ids=str,
