@@ -10,7 +10,6 @@ not measured again. DIR is that of benchmark_memory.py; its libtpu then compiles
 for this machine's CPU devices, and times steps on them. The last one only counts.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmark_memory import ROOT, maxtext, read, run, write
+from benchmark_memory import ROOT, maxtext, options, read, run, write
 
 STRATEGY = "context_parallel_strategy"
 BALANCE = "context_parallel_load_balance"
@@ -328,15 +327,11 @@ def times(steps: int, length: int) -> None:
 
 def main() -> None:
     """Measures, or prints the table of the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file of figures, to append to")
-    parser.add_argument("--maxtext", type=Path, help="folder of MaxText")
-    parser.add_argument("--only", default="", help="a part of cases' names")
-    parser.add_argument("--table", type=Path, help="file of figures to print")
+    parser = options(__doc__)
+    parser.add_argument("--steps", type=int, help="time this many steps on this machine's CPU")
     parser.add_argument("--memory", action="store_true", help="temporaries of programs for this machine's CPU")
     parser.add_argument("--sent", action="store_true", help="bytes that a layer sends")
     parser.add_argument("--work", action="store_true", help="tiles of scores by device")
-    parser.add_argument("--steps", type=int, help="time this many steps on this machine's CPU")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row of these steps")
     given = parser.parse_args()
     if given.out:

@@ -195,14 +195,20 @@ def table(lines: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    """Measures, or prints the table of the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None, only: str = "a part of cases' names") -> argparse.ArgumentParser:
+    """Returns a parser of the options of benchmarks that compile cases, here and with MaxText."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file of figures, to append to")
     parser.add_argument("--maxtext", type=Path, help="folder of MaxText; without it only this project is measured")
-    parser.add_argument("--only", default="", help=f"a group, {', '.join(CASES)}, or a part of cases' names")
-    parser.add_argument("--set", action="append", default=[], help="a setting of this project besides, key=value")
+    parser.add_argument("--only", default="", help=only)
     parser.add_argument("--table", type=Path, help="file of figures to print")
+    return parser
+
+
+def main() -> None:
+    """Measures, or prints the table of the measurements."""
+    parser = options(__doc__, f"a group, {', '.join(CASES)}, or a part of cases' names")
+    parser.add_argument("--set", action="append", default=[], help="a setting of this project besides, key=value")
     given = parser.parse_args()
     if given.out:
         measure(given.out, given.maxtext, given.only, given.set)

@@ -10,7 +10,6 @@ that it has is not measured again. DIR is that of benchmark_memory.py; its libtp
 two time compilation and steps on this machine's CPU.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark_memory import ROOT, read, run, write
+from benchmark_memory import ROOT, options, read, run, write
 
 MODEL = [
     *("model_name=llama3.1-70b", "dataset_type=synthetic", "compile_topology=v5p-32", "compile_topology_num_slices=2"),
@@ -183,11 +182,7 @@ def times(steps: int) -> None:
 
 def main() -> None:
     """Measures, or prints the table of the measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file of figures, to append to")
-    parser.add_argument("--maxtext", type=Path, help="folder of MaxText")
-    parser.add_argument("--only", default="", help="a part of cases' names")
-    parser.add_argument("--table", type=Path, help="file of figures to print")
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, help="time this many steps on this machine's CPU")
     parser.add_argument("--compile", action="store_true", help="time compilation on this machine's CPU")
     given = parser.parse_args()
