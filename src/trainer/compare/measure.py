@@ -29,7 +29,7 @@ from trainer.models.names import Names
 from trainer.models.stages import named_by_layer
 from trainer.objectives import hidden_states
 from trainer.objectives.forward import ahead_of
-from trainer.ops.order import order
+from trainer.ops.order import in_true_order
 from trainer.ops.paths import by_name
 from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training import Run, Start, placed
@@ -222,7 +222,8 @@ def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> j
     if (moved := token_order(config)) is None:
         return x
     strategy, n = moved
-    return jnp.take(x, np.argsort(order(axes[1], n, strategy)), axis=lead + 1)
+    rows: jax.Array = in_true_order(x.reshape(-1, *x.shape[lead + 1 :]), n, strategy)
+    return rows.reshape(x.shape)
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:

@@ -36,12 +36,12 @@ def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
 
 def reorder(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
     """Returns `batch` with its tokens in `order`: axis 1 of each array of two or more axes, [b, t] or [b, t, ...]."""
-    return _permuted(batch, lambda length: order(length, n, strategy))
+    return {name: x[:, order(x.shape[1], n, strategy)] if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def restored(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
     """Returns the inverse of `reorder`."""
-    return _permuted(batch, lambda length: np.argsort(order(length, n, strategy)))
+    return {name: in_true_order(x, n, strategy) if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def in_true_order(x: Any, n: int, strategy: str = DUAL_CHUNK_SWAP) -> Any:
@@ -52,7 +52,3 @@ def in_true_order(x: Any, n: int, strategy: str = DUAL_CHUNK_SWAP) -> Any:
     pairs = x.reshape(rows, n, 2, length // (2 * n), *rest)
     chunks = [pairs[:, i, 0] for i in range(n)] + [pairs[:, i, 1] for i in reversed(range(n))]
     return (np if isinstance(x, np.ndarray) else jnp).concatenate(chunks, axis=1)
-
-
-def _permuted(batch: Mapping[str, Any], index: Any) -> dict[str, Any]:
-    return {name: x[:, index(x.shape[1])] if x.ndim > 1 else x for name, x in batch.items()}
