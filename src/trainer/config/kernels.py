@@ -63,13 +63,11 @@ class Strategy:
     """What attention supports if the tokens of a row are split over devices.
 
     Attributes:
-      kernels: those that compute with the exchanged keys and values.
-      own: what the exchange itself supports, with any of them.
+      kernels: those that compute with the exchanged keys and values. The exchange itself supports whatever they do.
       whole_rows: whether a device then has all tokens of its rows, for a share of the heads.
     """
 
     kernels: tuple[str, ...]
-    own: Kernel = Kernel()
     whole_rows: bool = False
 
 
@@ -85,26 +83,25 @@ FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
 def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
-    """Returns the kernel that the key `attention` selects, and one message for each unsupported choice.
+    """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
     if values[KEY]:
         return OP, []
     asked, strategy = values["attention"], _strategy(values)
-    mistakes = _not_exchanged(strategy, values, platform)
     if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH and "dot_product" in strategy.kernels:
-        return "dot_product", mistakes
+        return "dot_product", []
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
     if not (unmet := _unmet(name, values, mesh, platform)):
-        return name, mistakes
+        return name, []
     if asked == "autoselected":
-        return "blockwise", mistakes
+        return "blockwise", []
     what = name if asked == name else f"on {platform} this is {name}, which"
     advice = "choose attention=autoselected or blockwise"
-    return name, [*mistakes, f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
+    return name, [f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str:
@@ -117,11 +114,6 @@ def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str
 
 def _strategy(values: Mapping[str, Any]) -> Strategy:
     return STRATEGIES[values[STRATEGY]] if splits_rows(values) else Strategy(tuple(KERNELS), whole_rows=True)
-
-
-def _not_exchanged(strategy: Strategy, values: Mapping[str, Any], platform: str) -> list[str]:
-    unmet = unsupported(strategy.own, values, {}, platform)
-    return [f"{STRATEGY}={values[STRATEGY]} does not support {', '.join(unmet)}; choose all_gather"] if unmet else []
 
 
 def _unmet(name: str, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:

@@ -1,7 +1,6 @@
 """The keys of context parallelism: checks before and after the devices are known, the kernels of each strategy, keys
 without effect, MaxText's command."""
 
-import dataclasses
 import re
 
 import pytest
@@ -268,25 +267,6 @@ def test_the_kernel_of_each_strategy(words, cpu, gpu, tpu):
 def test_a_kernel_that_a_strategy_does_not_take_is_refused_by_name(words, platform, message):
     (found,) = mistakes(f"{FOUR}max_target_length=1024 {words}", platform)
     assert message in found
-
-
-@pytest.mark.parametrize(
-    ("feature", "words", "what"),
-    [
-        ("window", "attention_type=local_sliding sliding_window_size=8", "sliding_window_size=8"),
-        ("soft_cap", "attn_logits_soft_cap=5", "attn_logits_soft_cap=5"),
-        ("dropout", f"attention_dropout_rate=0.1 {IN_ORDER}", "attention_dropout_rate=0.1"),
-        ("segments", "", "packed documents"),
-    ],
-)
-def test_what_a_strategy_does_not_exchange_is_refused(monkeypatch, feature, words, what):
-    ring = dataclasses.replace(kernels.STRATEGIES["ring"], own=kernels.Kernel(**{feature: False}))
-    monkeypatch.setitem(kernels.STRATEGIES, "ring", ring)
-    for more in ("", "attention=blockwise"):
-        (found,) = mistakes(f"{FOUR}{STRATEGY}=ring {words} {more}")
-        assert found == f"{STRATEGY}=ring does not support {what}; choose all_gather"
-    resolved(f"{FOUR}{words}")
-    resolved(f"{BASE}{STRATEGY}=ring {words}")
 
 
 def test_the_start_of_a_run_says_why_there_is_no_kernel():
