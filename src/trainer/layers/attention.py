@@ -76,8 +76,9 @@ class Scores(NamedTuple):
         if self.op in ("dot_product", "blockwise"):
             attend = functools.partial(attend, sums=sharding.sum_dtype(values))
         arrays = queries, keys, values, mask
-        kernel, in_blocks = KERNELS[self.op].per_device, self.op == "blockwise" and split.is_split()
-        if split.is_split():
+        kernel, is_split = KERNELS[self.op].per_device, split.is_split()
+        in_blocks = is_split and self.op == "blockwise"
+        if is_split:
             ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
             attended = split.attend(self.across, attend, arrays, drop, sinks, ring=ring, kernel=kernel)
         elif kernel:  # the compiler cannot shard it; it has no dropout
@@ -161,8 +162,7 @@ class Attention(nnx.Module):
 
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
-        self.rope = rope
-        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
+        self.rope, self.scores = rope, Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
         if fused:
             assert heads == kv_heads, (heads, kv_heads)
             self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))

@@ -111,9 +111,9 @@ def ring_attention(
 ) -> jax.Array:
     """Computes `ops.attention.dot_product_attention` for the queries of this device: [b, t, h, v].
 
-    Keys may be at any positions. Tiles of scores in which no query sees a key are skipped. What the backward pass needs
-    has the checkpoint name "context". In it keys and values pass along the ring again, with float32 sums of their
-    gradients.
+    Keys may be at any positions. Tiles of scores in which no query sees a key are skipped. The backward pass sends keys
+    and values around the ring again, with float32 sums of their gradients. The residuals that it needs have the
+    checkpoint name "context".
 
     Args:
       query, key, value, mask: of the tokens of this device.
