@@ -50,7 +50,8 @@ key     keys of the model, as for trainer.train. They default to FROM's config.j
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
 load_parameters_path   of adapters: where their base is now, if it has moved, or if PEFT names it otherwise
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also has the masks.
-Tokenizer files next to FROM are copied. --help SECTION and --explain KEY say what the keys mean."""
+Tokenizer files next to FROM are copied, and what FROM says of ends, lengths and sampling (generation_config.json).
+--help SECTION and --explain KEY say what the keys mean."""
 
 
 @exit_on_user_error
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import check_masks, copy_tokenizer, model_config, open_source, weights_of
+    from trainer.checkpoint import check_masks, copy_beside, model_config, open_source, weights_of
     from trainer.checkpoint.adapters import Merged
     from trainer.checkpoint.description import check_words
 
@@ -88,23 +89,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_masks(config, checkpoint, shapes)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
-    neutral = dict(checkpoint.neutral)
+    about = _about(checkpoint)
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
     if length:
-        neutral["max_position_embeddings"] = config.max_target_length
+        about = about._replace(fields={**about.fields, "max_position_embeddings": config.max_target_length})
     with new_folder(out) as partial:
-        for note in checkpoint.notes(config):
+        for note in filter(None, [*checkpoint.notes(config), about.note()]):
             print(visible(note))
-        _write(partial, options, config, leaves, neutral)
-        copy_tokenizer(checkpoint.tokenizer, partial)
+        _write(partial, options, config, leaves, about.fields)
+        copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
 
 
+def _about(checkpoint: Any) -> Any:
+    """Returns `Source.about`; for a checkpoint that says nothing, as of MaxText, what its tokenizer says."""
+    from trainer.checkpoint import about_tokenizer
+    from trainer.config.tokenizer_files import has_tokenizer
+    from trainer.data.tokenizer_files import load_tokenizer
+
+    about, folder = checkpoint.about, checkpoint.tokenizer
+    if checkpoint.kind == "Hugging Face" or about.ends or not has_tokenizer(folder, "auto"):
+        return about
+    try:
+        tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
+    except UserError as error:
+        print(f"{error}\n  so the tokens that end a text are not known, and not written")
+        return about
+    said = about_tokenizer(tokenizer.bos, tokenizer.eos)
+    return said.under(about)
+
+
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
     """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
-    from trainer.checkpoint import copy_tokenizer, model_config, open_adapters, open_source, weight_shapes, write_peft
+    from trainer.checkpoint import copy_beside, model_config, open_adapters, open_source, weight_shapes, write_peft
     from trainer.checkpoint.description import as_words, check_words
 
     adapters = open_adapters(source, average=options.get("weights") == "ema")
@@ -118,7 +137,7 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
     place = base or adapters.origin.path
     with new_folder(out) as partial:
         write_peft(partial, config, leaves, base=place, rank=lora[RANK], alpha=lora[ALPHA], dtype=options.get("dtype"))
-        copy_tokenizer(adapters.tokenizer, partial)
+        copy_beside(adapters.tokenizer, adapters.about, partial, fields=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values()))
 
 
@@ -155,7 +174,7 @@ def _length_given(keys: Sequence[str]) -> bool:
     return any(word.startswith("max_target_length=") for word in keys)
 
 
-def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: dict[str, Any]) -> None:
+def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: Any) -> None:
     from trainer.checkpoint import with_zeros, write_huggingface, write_maxtext, write_params
     from trainer.models.huggingface_config import length_notes
     from trainer.models.maxtext_config import maxtext_notes
@@ -171,7 +190,7 @@ def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, n
             print(note)
         write_maxtext(folder, config, leaves, options.get("dtype"), _scans(options))
     else:
-        write_params(folder, config, leaves, options.get("dtype"), neutral)
+        write_params(folder, config, leaves, options.get("dtype"))
 
 
 def _report(out: Path, options: dict[str, str], parameters: int) -> None:

@@ -123,7 +123,7 @@ def _generate(
         opened = [open_adapters(path, average=False if raw else None) for path in adapters]
         engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=opened)
         tokenizer = engine.get_tokenizer()
-        begin, longest = engine.begin_tokens(tokenizer), engine.max_prefill_length
+        begin, longest = tokenizer.before_text, engine.max_prefill_length
         chat = _chat(loaded, tokenizer, say)
         tokens = [tokens_of(prompt, tokenizer, begin, longest, say, chat) for prompt in prompts]
         return engine, tokenizer, [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())], tokens

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import copy_tokenizer, model_config, open_source, weights_of, write_params
+    from trainer.checkpoint import copy_beside, model_config, open_source, weights_of, write_params
     from trainer.checkpoint.description import check_words
     from trainer.checkpoint.stored import as_stored, stored_kernels
     from trainer.models.matrices import quantized_kernels
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if stored[ALGORITHM] == "rounding" and (of_data or rows is not None):
         raise UserError(f"{' '.join(of_data) or _ROWS}: {ALGORITHM}=rounding reads no text; leave it out")
     with new_folder(out) as partial:
-        for note in checkpoint.notes(config):
+        for note in filter(None, [*checkpoint.notes(config), checkpoint.about.note()]):
             print(visible(note))
         if average:
             print(f"{visible(where)}: the average of the parameters (ema_decay) is quantized; weights=raw takes others")
@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 batches = _batches(config, checkpoint, of_data, rows)
                 calibrated.run(config, forms, leaves, batches, stored[ALGORITHM], print)
             parts = as_stored(stored, forms, leaves, _rounded(stored, kernels), calibrated.leaves)
-            write_params(partial, stored, parts, None, checkpoint.neutral)
-        copy_tokenizer(checkpoint.tokenizer, partial)
+            write_params(partial, stored, parts, None)
+        copy_beside(checkpoint.tokenizer, checkpoint.about, partial, fields=True)
     _report(out, stored, kernels, leaves, parts)
 
 

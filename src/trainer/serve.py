@@ -111,7 +111,7 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
             tokenizer=tokenizer,
             chat=chat,
             adapters=names,
-            begin=engine.begin_tokens(tokenizer),
+            begin=tokenizer.before_text,
             stop=engine.stop_tokens(tokenizer),
             turn_end=chat.stop_tokens(),
             default=sampling_of(engine.config),

@@ -95,7 +95,7 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
     ) as run_dir:
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
         try:
-            end = _train(loaded, kind, run, dataset, run_dir, console)
+            end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
         except KeyboardInterrupt:
             if run.config.enable_checkpointing:
                 last = newest(run_dir.folder)
@@ -116,7 +116,8 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
             from trainer.inference import sample_text
             from trainer.training import keep_sample
 
-            text = sample_text(run, end.state, dataset.tokenizer, prompt)
+            stop = list(dict.fromkeys([*prompt.stop, *end.ends]))
+            text = sample_text(run, end.state, dataset.tokenizer, prompt._replace(stop=stop))
             console.sample(run.config.prompt, text)
             keep_sample(run_dir, run.config.steps, run.config.prompt, text, console.say)
 
@@ -131,7 +132,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
     from trainer.runtime.storage import folder
     from trainer.training import compiled_step, loaded_step, metrics_files, needs_of
 
-    console, run, dataset, _, config_yml = _opened(loaded, kind)
+    console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     config, resumes = run.config, run.config.enable_checkpointing
     run_folder = folder(
         from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
@@ -141,7 +142,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
     for name, source in loaded.sources.items():
         if source != "default":
             console.say(f"{name}={to_flow(config[name])} ({source})")
-    begin = _start(loaded, run, dataset, SavedCheckpoints(run_folder) if resumes else None, console)
+    begin = _start(loaded, run, dataset, prompt, SavedCheckpoints(run_folder) if resumes else None, console)
     finished = begin.updates == config.steps and from_first((run_folder / FINISHED_FILE).exists)
     if finished:
         console.say(_FINISHED.format(run_folder))
@@ -214,7 +215,7 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
 
 
-def _train(loaded: Loaded, kind: Kind, run, dataset, run_dir, console):
+def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint import CheckpointManager
     from trainer.training import (
@@ -232,7 +233,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, run_dir, console):
         manager = None
         if run.config.enable_checkpointing:
             manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
-        begin = _start(loaded, run, dataset, manager, console)
+        begin = _start(loaded, run, dataset, prompt, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
         compiled = loaded_step(run, console.say)
@@ -251,13 +252,19 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, run_dir, console):
         return fit(run, StepsByRows(run, compiled, console.say), begin, dataset, reports, manager, source)
 
 
-def _start(loaded: Loaded, run, dataset, saved, console):
+def _start(loaded: Loaded, run, dataset, prompt, saved, console):
     """See `training.start`. `saved` are the checkpoints of the run."""
-    from trainer.training import start
+    from trainer.runtime.agreement import agreed
+    from trainer.training import about_run, start
 
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     schedule_given = loaded.config.learning_rate_schedule_steps != -1
-    return start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
+    begin = start(run, dataset, saved, console.say, schedule_given=schedule_given, given=given)
+    own = saved.path(saved.latest) if saved is not None and saved.latest is not None else None
+    about = agreed(lambda: about_run(run.config, dataset.tokenizer, own, prompt.taught, console.say))
+    if note := about.note():
+        console.say(note)
+    return begin._replace(about=about)
 
 
 def _files(run_dir):

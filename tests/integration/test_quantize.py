@@ -71,7 +71,7 @@ def written(folder, block):
     config, values = params_of(block)
     folder.mkdir()
     leaves = {name: Leaf(value.shape, value.dtype, [lambda value=value: value]) for name, value in values.items()}
-    write_params(folder, config, leaves, None, {})
+    write_params(folder, config, leaves, None)
     return config, values
 
 

@@ -1,5 +1,6 @@
 """Train states and parameters on disk: checkpoints of runs, of other software, and of `trainer.export`."""
 
+from trainer.checkpoint.about import About, about_in, about_tokenizer, copy_beside
 from trainer.checkpoint.adapters import Adapters
 from trainer.checkpoint.base import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
@@ -17,9 +18,9 @@ from trainer.checkpoint.peft_out import write_peft
 from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 from trainer.checkpoint.sidecar import Base, Sidecar, saved_config
 from trainer.checkpoint.source import Leaf, Shapes, Source, filled, joined, names_of, nested, parted
-from trainer.checkpoint.tokenizer import copy_tokenizer
 
 __all__ = [
+    "About",
     "Adapters",
     "Base",
     "CheckpointManager",
@@ -30,12 +31,14 @@ __all__ = [
     "Sidecar",
     "Source",
     "Tensor",
+    "about_in",
+    "about_tokenizer",
     "base_of",
     "check_base",
     "check_dtypes",
     "check_masks",
     "contents_of",
-    "copy_tokenizer",
+    "copy_beside",
     "filled",
     "initial_parameters",
     "inspect",

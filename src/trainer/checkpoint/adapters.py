@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from trainer.checkpoint.about import About, about_in
 from trainer.checkpoint.base import checked
 from trainer.checkpoint.description import MODULES, ORDER
 from trainer.checkpoint.manager import RUN
@@ -22,6 +23,7 @@ from trainer.config.dump import as_words
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import OF_STORED, STORED
 from trainer.config.resolve import frozen
+from trainer.config.tokenizer_files import has_tokenizer
 from trainer.layers.adapted import delta
 from trainer.models.adapters import kernel_of
 from trainer.products.dequantized import dequantize
@@ -31,7 +33,7 @@ class Adapters(Protocol):
     """A checkpoint of adapters, and of other parameters that were trained with them.
 
     Attributes:
-      path, kind, tokenizer, averaged: see `Source`.
+      path, kind, tokenizer, about, averaged: see `Source`.
       origin: the parameters that they belong to; without digests, if the checkpoint has none.
       described: the model's keys that the checkpoint itself states; {} if it states none.
     """
@@ -39,6 +41,7 @@ class Adapters(Protocol):
     path: Path
     kind: str
     tokenizer: Path
+    about: About
     averaged: bool
     origin: Base
     described: Mapping[str, Any]
@@ -69,6 +72,7 @@ class RunAdapters:
         self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
         self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
         self.described, self.length = self._source.keys, self._source.length
+        self.about = about_in(self.tokenizer)
         self.seed: int = self._saved["init_weights_seed"]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
@@ -97,8 +101,11 @@ class Merged:
     def __init__(self, base: Source, adapters: Adapters, shapes_of: Callable[[Config], Shapes]):
         """`shapes_of`: returns the shapes of the weights of a model (`open.weight_shapes`)."""
         self._base, self._adapters, self._shapes_of = base, adapters, shapes_of
-        self.path, self.tokenizer, self.averaged = adapters.path, adapters.tokenizer, adapters.averaged
-        self.kind, self.neutral, self.length = f"{base.kind} with {adapters.kind}", base.neutral, base.length
+        self.path, self.averaged = adapters.path, adapters.averaged
+        own = has_tokenizer(adapters.tokenizer, "auto")
+        self.tokenizer = adapters.tokenizer if own else base.tokenizer
+        self.about = base.about.under(adapters.about)
+        self.kind, self.length = f"{base.kind} with {adapters.kind}", base.length
         self.keys = _keys_of_merged(base, adapters.described)
 
     def notes(self, config: Config) -> Sequence[str]:
@@ -191,7 +198,7 @@ class Initial:
         """`draw`: returns the initial weights of a model of a resolved configuration by name."""
         self.path, self.tokenizer, self.keys, self.length = run.path, run.tokenizer, run.described, run.length
         self.kind, self.averaged = "initial parameters", False
-        self.neutral: Mapping[str, Any] = {}
+        self.about = run.about
         self._draw, self._seed = draw, run.seed
 
     def notes(self, config: Config) -> Sequence[str]:

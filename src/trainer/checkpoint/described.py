@@ -22,7 +22,7 @@ from trainer.observe.runs import runs_to_resume
 from trainer.runtime import storage
 from trainer.runtime.agreement import agreed
 from trainer.runtime.folders import read_bounded
-from trainer.runtime.storage import entries, is_remote, mirror
+from trainer.runtime.storage import files_below, is_remote, mirror
 
 _PATH, _KIND, _START = "tokenizer_path", "tokenizer_type", "load_parameters_path"
 _ADAPTERS = RANK, ALPHA, PATTERN, MASK  # which lora_restore_path gives if the user gives none of them
@@ -158,7 +158,7 @@ def _local(folder: Any) -> Path:
     if not is_remote(folder):
         return folder
     local = mirror(folder)
-    local.mkdir(parents=True, exist_ok=True)
-    for file in entries(folder):
-        (local / file.name).write_bytes(read_bounded(file))
+    for name in files_below(folder):
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(read_bounded(folder / name))
     return local

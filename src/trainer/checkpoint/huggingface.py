@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from trainer.backends import make_model
+from trainer.checkpoint.about import about_in
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_stored import stored_keys, stored_leaves, stored_matrices
 from trainer.checkpoint.packed import PackedMatrix, note, with_matrices
@@ -71,7 +72,7 @@ class HuggingFaceSource:
         self.path = self.tokenizer = path
         config = read_object(path / CONFIG)
         keys = model_keys(config, str(path / CONFIG), decoder_block)
-        self.neutral: Mapping[str, Any] = neutral_keys(config, str(path / CONFIG))
+        self.about = about_in(path, neutral_keys(config, str(path / CONFIG)))
         self.length = config.get("max_position_embeddings")
         self._tensors: Mapping[str, StoredTensor | PackedMatrix] = _tensors(path)
         self._recipe = recipe(config, [])

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.checkpoint import orbax
+from trainer.checkpoint.about import about_in
 from trainer.checkpoint.description import ORDER
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.config import Config, UserError
@@ -56,7 +57,6 @@ class MaxTextSource:
 
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
-    neutral: Mapping[str, Any] = {}
     length: int | None = None
     averaged = False
 
@@ -67,6 +67,7 @@ class MaxTextSource:
           UserError: the tree contains no parameters of a decoder.
         """
         self.path, self.tokenizer = path, tokenizer
+        self.about = about_in(tokenizer)
         headers = orbax.headers(path)
         if any(_AQT in name.split("/") for name in headers):
             raise UserError(

@@ -4,7 +4,7 @@ They are read from a run's checkpoint (see `manager`), or from a folder that `tr
   checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
                 gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
   config.yml    the model's keys, see `description.model_yaml`
-  huggingface.json    optional: further fields of the config.json of the original parameters, see `Source.neutral`
+  huggingface.json, generation_config.json    optional, see `about`
 """
 
 import functools
@@ -18,23 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.checkpoint import orbax
+from trainer.checkpoint.about import about_in
 from trainer.checkpoint.description import ORDER, read_model_yaml
 from trainer.checkpoint.masks import masks_of
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors, names_of, nested
 from trainer.checkpoint.stored import as_floats, stored_kernels, with_storage
 from trainer.config import Config, UserError
-from trainer.config.json_files import read_object
 from trainer.config.quantization_keys import STORED
 from trainer.models import FAMILIES
 from trainer.models.huggingface import reordered
-from trainer.models.huggingface_fields import neutral_keys
+from trainer.models.huggingface_fields import LONGEST
 from trainer.models.mtp_names import module_of, rotated_heads
 from trainer.optim.average import AVERAGE
 from trainer.state.diloco import mean_of_islands
 
 TREE = "checkpoint"
 CONFIG = "config.yml"
-NEUTRAL = "huggingface.json"
 ROOT, REST = "params/", "rest/"
 _ISLANDS = f"inner_state/{REST}"  # with DiLoCo: of all islands, on a first axis
 _AVERAGES = f"{AVERAGE}/"
@@ -57,11 +56,9 @@ class ParamsSource:
         self.path, self.tokenizer = path, path / tokenizer
         self.keys: Mapping[str, Any]
         self.keys, length = read_model_yaml(path / config)
-        self.neutral: Mapping[str, Any] = {}
-        if (path / NEUTRAL).is_file():
-            self.neutral = neutral_keys(read_object(path / NEUTRAL), str(path / NEUTRAL))
+        self.about = about_in(self.tokenizer)
         if length is not None and self.keys["rope_type"] == "default":
-            self.neutral = {"max_position_embeddings": length} | self.neutral
+            self.about = self.about._replace(fields={LONGEST: length, **self.about.fields})
         self._tree = path / tree
         self._headers = orbax.headers(self._tree)
         self.length = length

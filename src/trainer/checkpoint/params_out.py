@@ -1,27 +1,22 @@
 """Writes parameters in this trainer's own format; see `params`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_yaml
-from trainer.checkpoint.params import CONFIG, NEUTRAL, REST, ROOT, TREE
+from trainer.checkpoint.params import CONFIG, REST, ROOT, TREE
 from trainer.checkpoint.source import Leaf, progress
 from trainer.config import Config, UserError
 
 
-def write_params(
-    folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, neutral: Mapping[str, Any]
-) -> None:
+def write_params(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> None:
     """Writes `leaves`, one after the other, and config.yml into `folder`, which must exist and be empty.
 
     Args:
       config: resolved; it determines the order of a head's entries.
-      neutral: see `Source.neutral`.
       dtype: the dtype to cast floating-point values to; None keeps each stored dtype. Other values and `Leaf.buffer`
         are never cast.
 
@@ -34,8 +29,6 @@ def write_params(
             # The value gets no name, which would keep this leaf in memory while the next one is read.
             write({f"{REST if leaf.buffer else ROOT}{name}": leaf.read(targets[name], tick)})
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
-    if neutral:
-        (folder / NEUTRAL).write_text(json.dumps(dict(neutral), indent=2) + "\n", encoding="utf-8")
 
 
 def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np.dtype]:

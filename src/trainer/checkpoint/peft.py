@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.checkpoint.about import FIELDS, GENERATION, about_in
 from trainer.checkpoint.huggingface import head_to_reorder, is_copy, leaf_of, tensors_in
 from trainer.checkpoint.peft_config import CONFIG, PeftConfig
 from trainer.checkpoint.peft_names import Named, Tables, below, by_base_name, filled_up, zeros
@@ -42,7 +43,6 @@ class PeftSource:
     length = None
     keys: Mapping[str, Any] = {}  # the base says what the model is
     described: Mapping[str, Any] = {}
-    neutral: Mapping[str, Any] = {}
 
     def __init__(self, path: Path):
         """Reads the configuration and the header of the weights.
@@ -50,8 +50,9 @@ class PeftSource:
         Raises:
           UserError: a file is missing, damaged, leads out of the folder or cannot be represented.
         """
-        check_folder(path, (CONFIG, WEIGHTS))
+        check_folder(path, (CONFIG, WEIGHTS, FIELDS, GENERATION))
         self.path = self.tokenizer = path
+        self.about = about_in(path)
         self._said = PeftConfig(path / CONFIG)
         self.rank, self.alpha, self.base = self._said.rank, self._said.alpha, self._said.base
         self.origin = Base(self.base, {})

@@ -10,7 +10,7 @@ from trainer.checkpoint.sums import damaged, read_part
 from trainer.config import read_saved
 from trainer.config.plain_yaml import read_text
 from trainer.runtime.folders import read_bounded
-from trainer.runtime.storage import entries
+from trainer.runtime.storage import files_below
 from trainer.runtime.versions import installed
 
 CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "tokenizer"
@@ -29,7 +29,7 @@ class Sidecar(NamedTuple):
     config: str  # config.yml: the resolved configuration
     position: Any  # the position in the data after the last batch that went into the state; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
-    tokenizer: Mapping[str, bytes]  # the tokenizer's files by name
+    tokenizer: Mapping[str, bytes]  # the tokenizer's files, and those of `About`, by their paths in its folder
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty in checkpoints that do not tell
     base: Base | None = None  # of a run with adapters, whose checkpoints lack the parameters of its base
     reference: Base | None = None  # of a run with a reference model: its parameters that the run trains
@@ -68,6 +68,7 @@ class SidecarFiles:
         (folder / METRICS).write_text(json.dumps(self._metrics) + "\n", encoding="utf-8")
         (folder / TOKENIZER).mkdir()
         for name, content in sidecar.tokenizer.items():
+            (folder / TOKENIZER / name).parent.mkdir(exist_ok=True)
             (folder / TOKENIZER / name).write_bytes(content)
 
     async def _read(self, folder: Any) -> None:
@@ -83,7 +84,8 @@ def read_sidecar(folder: Any) -> Sidecar:
     versions = data.get("versions", {})
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise damaged(folder, DATA, "has versions that are not strings by name")
-    tokenizer = {path.name: read_bounded(path) for path in entries(folder / TOKENIZER) if path.name[0] != "."}
+    names = [name for name in files_below(folder / TOKENIZER) if name[0] != "."]
+    tokenizer = {name: read_bounded(folder / TOKENIZER / name) for name in names}
     others = (_base(folder, data, name) for name in ("base", "reference"))
     return Sidecar(read_config(folder), data.get("position"), data["fingerprint"], tokenizer, versions, *others)
 

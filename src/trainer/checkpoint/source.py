@@ -14,6 +14,7 @@ import numpy as np
 from flax import traverse_util
 from tqdm import tqdm
 
+from trainer.checkpoint.about import About
 from trainer.checkpoint.safetensors_file import Box
 from trainer.config import Config, UserError
 from trainer.config.errors import shortened
@@ -120,7 +121,7 @@ class Source(Protocol):
     path: Path
     tokenizer: Path  # the folder of the tokenizer's files, if there are any
     kind: str  # a description in words
-    neutral: Mapping[str, Any]  # fields of its config.json that do not affect what the model computes
+    about: About  # what it says about the model beside weights and tokenizer
     length: int | None  # the longest text the model was trained for, if the checkpoint states it
     averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
 

@@ -1,6 +1,7 @@
-"""The files of tokenizers, by tokenizer_type."""
+"""The files of tokenizers, by tokenizer_type, and what lies beside them."""
 
 from pathlib import Path
+from typing import Any
 
 from trainer.config.json_files import read_object
 
@@ -9,7 +10,19 @@ TOKENIZER_FILES = {
     "sentencepiece": "tokenizer.model",
     "tiktoken": "tokenizer.tiktoken",
 }
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
+# Names in transformers and sentencepiece: of vocabularies, and of what can stand beside any of them.
+VOCABULARIES = (*TOKENIZER_FILES.values(), "vocab.json", "merges.txt", "added_tokens.json")
+SETTINGS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE_FILE, "chat_template.json", TEMPLATES)
+
+
+def tokenizer_parts(folder: Any) -> list[str]:
+    """Returns the paths in `folder`, which is on this machine or in a bucket, of the files of its tokenizer."""
+    names = [name for name in (*VOCABULARIES, *SETTINGS) if (folder / name).is_file()]
+    templates = folder / TEMPLATES
+    named = sorted(path.name for path in templates.glob("*.jinja")) if templates.is_dir() else []
+    return names + [f"{TEMPLATES}/{name}" for name in named]
 
 
 def says_bytes(config: Path) -> bool:

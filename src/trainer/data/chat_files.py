@@ -6,28 +6,36 @@ from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
+from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG
 from trainer.runtime.folders import read_bounded
 
-# In the order in which Hugging Face's tokenizers prefer them.
-TEMPLATE_FILE = "chat_template.jinja"
-FILES = (TEMPLATE_FILE, "tokenizer_config.json", "chat_template.json")
-_KEY = "chat_template"
+_KEY, _DEFAULT, _WITH_TOOLS = "chat_template", "default", "tool_use"
+_REMEDY = "name the file of a template with chat_template_path"
 
 
 class ChatTemplate(NamedTuple):
-    """A template in Jinja, and where it comes from, for messages."""
+    """A template in Jinja, and where it comes from, for messages. `with_tools` is the template of conversations with
+    tools; "" if they have no other one."""
 
     text: str
     where: str
+    with_tools: str = ""
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in the files of a tokenizer's folder; None if there is none.
+    """Returns the template in the files of a tokenizer's folder, which it looks up as transformers does; None if there
+    is none.
 
     Raises:
       UserError: a file is damaged, or has no default among several named templates.
     """
-    for path in (folder / name for name in FILES):
+    own, more = folder / TEMPLATE_FILE, folder / TEMPLATES
+    files = {_DEFAULT: own} if own.is_file() else {}
+    files |= {path.stem: path for path in sorted(more.glob("*.jinja")) if path.is_file()} if more.is_dir() else {}
+    texts = {name: _text(path) for name, path in files.items()}
+    if texts and (found := _chosen(texts, own if _DEFAULT in texts else more)):
+        return found
+    for path in (folder / TOKENIZER_CONFIG, folder / "chat_template.json"):
         if path.is_file() and (found := _read(path)):
             return found
     return None
@@ -48,25 +56,28 @@ def read_template(path: Path) -> ChatTemplate:
 
 def _read(path: Path) -> ChatTemplate | None:
     if path.suffix != ".json":
-        try:
-            text = read_bounded(path).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 ({error})") from error
-    else:
-        text = _default(read_object(path).get(_KEY), path)
-    return ChatTemplate(text, str(path)) if text else None
-
-
-def _default(given: Any, path: Path) -> str:
-    """Returns the text of a template, or of the default one among named ones."""
+        return _chosen({_DEFAULT: _text(path)}, path)
+    given = read_object(path).get(_KEY)
     if isinstance(given, str | None):
-        return given or ""
-    named: Mapping[Any, Any] = {}
+        return _chosen({_DEFAULT: given or ""}, path)
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        given = {one.get("name"): one.get("template") for one in given}
     if isinstance(given, dict):
-        named = given
-    elif isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        named = {one.get("name"): one.get("template") for one in given}
-    if isinstance(text := named.get("default"), str):
-        return text
-    there = f"the templates {', '.join(map(str, named))}, and none is called default" if named else shown(given)
-    raise UserError(f"{path}: {_KEY} holds {there}; name the file of a template with chat_template_path")
+        return _chosen(given, path)
+    raise UserError(f"{path}: {_KEY} holds {shown(given)}; {_REMEDY}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error})") from error
+
+
+def _chosen(named: Mapping[Any, Any], path: Path) -> ChatTemplate | None:
+    """Returns the default one of several templates, with the one for tools; None if the default one is empty."""
+    if not isinstance(text := named.get(_DEFAULT), str):
+        names = ", ".join(map(str, named))
+        raise UserError(f"{path}: holds the templates {names}, and none is called {_DEFAULT}; {_REMEDY}")
+    tools = named.get(_WITH_TOOLS)
+    return ChatTemplate(text, str(path), tools if isinstance(tools, str) and tools != text else "") if text else None

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ from trainer.config import Config, token_files
 from trainer.config.errors import UserError
 from trainer.config.invariant_keys import TILE
 from trainer.data.batches import RowSource
-from trainer.data.chat_files import TEMPLATE_FILE
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 from trainer.data.tokenizer import Tokenizer
@@ -64,14 +62,8 @@ class Dataset:
 
     @functools.cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Returns the files from which tokenizer_path can read the tokenizer again, by name; {} without a tokenizer."""
-        if self.tokenizer is None:
-            return {}
-        with tempfile.TemporaryDirectory() as folder:
-            self.tokenizer.save(Path(folder))
-            if template := self.tokenizer.chat_template:
-                (Path(folder) / TEMPLATE_FILE).write_text(template.text, encoding="utf-8")
-            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        """See `Tokenizer.saved_files`; {} without a tokenizer."""
+        return {} if self.tokenizer is None else self.tokenizer.saved_files()
 
     def __str__(self) -> str:
         return self.summary

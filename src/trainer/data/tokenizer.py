@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.tokenizer_files import TOKENIZER_CONFIG, TOKENIZER_FILES
+from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from trainer.data.beside import Beside
 from trainer.data.rendered import (
     Encoded,
     Rendered,
@@ -50,7 +52,9 @@ class Tokenizer(abc.ABC):
       bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
         this is not exact, because the tokenizer changes the text.
       special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
-      chat_template: the template for chats that its files hold, or that a run trains with; None if there is none.
+      own_template: the template for chats in its files; None if there is none.
+      chat_template: the same, or another that a run trains with.
+      beside: what lies beside its file.
     """
 
     vocab_size: int
@@ -58,11 +62,36 @@ class Tokenizer(abc.ABC):
     eos: int | None
     bytes_per_token: np.ndarray | None = None
     special_names: Mapping[str, str] = {}
+    own_template: "ChatTemplate | None" = None
     chat_template: "ChatTemplate | None" = None
+    beside: Beside = Beside()
 
     @property
     def largest(self) -> int:
         return self.vocab_size - 1
+
+    @property
+    def before_text(self) -> list[int]:
+        """The special tokens before a prompt that no chat template renders: what the tokenizer itself puts there, else
+        what the files beside it say."""
+        return [] if self.bos is None or self.beside.begins is False else [self.bos]
+
+    @property
+    def has_other_template(self) -> bool:
+        """Whether `chat_template` says something else than the template in its files."""
+        texts = [one and (one.text, one.with_tools) for one in (self.chat_template, self.own_template)]
+        return texts[0] != texts[1]
+
+    def saved_files(self) -> dict[str, bytes]:
+        """Returns the files from which tokenizer_path can read this tokenizer again, with its chat template, by their
+        paths in its folder: those that it was read from, as they are, or its own."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(Path(folder))
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
+        if self.chat_template and self.has_other_template:
+            files = {name: data for name, data in files.items() if not name.startswith(TEMPLATES)}
+            files[TEMPLATE_FILE] = self.chat_template.text.encode()
+        return dict(sorted(files.items()))
 
     @property
     @abc.abstractmethod
@@ -80,7 +109,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes the files from which tokenizer_path can read this tokenizer again into `directory`."""
+        """Writes files from which tokenizer_path can read this tokenizer again into `directory`: its vocabulary, and
+        the names of special tokens that it needs."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without special tokens."""
@@ -149,8 +179,9 @@ class JsonTokenizer(Tokenizer):
 
     def __reduce__(self) -> Any:
         # Through __init__, because pickling loses encode_special_tokens.
-        names = {"special_names": self.special_names, "chat_template": self.chat_template}
-        return JsonTokenizer, (self._inner, *self._names), names
+        own = {"special_names", "own_template", "chat_template", "beside"}
+        given = {name: value for name, value in vars(self).items() if name in own}
+        return JsonTokenizer, (self._inner, *self._names), given
 
     @property
     def largest(self) -> int:
@@ -217,14 +248,18 @@ class JsonTokenizer(Tokenizer):
         return super().token_bytes(token) if self.bytes_per_token is None or added else bytes(map(_BYTE_OF.get, piece))  # type: ignore[arg-type]
 
     @property
-    def template(self) -> list[int]:
-        """The special tokens that the tokenizer.json itself puts before a text."""
+    def before_text(self) -> list[int]:
+        if self.bos is None:
+            return []
+        if self._inner.post_processor is None:
+            return [self.bos] if self.beside.begins else []
         ids = self._inner.encode("", add_special_tokens=True).ids
         return [token for token in ids if token != self._inner.token_to_id(self._names[1] or "") or token == self.bos]
 
     def save(self, directory: Path) -> None:
+        begins = {} if self.beside.begins is None else {"add_bos_token": self.beside.begins}
         (directory / JSON_FILE).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
-        (directory / CONFIG_FILE).write_text(json.dumps(dict(self.special_names)) + "\n", encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps({**self.special_names, **begins}) + "\n", encoding="utf-8")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
@@ -246,7 +281,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, ad
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    return JsonTokenizer(bpe, EOT_TEXT if add_bos else None, EOT_TEXT if add_eos else None)
+    tokenizer = JsonTokenizer(bpe, EOT_TEXT if add_bos else None, EOT_TEXT if add_eos else None)
+    tokenizer.beside = Beside(begins=True)
+    return tokenizer
 
 
 class ByteTokenizer(Tokenizer):

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config.errors import UserError
-from trainer.config.json_files import read_object, shown
 from trainer.config.paths import local_path
-from trainer.config.tokenizer_files import TOKENIZER_FILES, says_bytes
-from trainer.data.chat_files import FILES as CHAT_FILES
+from trainer.config.tokenizer_files import SETTINGS, SPECIAL_TOKENS, TOKENIZER_FILES, VOCABULARIES, says_bytes
+from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
 from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
 from trainer.runtime.folders import check_folder, read_bounded
@@ -57,11 +56,23 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
         "sentencepiece": SentencePieceTokenizer,
         "tiktoken": TiktokenTokenizer,
     }
-    tokenizer = loaders[kind](file, add_bos=add_bos, add_eos=add_eos)
-    if kind != "bytes" and file.with_name(CONFIG_FILE).is_file():
-        tokenizer.special_names = _special_names(file)
-    tokenizer.chat_template = template_beside(file.parent)
+    beside = read_beside(file)
+    more = {"names": beside.names} if kind == "huggingface" else {}
+    tokenizer = loaders[kind](file, add_bos=add_bos, add_eos=add_eos, **more)
+    if kind != "bytes" and not beside.files.keys().isdisjoint((CONFIG_FILE, SPECIAL_TOKENS)):
+        tokenizer.special_names = beside.names
+        if kind != "huggingface":
+            tokenizer.bos, tokenizer.eos = _named(tokenizer, "bos_token"), _named(tokenizer, "eos_token")
+    tokenizer.beside = beside
+    tokenizer.chat_template = tokenizer.own_template = template_beside(file.parent)
     return tokenizer
+
+
+def _named(tokenizer: Tokenizer, role: str) -> int | None:
+    """Returns the token that the files beside a tokenizer name as bos_token or eos_token, by default its own; None if
+    add_bos or add_eos turned it off."""
+    own = tokenizer.bos if role == "bos_token" else tokenizer.eos
+    return None if own is None else tokenizer.markers.get(tokenizer.special_names.get(role, ""), own)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -167,7 +178,7 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
+def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, str]) -> JsonTokenizer:
     import tokenizers
 
     try:
@@ -176,7 +187,6 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
         if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
             raise
         raise UserError(f"tokenizer_path: {file} is not a tokenizer.json ({error})") from error
-    names = _special_names(file)
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
         raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
@@ -184,7 +194,8 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     end = names.get("eos_token") or next((name for name in _ENDS if name in vocabulary), None)
     for name in (begin, end):
         if name is not None and name not in vocabulary:
-            raise UserError(f"tokenizer_path: {file.with_name(CONFIG_FILE)} names {name}, which {file.name} lacks")
+            where = f"{CONFIG_FILE} or {SPECIAL_TOKENS}"
+            raise UserError(f"tokenizer_path: {file.parent}: {where} names {name}, which {file.name} lacks")
     # Tokenizers without a begin token, such as GPT-2's and Qwen's, separate documents by their end token.
     begin = begin or end
     for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
@@ -199,38 +210,18 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool) -> JsonTokenizer:
     return tokenizer
 
 
-def _special_names(file: Path) -> dict[str, str]:
-    """Returns the special tokens (bos_token, eos_token, ...) of the tokenizer_config.json next to the file. Each is a
-    string, or a dict with `content`."""
-    path = file.with_name(CONFIG_FILE)
-    if not path.is_file():
-        return {}
-    given = read_object(path)
-    names = {}
-    for name in (key for key in given if key.endswith("_token")):
-        value = given[name]
-        value = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(value, str | None) and name in ("bos_token", "eos_token"):
-            raise UserError(
-                f"tokenizer_path: {path}: {name}={shown(given[name])}, not text, nor an object with content"
-            )
-        if isinstance(value, str):
-            names[name] = value
-    return names
-
-
 def _file(path: Path, kind: str) -> Path:
     """Returns the tokenizer's file; `path` is the file or its folder."""
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else list(TOKENIZER_FILES.values())
     if path.is_dir():
-        check_folder(path, [*names, *CHAT_FILES])
+        check_folder(path, [*VOCABULARIES, *SETTINGS])
         for name in names:
             if (path / name).is_file():
                 return path / name
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
-    check_folder(path.parent, CHAT_FILES)  # read, too
+    check_folder(path.parent, [*VOCABULARIES, *SETTINGS])  # read, too
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "

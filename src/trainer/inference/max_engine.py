@@ -14,7 +14,7 @@ from trainer.config.invariant_keys import KEY, OF_BITS, unchecked
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.adapters import loaded
-from trainer.inference.ends import begin_tokens, stop_tokens
+from trainer.inference.ends import stop_tokens
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
 from trainer.ops.random import seed_key
@@ -128,10 +128,6 @@ class MaxEngine(Engine):
                 f"{tokenizer.vocab_size} tokens"
             )
         return tokenizer
-
-    def begin_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens before a prompt, see `ends.begin_tokens`."""
-        return begin_tokens(self.config, tokenizer)
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
         """Returns the tokens that end a sequence, see `ends.stop_tokens`."""

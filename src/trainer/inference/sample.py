@@ -19,10 +19,16 @@ from trainer.models.stages import to_layers
 
 
 class SamplePrompt(NamedTuple):
-    """The tokens of a prompt, [] without a sample, and the tokens that end its continuation."""
+    """
+    Attributes:
+      tokens: of a prompt; [] without a sample.
+      stop: the tokens that end its continuation.
+      taught: of these, those with which the texts of the training end.
+    """
 
     tokens: list[int]
     stop: Sequence[int] = ()
+    taught: Sequence[int] = ()
 
 
 def sample_prompt(
@@ -33,15 +39,15 @@ def sample_prompt(
     Raises:
       UserError: the tokens leave no room in a row.
     """
+    eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
+    taught = chat.stop_tokens() if chat else eos
     if tokenizer is None or not config.prompt:
-        return SamplePrompt([])
+        return SamplePrompt([], (), taught)
     if not takes_cache(config):
         say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
-        return SamplePrompt([])
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    stop = [] if tokenizer.eos is None else [tokenizer.eos]
-    tokens = tokens_of(config.prompt, tokenizer, begin, longest_prompt(config), say, chat)
-    return SamplePrompt(tokens, [*stop, *(chat.stop_tokens() if chat else ())])
+        return SamplePrompt([], (), taught)
+    tokens = tokens_of(config.prompt, tokenizer, tokenizer.before_text, longest_prompt(config), say, chat)
+    return SamplePrompt(tokens, [*eos, *taught], taught)
 
 
 def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:

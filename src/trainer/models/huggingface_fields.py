@@ -21,6 +21,7 @@ SIZES = {
     "num_hidden_layers": "base_num_decoder_layers",
     "num_attention_heads": "base_num_query_heads",
 }
+TOKENS, LONGEST = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"
 _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True)
@@ -29,7 +30,7 @@ KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings"), _OPTIONAL_SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", LONGEST), _OPTIONAL_SIZE),
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, null=True)),
     **{"is_causal": Field(bool)},
@@ -44,7 +45,7 @@ _FIELDS = {
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
-    **{"bos_token_id": _TOKEN, "eos_token_id": Field(int, null=True, many=True), "pad_token_id": _TOKEN},
+    **dict.fromkeys(TOKENS, _TOKEN) | {"eos_token_id": Field(int, null=True, many=True)},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
     "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
@@ -68,8 +69,17 @@ _FIELDS_OF_BOTH = {
 # Numbers that transformers declares as floats.
 _FLOATS = {name for name, field in (_FIELDS | _FIELDS_OF_BOTH).items() if field.kind is float}
 _FLOATS -= {"query_pre_attn_scalar"}
-# Fields of config.json that do not affect what the model computes.
-NEUTRAL = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings")
+# How to sample, and which tokenizer: without a generation_config.json, transformers reads all of these in config.json.
+_OF_GENERATION = (
+    *("tokenizer_class", "use_cache", "cache_implementation", "prefix", "sep_token_id", "decoder_start_token_id"),
+    *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
+    *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+    *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
+    *("suppress_tokens", "begin_suppress_tokens"),
+)
+# Fields of config.json that do not affect what the model computes, and that an export writes again.
+NEUTRAL = (*TOKENS, "initializer_range", LONGEST, *_OF_GENERATION)
 
 
 # Fields that every declaration reads.
@@ -93,19 +103,13 @@ _OF_LIBRARY = frozenset(
         "architectures", "auto_map", "_name_or_path", "name_or_path", "transformers_version", "_commit_hash",
         "torch_dtype", "dtype", "use_bfloat16", "attn_implementation", "_attn_implementation",
         "_attn_implementation_autoset", "_attn_implementation_internal", "experts_implementation", "torchscript",
-        "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "use_cache", "cache_implementation",
-        "return_dict", "output_hidden_states", "output_attentions", "output_scores", "output_router_logits",
-        "return_dict_in_generate", "use_return_dict", "is_encoder_decoder", "is_decoder", "add_cross_attention",
-        "cross_attention_hidden_size", "tie_encoder_decoder", "finetuning_task", "id2label", "label2id", "num_labels",
-        "problem_type", "task_specific_params", "tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id",
-        "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-        "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences",
-        "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-        "suppress_tokens", "begin_suppress_tokens", "attention_dropout", "hidden_dropout", "resid_pdrop",
-        "embd_pdrop", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp",
-        "gradient_checkpointing", "max_sequence_length", "neftune_noise_alpha", "unsloth_version", "unsloth_fixed",
-        "transformers.js_config",
+        "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "return_dict", "output_hidden_states",
+        "output_attentions", "output_scores", "output_router_logits", "return_dict_in_generate", "use_return_dict",
+        "is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size",
+        "tie_encoder_decoder", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type",
+        "task_specific_params", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+        "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "gradient_checkpointing",
+        "max_sequence_length", "neftune_noise_alpha", "unsloth_version", "unsloth_fixed", "transformers.js_config",
     )
 )
 # fmt: on
@@ -125,12 +129,12 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of `NEUTRAL` that have a value in `data`, a config.json.
+    """Returns the fields of `NEUTRAL` that have a value in `data`, a config.json. A token may be null: there is none.
 
     Raises:
       UserError: a value has the wrong type.
     """
-    found = {name: data[name] for name in NEUTRAL if data.get(name) is not None}
+    found = {name: data[name] for name in NEUTRAL if data.get(name) is not None or (name in TOKENS and name in data)}
     if wrong := field_problems(found, _FIELDS):
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     return found

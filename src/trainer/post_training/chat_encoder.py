@@ -56,7 +56,7 @@ class ChatEncoder(Encoder):
     @property
     def identity(self) -> dict[str, Any]:
         return super().identity | {
-            "template": [_FORMAT, self.template.text, TRAINING_DATE.isoformat()],
+            "template": [_FORMAT, *self.template.texts, TRAINING_DATE.isoformat()],
             "names": self._tokenizer.special_names and sorted(self._tokenizer.special_names.items()),
             "formatter": self.formatter and self.formatter.identity,
         }
@@ -106,13 +106,13 @@ class ChatEncoder(Encoder):
         except TemplateFailed as error:
             raise UserError(f"{record.where}: {error}") from error
         counts.bytes += len(found.rendered.text.encode())
-        self._notice(found, record, counts)
+        self._notice(found, record, counts, self.template.of(tools).marks_generation)
         return found
 
-    def _notice(self, found: Turns, record: Record, counts: Counts) -> None:
+    def _notice(self, found: Turns, record: Record, counts: Counts, marked: bool) -> None:
         if self.completion_only and found.differing:
             kept = "are not learnt (a template with {% generation %} says itself what is learnt)"
-            kept = "are learnt as they are" if self.template.marks_generation else kept
+            kept = "are learnt as they are" if marked else kept
             counts.notice(
                 "differing",
                 lambda: (

@@ -112,8 +112,8 @@ class Template:
     """A chat template.
 
     Attributes:
+      texts: its text; and that of the template for conversations with tools, if that is another one.
       marks_generation: whether it says with `{% generation %}` what the assistant says.
-      prints_date: whether it asked for the date in a text so far.
     """
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], special: Sequence[str] = (), *, today=False):
@@ -126,11 +126,17 @@ class Template:
         Raises:
           UserError: it is not a template in Jinja.
         """
-        self.text, self.where = template
+        self.text, self.where, with_tools = template
         self._names, self._special, self._today = dict(names), tuple(special), today
-        self.prints_date = False
+        other = ChatTemplate(with_tools, f"{self.where}, tool_use")
+        self._with_tools = Template(other, names, special, today=today) if with_tools else None
+        self.texts = [self.text, *filter(None, [with_tools])]
         self.marks_generation = bool(re.search(r"{%[-+]?\s*generation\s*[-+]?%}", self.text))
         assert self._compiled
+
+    def of(self, tools: Any) -> "Template":
+        """Returns the template of conversations with these tools, None without any."""
+        return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
         """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn.
@@ -193,7 +199,6 @@ class Template:
         return [self._named(item) for item in value] if isinstance(value, list) else value
 
     def _strftime(self, form: str) -> str:
-        self.prints_date = True
         return (datetime.datetime.now() if self._today else TRAINING_DATE).strftime(form)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
 from trainer.data.streams import PreparedStream, Stream, fingerprint
 from trainer.data.tokenizer import Tokenizer
-from trainer.inference.ends import begin_tokens, stop_tokens
+from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 from trainer.post_training.chat_encoder import Prompts
 
@@ -106,7 +106,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     of_tokens = {
         "tokenizer": tokenizer.fingerprint,
         "template": chat and chat.template.text,
-        "ends": [begin_tokens(config, tokenizer), stop],
+        "ends": [tokenizer.before_text, stop],
     }
     identity = {
         "format": _FORMAT,
@@ -133,7 +133,7 @@ def _prompts(
     prompts: list[Prompt] = []
     long: list[Any] = []
     empty: list[Any] = []
-    begin = begin_tokens(config, tokenizer)
+    begin = tokenizer.before_text
     for corpus in corpora:
         name, *others = corpus.columns
         for record in corpus.records():

@@ -42,6 +42,7 @@ def turns(
     Raises:
       TemplateFailed: the template cannot render the conversation.
     """
+    template = template.of(tools)
     whole = template.render(messages, tools)
     placed: list[Range] = []
     differing: list[str] = []

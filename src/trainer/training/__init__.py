@@ -1,5 +1,6 @@
 """Turns a configuration into a run: build, step, evaluate, loop."""
 
+from trainer.training.about import about_run
 from trainer.training.batches import BatchSource, placed
 from trainer.training.build import build
 from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
@@ -16,6 +17,7 @@ __all__ = [
     "Run",
     "Start",
     "StepsByRows",
+    "about_run",
     "build",
     "build_diloco_train_step",
     "check_held_out",

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -46,10 +46,12 @@ class Reports(NamedTuple):
 
 
 class End(NamedTuple):
-    """The final native train state, and whether a signal ended the run before its last update and evaluation."""
+    """The final native train state, whether a signal ended the run before its last update and evaluation, and the
+    tokens with which a text of the model ends (`About.ends`)."""
 
     state: Any
     preempted: bool
+    ends: Sequence[int]
 
 
 def fit(
@@ -101,7 +103,8 @@ def fit(
             loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM must not end the process during the save that the first one requested
-    return End(loop.state, preempted=preemption.requested and (loop.done < steps or not loop.evaluated))
+    preempted = preemption.requested and (loop.done < steps or not loop.evaluated)
+    return End(loop.state, preempted, start.about.ends)
 
 
 class _Loop:
@@ -200,7 +203,7 @@ class _Loop:
                 to_yaml(config),
                 self._position,
                 dataset.fingerprint,
-                dataset.tokenizer_files,
+                {**dataset.tokenizer_files, **self._start.about.files()},
                 base=self._start.base,
                 reference=self._start.reference,
             ),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ml_collections import FrozenConfigDict
 
 from trainer.checkpoint import (
+    About,
     Base,
     CheckpointManager,
     SavedCheckpoints,
@@ -63,6 +64,7 @@ class Start(NamedTuple):
     frozen: Any = ()  # what the objective reads beside the state; see `FrozenArrays`
     base: Base | None = None  # of a run with adapters
     reference: Base | None = None  # of a run with a reference model
+    about: About = About()  # what the run's checkpoints say about the model; see `about_run`
 
 
 def start(
@@ -140,8 +142,8 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
         say(line)
     agreed(lambda: _check_data(run, dataset, sidecar, path))
     fresh = resets(saved, config)
-    base = _base(run, sidecar, path, say, given)
-    state = (_with_fresh_optimizer if fresh else _restored)(run, path, sidecar, base)
+    loaded = _base(run, sidecar, path, say, given)
+    state = (_with_fresh_optimizer if fresh else _restored)(run, path, sidecar, loaded)
     updates = int(run.codec.unpack(state).step)
     if updates > config.steps:
         raise UserError(
@@ -155,8 +157,8 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     for key in ("load_parameters_path", "load_full_state_path", RESTORE):
         if config[key] and not (key == "load_parameters_path" and (config[ENABLE] or run.frozen.of_parameters)):
             say(f"{key} is ignored: the run has its own checkpoint")
-    bases = (_placed(base, config) for base in (sidecar.base, sidecar.reference))
-    return Start(state, updates, sidecar.position, True, (), *bases)
+    base, reference = _placed(sidecar.base, config), _placed(sidecar.reference, config)
+    return Start(state, updates, sidecar.position, True, base=base, reference=reference)
 
 
 def _new(run: Run, say: Say, given: Collection[str]) -> Start:

@@ -113,7 +113,7 @@ def test_islands(tmp_path, config, params, capsys):
 def test_parameters_alone_in_bfloat16(tmp_path, config, params):
     values = {name: value.astype(BFLOAT16) for name, value in params.items()}
     leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in values.items()}
-    write_params(tmp_path, config, leaves, None, {})
+    write_params(tmp_path, config, leaves, None)
     contents = contents_of(str(tmp_path))
     assert contents.kind == "parameters only, of trainer.export"
     assert contents.step is None

@@ -39,7 +39,7 @@ def theirs(request, tmp_path) -> Path:
     if request.param == "params":
         folder.mkdir()
         leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in params.items()}
-        write_params(folder, config, leaves, None, {})
+        write_params(folder, config, leaves, None)
         (folder / "tokenizer.json").write_text("{}")
         return folder
     tree = TrainTree(jnp.int32(3), nested(params), {}, {})

@@ -289,7 +289,7 @@ def test_a_damaged_orbax_tree_is_one_message(tmp_path, kind):
     params = random_params(config)
     if kind == "params":
         leaves = {name: Leaf(value.shape, value.dtype, [lambda it=value: it]) for name, value in params.items()}
-        write_params(tmp_path / "whole", config, leaves, None, {})
+        write_params(tmp_path / "whole", config, leaves, None)
         name = "checkpoint"
     else:
         name = write_maxtext(tmp_path / "whole" / "items", maxtext_params(config, params, scanned=True)).name

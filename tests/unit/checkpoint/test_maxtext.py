@@ -183,7 +183,7 @@ def test_other_roots_and_state_of_random_numbers(tmp_path, root):
 
 def test_a_part_of_our_own_checkpoint_is_not_maxtexts(tmp_path):
     config = config_of(decoder_block="llama2", **KEYS)
-    write_params(tmp_path, config, leaves_of(random_params(config)), None, {})
+    write_params(tmp_path, config, leaves_of(random_params(config)), None)
     assert "a part of a checkpoint of this trainer, not of MaxText" in refusal(tmp_path / "checkpoint/state", config)
 
 

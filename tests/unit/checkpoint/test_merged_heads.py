@@ -166,7 +166,7 @@ def test_the_function_is_the_same_in_both_orders(tmp_path, block):
         # The trainer's own format, read in either order.
         out = tmp_path / f"params-{order}"
         out.mkdir()
-        write_params(out, cfg, leaves_of(arrays[order]), None, {})
+        write_params(out, cfg, leaves_of(arrays[order]), None)
         for other in ORDERS:
             assert_same(loaded(out, config(block, other)), arrays[other])
 
@@ -198,7 +198,7 @@ def test_norms_of_a_family_that_declares_none_are_not_left_as_they_are(tmp_path)
     """Llama's layouts have no norms of heads, which `use_qk_norm` adds."""
     configs = {order: config("llama2", order, use_qk_norm=True) for order in ORDERS}
     params = random_params(configs[False])
-    write_params(tmp_path, configs[False], leaves_of(params), None, {})
+    write_params(tmp_path, configs[False], leaves_of(params), None)
     assert_same(loaded(tmp_path, configs[False]), params)
     with pytest.raises(UserError, match=rf"no Layouts of 2 parameters, .*: {ATTENTION}key_norm.*query_norm/scale$"):
         loaded(tmp_path, configs[True])
@@ -251,7 +251,7 @@ def test_devices_that_hold_parts_of_a_head(tmp_path, block, interleave):
     whole = {name: np.asarray(it) for name, it in names_of(loaded(path, config(block, interleave))).items()}
     other = config(block, not interleave)
     (tmp_path / "ours").mkdir()
-    write_params(tmp_path / "ours", other, leaves_of(names_of(loaded(path, other))), None, {})
+    write_params(tmp_path / "ours", other, leaves_of(names_of(loaded(path, other))), None)
     for source in (path, tmp_path / "ours"):
         result = load_parameters(str(source), run.config, abstract, print)
         assert_same(result, whole)

@@ -100,7 +100,7 @@ def drawn(config):
 def write_ours(folder, config, params):
     leaves = {name: Leaf(value.shape, value.dtype, [lambda it=value: it]) for name, value in params.items()}
     folder.mkdir()
-    write_params(folder, config, leaves, None, {})
+    write_params(folder, config, leaves, None)
     return folder
 
 

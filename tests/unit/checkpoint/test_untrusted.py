@@ -242,7 +242,7 @@ def write_tree(folder: Path, config_yml: str) -> None:
 
     value = np.ones((2, 2), np.float32)
     folder.mkdir()
-    write_params(folder, config, {"token_embedder/embedding": Leaf((2, 2), value.dtype, [lambda: value])}, None, {})
+    write_params(folder, config, {"token_embedder/embedding": Leaf((2, 2), value.dtype, [lambda: value])}, None)
     (folder / "config.yml").write_text(config_yml)
 
 

@@ -118,7 +118,7 @@ def test_parameters_alone(tmp_path):
     assert_same(read(tmp_path, config, BFLOAT16), params)
     assert_same(read(tmp_path, config), {name: value.astype(np.float32) for name, value in params.items()})
     source = open_source(str(tmp_path))
-    assert source.neutral == {"eos_token_id": 7}
+    assert source.about.fields == {"eos_token_id": 7}
     # It contains only parameters: no step, no optimizer.
     headers = source._headers
     assert {name.removeprefix("params/") for name in headers} == params.keys()
@@ -134,7 +134,7 @@ def test_the_order_of_a_heads_entries_is_converted(tmp_path, written):
     configs = {
         order: config_of(decoder_block="qwen3", **FAMILIES["qwen3"], rope_interleave=order) for order in (False, True)
     }
-    write_params(tmp_path, configs[written], leaves_of(orders[written]), None, {})
+    write_params(tmp_path, configs[written], leaves_of(orders[written]), None)
     for order in (False, True):
         assert_same(read(tmp_path, configs[order]), orders[order])
 
@@ -145,7 +145,7 @@ def test_without_layouts_the_order_cannot_be_converted(tmp_path, monkeypatch):
     )
     configs = [config_of(decoder_block="mine:family", **FAMILIES["llama2"], rope_interleave=it) for it in (False, True)]
     params = random_params(configs[0])
-    write_params(tmp_path, configs[0], leaves_of(params), None, {})
+    write_params(tmp_path, configs[0], leaves_of(params), None)
     assert_same(read(tmp_path, configs[0]), params)
     message = "saved with rope_interleave=False, and rope_interleave=True is given: .*mine:family declares no Layouts"
     with pytest.raises(UserError, match=message):
@@ -172,14 +172,14 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
     params = random_params(config)
     params["decoder/decoder_norm/scale"] = np.ones((3, 2), np.float32)
     del params["decoder/layers/mlp/wo/kernel"]
-    write_params(tmp_path, config, leaves_of(params | {"odd": np.ones(4, np.float32)}), None, {})
+    write_params(tmp_path, config, leaves_of(params | {"odd": np.ones(4, np.float32)}), None)
     with pytest.raises(UserError, match=r"(?s)3 tensors.*scale: found \[3, 2\].*wo/kernel: missing.*odd: the model"):
         read(tmp_path, config)
 
 
 def test_another_model_is_refused(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
-    write_params(tmp_path, config, leaves_of(random_params(config)), None, {})
+    write_params(tmp_path, config, leaves_of(random_params(config)), None)
     other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
     with pytest.raises(UserError, match=r"contains a different model.*give: rope_max_timescale=10000$"):
         read(tmp_path, other)
@@ -188,7 +188,7 @@ def test_another_model_is_refused(tmp_path):
 def test_a_key_that_the_user_gives_may_say_another_function(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     params = random_params(config)
-    write_params(tmp_path, config, leaves_of(params), None, {})
+    write_params(tmp_path, config, leaves_of(params), None)
     other = config_of(decoder_block="llama2", **FAMILIES["llama2"], rope_max_timescale=7)
     lines = []
     given = {"rope_max_timescale"}
@@ -200,7 +200,7 @@ def test_a_key_that_the_user_gives_may_say_another_function(tmp_path):
 def test_parameters_alone_load_sharded(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     params = random_params(config)
-    write_params(tmp_path, config, leaves_of(params), None, {})
+    write_params(tmp_path, config, leaves_of(params), None)
     mesh = jax.make_mesh((4,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

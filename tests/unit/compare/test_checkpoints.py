@@ -102,7 +102,7 @@ def test_islands_are_compared_too(tmp_path, capsys):
     assert different == {"outer optimizer state", "islands", "fragment in flight"}
     leaves = {"a/params/w": Leaf((2,), np.dtype("float32"), [lambda: np.ones(2, np.float32)])}
     (tmp_path / "alone").mkdir()
-    write_params(tmp_path / "alone", config_of(), leaves, None, {})
+    write_params(tmp_path / "alone", config_of(), leaves, None)
     _, report = compared(capsys, tmp_path / "alone", tmp_path / "a")
     assert dict(report["compared"])["left out"].startswith("fragment in flight, islands")
 
@@ -121,7 +121,7 @@ def test_parameters_alone_are_compared_with_a_run_s(tmp_path, capsys):
             for name, value in random_params(config, seed=seed).items()
         }
         (tmp_path / folder).mkdir()
-        write_params(tmp_path / folder, config, leaves, None, {})
+        write_params(tmp_path / folder, config, leaves, None)
     assert compared(capsys, tmp_path / "a", tmp_path / "b")[0] == 0
     assert compared(capsys, tmp_path / "a", tmp_path / "c")[0] == 1
     code, report = compared(capsys, tmp_path / "a", saved(tmp_path / "run"))

@@ -176,7 +176,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no known special token .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)
     config = {"bos_token": "<x>", "eos_token": "</s>"}
-    with pytest.raises(UserError, match=r"tokenizer_config.json names <x>, which tokenizer.json lacks"):
+    with pytest.raises(UserError, match=r"special_tokens_map.json names <x>, which tokenizer.json lacks"):
         load_tokenizer(json_tokenizer(tmp_path / "wrong", ["</s>"], config=config), "auto", **BOTH)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UserError, match=r"bad.json is not a tokenizer.json"):

@@ -119,7 +119,7 @@ def test_a_folder_is_loaded_onto_a_mesh_and_generates(tmp_path):
     alone = MaxEngine(config_of("llama2", ENDS[-1], **keys), jax.devices()[:1])
     params = random_params(alone.served.model.abstract[0], "3 groups")
     leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in names_of(params).items()}
-    write_params(tmp_path, alone.config, leaves, None, {})
+    write_params(tmp_path, alone.config, leaves, None)
     spread = MaxEngine(config_of("llama2", ENDS[0], devices=8, **keys, **DENSE))
 
     found = []

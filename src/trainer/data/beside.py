@@ -1,0 +1,63 @@
+"""What lies beside the file of a tokenizer: the names of its special tokens, and all that an export needs again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.errors import UserError
+from trainer.config.json_files import read_object, shown
+from trainer.config.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, VOCABULARIES, tokenizer_parts
+from trainer.runtime.folders import read_bounded
+
+# What the tokenizer_config.json of a tokenizer that this trainer trained has, from any version.
+_OF_TRAINED = {"bos_token", "eos_token", "add_bos_token"}
+
+
+class Beside(NamedTuple):
+    """
+    Attributes:
+      names: the special tokens by role (bos_token, eos_token, ...).
+      begins: whether a text begins with bos_token, where the tokenizer itself does not say so; None if no file says it.
+      files: the tokenizer's files, by their paths in its folder; {} for a tokenizer that was made, not read.
+    """
+
+    names: Mapping[str, str] = {}
+    begins: bool | None = None
+    files: Mapping[str, bytes] = {}
+
+
+def read_beside(file: Path) -> Beside:
+    """Returns what lies beside the tokenizer `file`. Of the special tokens that both files name,
+    special_tokens_map.json decides if tokenizer_config.json has no added_tokens_decoder, as in transformers.
+
+    Raises:
+      UserError: a file is damaged, too large, or names something else than a token.
+    """
+    folder = file.parent
+    parts = tokenizer_parts(folder)
+    if file.name not in VOCABULARIES:  # another tokenizer may lie there, too
+        parts = [name for name in parts if name not in VOCABULARIES]
+    files = {name: read_bounded(folder / name) for name in parts}
+    config = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
+    names = _names(config, folder / TOKENIZER_CONFIG)
+    if SPECIAL_TOKENS in files and "added_tokens_decoder" not in config:
+        names |= _names(read_object(folder / SPECIAL_TOKENS), folder / SPECIAL_TOKENS)
+    begins = config.get("add_bos_token")
+    if begins is None and {"bos_token"} <= config.keys() <= _OF_TRAINED:
+        begins = True  # earlier versions of this trainer did not write it
+    return Beside(names, begins if isinstance(begins, bool) else None, files)
+
+
+def _names(given: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Returns the special tokens that a file names. Each is a string, or a dict with `content`."""
+    names = {}
+    for name in (key for key in given if key.endswith("_token")):
+        value = given[name]
+        value = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(value, str | None) and name in ("bos_token", "eos_token"):
+            raise UserError(
+                f"tokenizer_path: {path}: {name}={shown(given[name])}, not text, nor an object with content"
+            )
+        if isinstance(value, str):
+            names[name] = value
+    return names

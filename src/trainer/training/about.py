@@ -1,0 +1,64 @@
+"""What a run's checkpoints say about the model beside its weights: what it began with, and what training adds."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import About, about_in, about_tokenizer, newest, open_adapters, open_source
+from trainer.checkpoint.about import FIELDS
+from trainer.checkpoint.manager import RUN
+from trainer.checkpoint.sidecar import TOKENIZER
+from trainer.config import Config
+from trainer.config.lora_keys import ENABLE, RESTORE
+from trainer.config.paths import local_path
+from trainer.config.tokenizer_files import has_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.runtime.storage import folder, is_remote
+
+
+def about_run(
+    config: Config, tokenizer: Tokenizer | None, own: Any, ends: Sequence[int], say: Callable[[str], Any]
+) -> About:
+    """Returns what the run says about its model from now on.
+
+    Args:
+      tokenizer: that of the data.
+      own: the run's newest checkpoint; None for a new run.
+      ends: the tokens with which the texts of the training end.
+
+    Raises:
+      UserError: what the run begins with is damaged.
+    """
+    about = _begun_with(config, tokenizer, own, say)
+    length = config.max_target_length if config.rope_type == "default" else None
+    return about.trained(ends, length, tokenizer is not None and tokenizer.has_other_template)
+
+
+def _begun_with(config: Config, tokenizer: Tokenizer | None, own: Any, say: Callable[[str], Any]) -> About:
+    if own is not None and (own / RUN / TOKENIZER / FIELDS).is_file():
+        return about_in(own / RUN / TOKENIZER)
+    place = config.load_parameters_path
+    if config.load_full_state_path and (other := newest(folder(config.load_full_state_path))) is not None:
+        files = other / RUN / TOKENIZER
+        about = about_in(files)
+    elif place and ("://" in place or local_path(place).exists()):
+        source = open_source(place, config.decoder_block, verify=False)
+        about, files = source.about, source.tokenizer
+        if config[ENABLE] and config[RESTORE]:
+            about = about.under(open_adapters(config[RESTORE], average=None, verify=False).about)
+    else:
+        return About() if tokenizer is None else about_tokenizer(tokenizer.bos, tokenizer.eos)
+    if tokenizer is None or not about.tokens or _same_tokens(about, files, config, tokenizer):
+        return about
+    say(f"the tokenizer is not that of {files}: the tokens that its files name ({about.ends} end a text) are left out")
+    return about.without_tokens()
+
+
+def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer) -> bool:
+    """Returns whether the tokens that `about` names have the same names in the tokenizer in the folder `files`."""
+    if config.tokenizer_path == str(files) or is_remote(files) or not has_tokenizer(files, "auto"):
+        return True
+    theirs = load_tokenizer(str(files), "auto", add_bos=False, add_eos=False)
+    ours, said = ({token: name for name, token in one.markers.items()} for one in (tokenizer, theirs))
+    return all(ours.get(token) == said.get(token) for token in about.tokens)
