@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.compressed_out import quantization_config
-from trainer.checkpoint.huggingface import CONFIG, INDEX, head_to_reorder, layouts_of, tensors_of
+from trainer.checkpoint.huggingface import CONFIG, head_to_reorder, layouts_of, tensors_of
 from trainer.checkpoint.huggingface_stored import arrays_out, scheme_out, tensors_out
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, names_of, nested, progress
 from trainer.checkpoint.stored import stored_kernels
+from trainer.checkpoint.weight_files import INDEX, SINGLE
 from trainer.config import Config
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
@@ -123,7 +124,7 @@ def _shards(tensors: Tensors, shard_bytes: int) -> dict[str, Tensors]:
         groups[-1][name] = (shape, dtype)
         size += nbytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
