@@ -11,7 +11,8 @@ import numpy as np
 from trainer.backends import make_model
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_stored import stored_keys, stored_leaves, stored_matrices
-from trainer.checkpoint.packed import PackedMatrix, note, with_matrices
+from trainer.checkpoint.packed import note, with_matrices
+from trainer.checkpoint.packed_matrix import PackedMatrix
 from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor
 from trainer.checkpoint.source import (
     Leaf,
