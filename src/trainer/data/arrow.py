@@ -2,12 +2,14 @@
 
 Arrow gives each struct the fields of all rows, and stores null in a row that has not the field. Such a null cannot be
 told from one that was written, so fields of null are left out, as deep as the column's type has structs. Text that is
-JSON keeps its nulls, and so does a list. Keys and values of a map become a dict.
+JSON keeps its nulls, and so does a list. Keys and values of a map become a dict, and text of the type JSON its value.
 """
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from trainer.config.json_files import parsed
 
 Restored = Callable[[Any], Any]  # turns a value of Arrow into what it was
 
@@ -18,13 +20,14 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
         rows = table.to_pylist()
     except UnicodeDecodeError:
         rows = _strings_as_bytes(table).to_pylist()
-    columns = restored_columns(table.schema)
+    columns = restored_columns(table.schema, json=True)
     return [restored(row, columns) for row in rows] if columns else rows
 
 
-def restored_columns(schema: Any) -> dict[str, Restored]:
-    """Returns the columns of an Arrow schema that have structs or maps, each with a function of its values."""
-    return {field.name: found for field in schema if (found := _restored(field.type))}
+def restored_columns(schema: Any, *, json: bool = False) -> dict[str, Restored]:
+    """Returns the columns of an Arrow schema that have structs or maps, each with a function of its values. `json`:
+    whether values of Arrow's type JSON are still text."""
+    return {field.name: found for field in schema if (found := _restored(field.type, json))}
 
 
 def restored(row: Mapping[str, Any], columns: Mapping[str, Restored]) -> dict[str, Any]:
@@ -32,19 +35,19 @@ def restored(row: Mapping[str, Any], columns: Mapping[str, Restored]) -> dict[st
     return {name: columns[name](value) if name in columns else value for name, value in row.items()}
 
 
-def _restored(kind: Any) -> Restored | None:
+def _restored(kind: Any, json: bool) -> Restored | None:
     """Returns a function of the values of an Arrow type; None if it changes none of them."""
     import pyarrow
 
     kinds = pyarrow.types
     if kinds.is_struct(kind):
-        return functools.partial(_struct, {field.name: _restored(field.type) for field in kind})
+        return functools.partial(_struct, {field.name: _restored(field.type, json) for field in kind})
     if kinds.is_map(kind):
-        return functools.partial(_map, _restored(kind.item_type))
+        return functools.partial(_map, _restored(kind.item_type, json))
     if any(is_list(kind) for is_list in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)):
-        of_item = _restored(kind.value_type)
+        of_item = _restored(kind.value_type, json)
         return of_item and functools.partial(_list, of_item)
-    return None
+    return _json if json and isinstance(kind, pyarrow.JsonType) else None
 
 
 def _struct(fields: Mapping[str, Restored | None], value: Any) -> Any:
@@ -60,6 +63,15 @@ def _map(of_item: Restored | None, value: Any) -> Any:
 
 def _list(of_item: Restored, value: Any) -> Any:
     return [of_item(item) for item in value] if isinstance(value, list) else value
+
+
+def _json(value: Any) -> Any:
+    import pyarrow
+
+    try:
+        return value if value is None else parsed(value)
+    except ValueError as error:
+        raise pyarrow.ArrowInvalid(f"text of the type JSON: {error}") from error
 
 
 def _strings_as_bytes(table: Any) -> Any:

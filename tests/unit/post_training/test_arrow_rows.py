@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 from sample_data import config_of, write_records
 
+from trainer.config import UserError
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.documents import Record
 from trainer.data.readers import ParquetPart
@@ -115,3 +116,19 @@ def test_maps_and_lists_of_arrow(tmp_path: Path):
     pyarrow.parquet.write_table(table, tmp_path / "rows")
     found = [record.values[0] for *_, record in ParquetPart(tmp_path / "rows", ("messages",)).read()]
     assert found == [[{"role": "x", "arguments": {"k": {"a": 1}, "n": None}}, None], [{"role": "y"}, {"arguments": {}}]]
+
+
+def test_text_of_the_type_json(tmp_path: Path):
+    texts = [['{"a": null}', None], ["null", "[1]"]]
+    kind = pyarrow.struct([("p", pyarrow.json_()), ("n", pyarrow.int64())])
+    of_field = pyarrow.StructArray.from_arrays(
+        [pyarrow.array(["{}", None]).cast(pyarrow.json_()), pyarrow.array([None, 1])], fields=list(kind)
+    )
+    items = pyarrow.array([text for row in texts for text in row]).cast(pyarrow.json_())
+    table = pyarrow.table({"a": pyarrow.ListArray.from_arrays([0, 2, 4], items), "b": of_field})
+    pyarrow.parquet.write_table(table, tmp_path / "rows")
+    found = [record.values for *_, record in ParquetPart(tmp_path / "rows", ("a", "b")).read()]
+    assert found == [([{"a": None}, None], {"p": {}}), ([None, [1]], {"n": 1})]
+    pyarrow.parquet.write_table(pyarrow.table({"a": pyarrow.array(["{"]).cast(pyarrow.json_())}), tmp_path / "rows")
+    with pytest.raises(UserError, match=r"rows is damaged, or not .*text of the type JSON"):
+        list(ParquetPart(tmp_path / "rows", ("a",)).read())
