@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with new_folder(out) as partial:
         for note in filter(None, [*checkpoint.notes(config), about.note()]):
             print(visible(note))
-        _write(partial, options, config, leaves, about.fields)
+        _write(partial, options, config, leaves, about)
         copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
     _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
     if options["format"] == "maxtext":
@@ -174,7 +174,7 @@ def _length_given(keys: Sequence[str]) -> bool:
     return any(word.startswith("max_target_length=") for word in keys)
 
 
-def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, neutral: Any) -> None:
+def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, about: Any) -> None:
     from trainer.checkpoint import with_zeros, write_huggingface, write_maxtext, write_params
     from trainer.models.huggingface_config import length_notes
     from trainer.models.maxtext_config import maxtext_notes
@@ -182,9 +182,9 @@ def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, n
     if options["format"] != "params":
         leaves = with_zeros(config, leaves)
     if options["format"] == "hf":
-        for note in length_notes(config, neutral):
+        for note in length_notes(config, about.fields):
             print(note)
-        write_huggingface(folder, config, leaves, options.get("dtype"), neutral)
+        write_huggingface(folder, config, leaves, options.get("dtype"), about)
     elif options["format"] == "maxtext":
         for note in maxtext_notes(config):
             print(note)

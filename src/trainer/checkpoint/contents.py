@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.checkpoint import orbax
 from trainer.checkpoint.description import model_config
-from trainer.checkpoint.huggingface import CONFIG, tensors_in
+from trainer.checkpoint.huggingface import CONFIG
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.maxtext import MaxTextSource
 from trainer.checkpoint.open import open_source, weights_of
@@ -19,6 +19,7 @@ from trainer.checkpoint.params import TREE, ParamsSource
 from trainer.checkpoint.safetensors_file import StoredTensor
 from trainer.checkpoint.sidecar import read_sidecar, saved_config
 from trainer.checkpoint.source import Leaf
+from trainer.checkpoint.weight_files import tensors_in
 from trainer.config import UserError
 from trainer.config.paths import local_path
 from trainer.models.families import in_stack
@@ -146,7 +147,7 @@ def _of_run(checkpoint: Any, verify: bool) -> Contents:
 def _of_file(file: Path) -> Contents:
     tensors = [
         Tensor(PARAMS, name, it.shape, _dtype_of(it), it.nbytes, functools.partial(_all_of, it))
-        for name, it in tensors_in(file, [file]).items()
+        for name, it in tensors_in(file, file).items()
     ]
     if not tensors:
         raise UserError(f"{file}: there is no tensor in it")

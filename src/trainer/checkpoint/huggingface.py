@@ -1,7 +1,7 @@
 """Hugging Face directories: config.json and safetensors, in one file or in shards."""
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +12,9 @@ from trainer.backends import make_model
 from trainer.checkpoint.about import about_in
 from trainer.checkpoint.description import model_config
 from trainer.checkpoint.huggingface_stored import stored_keys, stored_leaves, stored_matrices
-from trainer.checkpoint.packed import PackedMatrix, note, with_matrices
-from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor, stored_tensors
+from trainer.checkpoint.packed import note, with_matrices
+from trainer.checkpoint.packed_matrix import PackedMatrix
+from trainer.checkpoint.safetensors_file import DTYPES, Box, StoredTensor
 from trainer.checkpoint.source import (
     Leaf,
     Shapes,
@@ -26,11 +27,10 @@ from trainer.checkpoint.source import (
     within,
 )
 from trainer.checkpoint.stored import stored_kernels
+from trainer.checkpoint.weight_files import model_tensors, other_forms
 from trainer.checkpoint.words import Readable
 from trainer.config import Config, UserError
-from trainer.config.errors import shortened
-from trainer.config.json_files import read_object, shown
-from trainer.config.paths import path_problem
+from trainer.config.json_files import read_object
 from trainer.config.quantization_keys import STORED
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import EXPERT, Layout
@@ -45,7 +45,7 @@ from trainer.models.mtp_names import (
     in_other_module,
 )
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
 _ROWS = 4096  # the number of rows of a table to compare at once
 
 
@@ -74,7 +74,8 @@ class HuggingFaceSource:
         keys = model_keys(config, str(path / CONFIG), decoder_block)
         self.about = about_in(path, neutral_keys(config, str(path / CONFIG)))
         self.length = config.get("max_position_embeddings")
-        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = _tensors(path)
+        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = model_tensors(path)
+        self._others = other_forms(path)
         self._recipe = recipe(config, [])
         if self._recipe:
             self._tensors = with_matrices(self._tensors, self._recipe, path)
@@ -88,9 +89,9 @@ class HuggingFaceSource:
         return {**self._float_keys, **(self._stored_keys() if packed else {})}
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. Notes how quantized matrices are read."""
-        line = note(self._tensors, self._recipe, as_floats=not config[STORED]) if self._recipe else ""
-        return (f"{self.path}: {line}",) if line else ()
+        """See `Source.notes`. Notes which weights are not read, and how quantized matrices are."""
+        matrices = note(self._tensors, self._recipe, as_floats=not config[STORED]) if self._recipe else ""
+        return tuple(f"{self.path}: {line}" for line in (self._others, matrices) if line)
 
     def _stored_keys(self) -> dict[str, Any]:
         """See `stored_keys`."""
@@ -270,57 +271,3 @@ def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> l
     if not layout.of_experts:
         return [(name, layout.shape(one)) for name in names]
     return [(name.replace(EXPERT, str(e)), layout.shape(one[1:])) for name in names for e in range(one[0])]
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files of a directory: the files in its index, or the only file; [] if there is none.
-
-    Raises:
-      UserError: there are several files and no index, or the index has names that are not files of the directory.
-    """
-    if (path / INDEX).is_file():
-        weight_map = read_object(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{path / INDEX}: no weight_map")
-        for tensor, name in weight_map.items():
-            if not _is_file_name(name):
-                raise UserError(
-                    f"{path / INDEX} assigns {shortened(tensor)} to {shown(name)}, which is not the name of a file in "
-                    "this directory"
-                )
-        return [path / name for name in sorted(set(weight_map.values()))]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    files = sorted(path.glob("*.safetensors"))
-    if len(files) > 1:
-        raise UserError(f"{path}: {len(files)} safetensors files, but no {INDEX} that lists those of the model")
-    return files
-
-
-def _is_file_name(name: Any) -> bool:
-    plain = isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
-    return plain and path_problem(f"a/{name}") is None
-
-
-def _tensors(path: Path) -> dict[str, StoredTensor]:
-    return tensors_in(path, weight_files(path))
-
-
-def tensors_in(path: Path, files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Returns the tensors of safetensors files by name, without reading them. `path` is the path that the user gave.
-
-    Raises:
-      UserError: a file is damaged.
-    """
-    from safetensors import SafetensorError
-
-    tensors: dict[str, StoredTensor] = {}
-    problems = []
-    for file in files:
-        try:
-            tensors |= stored_tensors(file)
-        except (OSError, SafetensorError) as error:
-            problems.append(f"{file}: {shortened(str(error))}")
-    if problems:
-        raise UserError("\n  ".join([f"{path}: weights cannot be read:", *problems]))
-    return tensors

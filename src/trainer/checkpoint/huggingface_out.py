@@ -4,17 +4,18 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint.about import About
 from trainer.checkpoint.compressed_out import quantization_config
-from trainer.checkpoint.huggingface import CONFIG, INDEX, head_to_reorder, layouts_of, tensors_of
+from trainer.checkpoint.huggingface import CONFIG, head_to_reorder, layouts_of, tensors_of
 from trainer.checkpoint.huggingface_stored import arrays_out, scheme_out, tensors_out
 from trainer.checkpoint.params_out import target_dtypes
 from trainer.checkpoint.safetensors_file import SafetensorsFile, Tensors
 from trainer.checkpoint.source import Leaf, Tick, names_of, nested, progress
 from trainer.checkpoint.stored import stored_kernels
+from trainer.checkpoint.weight_files import INDEX, SINGLE
 from trainer.config import Config
 from trainer.models.families import Place, place, stacks
 from trainer.models.huggingface import Layout
@@ -29,7 +30,7 @@ def write_huggingface(
     config: Config,
     leaves: Mapping[str, Leaf],
     dtype: str | None,
-    neutral: Mapping[str, Any],
+    about: About = About(),  # noqa: B008 (immutable)
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Weights that are
@@ -38,7 +39,7 @@ def write_huggingface(
     Args:
       config: resolved.
       dtype: the dtype to cast to; None keeps the stored dtype of each tensor.
-      neutral: see `config_json`.
+      about: whose fields are written into config.json.
       shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
 
     Raises:
@@ -52,7 +53,7 @@ def write_huggingface(
     places = {name: place(stacks(config), name) for name in shapes}
     layouts = layouts_of(config, places)
     dtypes = target_dtypes({name: leaf for name, leaf in leaves.items() if name not in parts}, dtype)
-    data = config_json(config, dtypes["token_embedder/embedding"].name, neutral)
+    data = config_json(config, dtypes["token_embedder/embedding"].name, about.fields)
 
     schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
     names = {name: [it for it, _ in tensors_of(layouts[name], places[name], shape)] for name, shape in shapes.items()}
@@ -123,7 +124,7 @@ def _shards(tensors: Tensors, shard_bytes: int) -> dict[str, Tensors]:
         groups[-1][name] = (shape, dtype)
         size += nbytes
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 

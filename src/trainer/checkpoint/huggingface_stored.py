@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from trainer.checkpoint.compressed_out import arrays_of, scheme_of, tensors_of
-from trainer.checkpoint.packed import PackedMatrix
+from trainer.checkpoint.packed_matrix import PackedMatrix
 from trainer.checkpoint.safetensors_file import Tensors
 from trainer.checkpoint.source import Leaf, Tick, names_of, nested, whole
 from trainer.config import Config, UserError

@@ -9,16 +9,16 @@ from trainer.backends import make_model
 from trainer.checkpoint.about import FIELDS, GENERATION
 from trainer.checkpoint.adapters import Initial, Merged, RunAdapters
 from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
-from trainer.checkpoint.huggingface import INDEX, HuggingFaceSource, weight_files
+from trainer.checkpoint.huggingface import HuggingFaceSource
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
 from trainer.checkpoint.maxtext import ITEMS, MaxTextSource
 from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
-from trainer.checkpoint.peft import WEIGHTS as PEFT_WEIGHTS
 from trainer.checkpoint.peft import PeftSource, is_peft
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar
 from trainer.checkpoint.source import Source, joined, names_of
+from trainer.checkpoint.weight_files import INDEX, weight_files
 from trainer.config import Config, UserError
 from trainer.config.family import import_facts
 from trainer.config.lora_keys import ENABLE
@@ -52,7 +52,7 @@ def open_source(
         return _of_run(path, decoder_block, base, average=average, verify=verify)
     folder = local_path(path)
     check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, FIELDS, GENERATION, *VOCABULARIES, *SETTINGS))
-    files = [file.name for file in weight_files(folder) if file.name != PEFT_WEIGHTS]
+    files = [file.name for file in weight_files(folder)]
     if (folder / HUGGING_FACE_CONFIG).is_file() and files:
         check_folder(folder, files)
         return HuggingFaceSource(folder, decoder_block)

@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from trainer.checkpoint.safetensors_file import DTYPES, FLOAT8, Box, StoredTensor
+from trainer.checkpoint.packed_matrix import PackedMatrix
+from trainer.checkpoint.safetensors_file import DTYPES, FLOAT8, StoredTensor
 from trainer.checkpoint.words import AWQ_ORDER, WORD, Readable, Turned, Words
 from trainer.config import UserError
 from trainer.config.errors import shortened
@@ -44,131 +43,6 @@ _PARTS = {name for names in _NAMES for name in names} - {"weight"}
 _OF_ACTIVATIONS = {"activation_scale"} | {
     f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")
 }
-
-
-class PackedMatrix(NamedTuple):
-    """A quantized matrix, with the interface of `StoredTensor`. Its values are float32.
-
-    Attributes:
-      name: the name of the float tensor in a folder that is not quantized.
-      codes: reads int8 or float8_e4m3fn [out, in].
-      scales, zeros: read a value for each block; zeros are in the range of the codes.
-      groups: the group of each input, if inputs of a group need not be neighbours: integers [in].
-      block: the number of outputs and of inputs that share a scale.
-      scheme: how it is stored.
-    """
-
-    name: str
-    codes: Readable
-    scales: Readable
-    zeros: Readable | None
-    groups: StoredTensor | None
-    block: tuple[int, int]
-    scheme: Scheme
-
-    @property
-    def kind(self) -> str:
-        """See `StoredTensor`."""
-        return "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
-        return self.codes.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
-        return np.dtype(np.float32)
-
-    @property
-    def kind_of_codes(self) -> str:
-        """The type of its codes: "int4", "int8" or "fp8"."""
-        return self.scheme.kind
-
-    @property
-    def bits(self) -> int:
-        """The number of bits of a code."""
-        return self.scheme.bits
-
-    def read(self, box: Box) -> np.ndarray:
-        """See `StoredTensor.read`.
-
-        Raises:
-          UserError: a file was truncated, or an input is in a group that does not exist.
-        """
-        tiles, columns = self._tiles(box), self._groups(box[1])
-        if columns is None:
-            columns = _places(box[1], self.block[1])
-        else:
-            tiles = (tiles[0], slice(0, self.scales.shape[1]))
-        rows = _places(box[0], self.block[0])
-        values = self.codes.read(box).astype(np.float32)
-        if self.zeros is not None:
-            values -= _spread(self.zeros.read(tiles), rows, columns)
-        values *= _spread(self.scales.read(tiles), rows, columns)
-        return values
-
-    def parts(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns (codes in `box`, scales, zero points). Scales, float32, and zero points are those of the blocks that
-        overlap with `box`. Zero points are None if all of them are 0.
-
-        Raises:
-          UserError: a file was truncated, or inputs that share a scale are not neighbours.
-        """
-        scales, zeros = self.scales_and_zeros(box)
-        return self.codes.read(box), scales, zeros
-
-    def scales_and_zeros(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the last two of `parts`. Reads no codes."""
-        if not self.in_order:
-            raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
-        tiles = self._tiles(box)
-        zeros = None if self.zeros is None else self.zeros.read(tiles)
-        if zeros is not None and not zeros.astype(np.float32).any():
-            zeros = None
-        return self.scales.read(tiles).astype(np.float32), zeros
-
-    @property
-    def in_order(self) -> bool:
-        """Whether inputs that share a scale are neighbours."""
-        into = slice(0, self.shape[1])
-        columns = self._groups(into)
-        return columns is None or bool((columns == np.arange(into.stop) // self.block[1]).all())
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether a zero point is not 0."""
-        if self.zeros is None:
-            return False
-        return bool(self.zeros.read(tuple(slice(0, size) for size in self.zeros.shape)).astype(np.float32).any())
-
-    def _tiles(self, box: Box) -> Box:
-        return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
-
-    def _groups(self, cut: slice) -> np.ndarray | None:
-        """Returns the group of each input in `cut`; None if that is a matter of order."""
-        if self.groups is None:
-            return None
-        found = self.groups.read((cut,))
-        if (found == -1).all():  # compressed-tensors: in order
-            return None
-        count = self.scales.shape[1]
-        if found.min() < 0 or found.max() >= count:
-            raise UserError(f"{self.groups.path}: {self.name}: the groups of its inputs are not in [0, {count - 1}]")
-        return found
-
-
-def _places(cut: slice, size: int) -> np.ndarray:
-    return np.arange(cut.start, cut.stop) // size - cut.start // size
-
-
-def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns float32 values, one for each weight, or an array that broadcasts to it."""
-    values = tiles.astype(np.float32)
-    for axis, places in enumerate((rows, columns)):
-        values = values if values.shape[axis] == 1 else values.take(places, axis)
-    return values
 
 
 def with_matrices(
@@ -264,10 +138,11 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) ->
     _check(name, scales.shape, tiles)
     zeros = _zeros(parts, scheme, tiles)
     groups = None
-    if columns < into and any(last in tensors for last in _GROUPS):
-        name, groups = parts.find(_GROUPS, ("I32", "I64"))
+    names = _GROUPS[1:] if turned else _GROUPS[:1]
+    if columns < into and (scheme.ordered or names[0] in tensors):
+        name, groups = parts.find(names, ("I32", "I64"))
         _check(name, groups.shape, (into,))
-    return PackedMatrix(f"{module}.weight", codes, scales, zeros, groups, (rows, columns), scheme)
+    return PackedMatrix(f"{module}.weight", codes, scales, zeros, groups, (rows, columns), scheme, stored.path.parent)
 
 
 def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.about import FIELDS, GENERATION, about_in
-from trainer.checkpoint.huggingface import head_to_reorder, is_copy, leaf_of, tensors_in
+from trainer.checkpoint.huggingface import head_to_reorder, is_copy, leaf_of
 from trainer.checkpoint.peft_config import CONFIG, PeftConfig
 from trainer.checkpoint.peft_names import Named, Tables, below, by_base_name, filled_up, zeros
 from trainer.checkpoint.safetensors_file import DTYPES
 from trainer.checkpoint.sidecar import Base
 from trainer.checkpoint.source import Leaf, Shapes, check_tensors
+from trainer.checkpoint.weight_files import PEFT_WEIGHTS, tensors_in
 from trainer.config import Config, UserError
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, RANK
 from trainer.runtime.folders import check_folder
 
-WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+PICKLED = "adapter_model.bin"
 TABLE, HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
 
@@ -50,16 +51,16 @@ class PeftSource:
         Raises:
           UserError: a file is missing, damaged, leads out of the folder or cannot be represented.
         """
-        check_folder(path, (CONFIG, WEIGHTS, FIELDS, GENERATION))
+        check_folder(path, (CONFIG, PEFT_WEIGHTS, FIELDS, GENERATION))
         self.path = self.tokenizer = path
         self.about = about_in(path)
         self._said = PeftConfig(path / CONFIG)
         self.rank, self.alpha, self.base = self._said.rank, self._said.alpha, self._said.base
         self.origin = Base(self.base, {})
-        if not (path / WEIGHTS).is_file():
+        if not (path / PEFT_WEIGHTS).is_file():
             pickled = f"; reading {PICKLED} can run code in it: load it with peft, and save it again"
-            raise UserError(f"{path}: no {WEIGHTS}{pickled if (path / PICKLED).is_file() else ''}")
-        tensors = tensors_in(path, [path / WEIGHTS])
+            raise UserError(f"{path}: no {PEFT_WEIGHTS}{pickled if (path / PICKLED).is_file() else ''}")
+        tensors = tensors_in(path, path / PEFT_WEIGHTS)
         if wrong := [f"{shortened(name)}: {it.kind}" for name, it in tensors.items() if it.kind not in DTYPES]:
             raise UserError("\n  ".join([f"{path}: dtypes other than {', '.join(DTYPES)}:", *wrong[:20]]))
         self._found = by_base_name(tensors, str(path))

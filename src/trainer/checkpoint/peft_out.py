@@ -11,11 +11,12 @@ import numpy as np
 from trainer.backends import make_model
 from trainer.checkpoint.huggingface import head_to_reorder, tensors_of
 from trainer.checkpoint.params_out import target_dtypes
-from trainer.checkpoint.peft import TABLE, WEIGHTS
+from trainer.checkpoint.peft import TABLE
 from trainer.checkpoint.peft_config import CONFIG, config_fields
 from trainer.checkpoint.peft_names import A, Tables
 from trainer.checkpoint.safetensors_file import SafetensorsFile
 from trainer.checkpoint.source import Leaf, Tick, joined, names_of, progress
+from trainer.checkpoint.weight_files import PEFT_WEIGHTS
 from trainer.config import Config, UserError
 from trainer.models.huggingface import EXPERT
 
@@ -68,7 +69,7 @@ def write_peft(
         fields["bias"] = "all"
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     above = {_ABOVE + tensor: it for tensor, it in sorted(shapes.items())}
-    with SafetensorsFile(folder / WEIGHTS, above) as file, progress(leaves.values(), "writing") as tick:
+    with SafetensorsFile(folder / PEFT_WEIGHTS, above) as file, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
             layout, turned = tables.layouts[name], head_to_reorder(config, tables.layouts[name], leaf.shape)
             for (tensor, _), value in zip(names[name], _values(tables, name, leaf, kept, tick), strict=True):

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError
+from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Record
-from trainer.data.text import GZIP, encoding_hint, strings_as_bytes
+from trainer.data.text import GZIP, encoding_hint
 from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
@@ -154,7 +155,7 @@ class ParquetPart(FilePart):
         with self._errors(pyarrow), self._open() as file:
             groups = list(range(first, len(self._groups)))
             for batch in file.iter_batches(_CHUNK, row_groups=groups, columns=list(self.columns)) if groups else ():
-                for values in _rows(batch) if at + len(batch) > cursor else [None] * len(batch):
+                for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
                         yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
@@ -242,33 +243,26 @@ class TfrecordPart(FilePart):
 
 
 class TablePart:
-    """A table of the `datasets` library, or a list of dicts."""
+    """A table of the `datasets` library."""
 
     def __init__(self, name: str, table: Any, columns: Columns):
         self.name, self._table, self._columns, self.weight = name, table, columns, len(table)
+        self._restored = restored_columns(table.features.arrow_schema)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
         try:
-            values = self._table[int(index)]
+            values = restored(self._table[int(index)], self._restored)
         except UnicodeDecodeError:
-            (values,) = _rows(self._table.with_format("arrow")[int(index) : int(index) + 1])
+            (values,) = rows_of(self._table.with_format("arrow")[int(index) : int(index) + 1])
         return pick(values, self._columns, f"{self.name}, row {index}")
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         for first in range(cursor, len(self), _CHUNK):
             for index in range(first, min(first + _CHUNK, len(self))):
                 yield index + 1, (index + 1) / len(self), self[index]
-
-
-def _rows(table: Any) -> list[dict[str, Any]]:
-    """Returns the rows of an Arrow table or batch. If a string is not UTF-8, returns all strings as bytes."""
-    try:
-        return table.to_pylist()
-    except UnicodeDecodeError:
-        return strings_as_bytes(table).to_pylist()
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:

@@ -2,7 +2,6 @@
 
 import codecs
 import re
-from typing import Any
 
 REPLACEMENT = "\ufffd"
 # In bytes, a surrogate is what UTF-8 would make of its code point (WTF-8). No other character begins like that.
@@ -57,31 +56,3 @@ def encoding_hint(data: bytes) -> str:
     if data.startswith(_UTF_16) or zeros in _ASCII_ZEROS:
         return " (it looks like UTF-16 or UTF-32)"
     return " (it has NUL bytes, as after a power cut)" if b"\0" in data else ""
-
-
-def strings_as_bytes(table: Any) -> Any:
-    """Returns an Arrow table or batch with its strings as bytes, also those in lists and structs: Arrow does not check
-    that strings are UTF-8."""
-    import pyarrow
-
-    kinds = pyarrow.types
-    for i, field in enumerate(table.schema):
-        if kinds.is_dictionary(field.type) or kinds.is_string_view(field.type):
-            table = table.set_column(i, field.name, table.column(i).cast(pyarrow.string()))
-        kind = table.schema.field(i).type
-        if (wanted := _with_bytes(kind, pyarrow)) != kind:
-            table = table.set_column(i, field.name, table.column(i).cast(wanted))
-    return table
-
-
-def _with_bytes(kind: Any, pyarrow: Any) -> Any:
-    """Returns an Arrow type with bytes for strings."""
-    kinds = pyarrow.types
-    if kinds.is_string(kind) or kinds.is_large_string(kind):
-        return pyarrow.large_binary()
-    if kinds.is_list(kind) or kinds.is_large_list(kind):
-        make = pyarrow.list_ if kinds.is_list(kind) else pyarrow.large_list
-        return make(_with_bytes(kind.value_type, pyarrow))
-    if kinds.is_struct(kind):
-        return pyarrow.struct([(field.name, _with_bytes(field.type, pyarrow)) for field in kind])
-    return kind

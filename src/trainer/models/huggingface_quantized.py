@@ -29,7 +29,8 @@ _OF_WEIGHTS = {
 }
 _OF_GROUP = {"weights": Field(dict, null=True), "targets": _NAMES, "format": Field(str, null=True)}
 _OF_METHOD = {
-    **{"quant_method": Field(str), "bits": _BITS, "group_size": _SIZE, "sym": Field(bool, null=True)},
+    **{"quant_method": Field(str), "bits": _BITS, "group_size": _SIZE},
+    **dict.fromkeys(("sym", "desc_act", "zero_point"), Field(bool, null=True)),
     **{"checkpoint_format": Field(str, null=True), "version": Field(str, null=True), "format": Field(str, null=True)},
     **{"fmt": Field(str, null=True), "config_groups": Field(dict), "ignore": _NAMES},
 }
@@ -45,6 +46,8 @@ class Scheme(NamedTuple):
       zeros: whether there must be zero points.
       less_one: GPTQ, whether zero points are stored minus 1: "each" for itself, or "word" by word, where a 0 borrows
         from the next one.
+      symmetric: whether all zero points, if there are any, are 0.
+      ordered: whether there must be the group of each input.
     """
 
     kind: str
@@ -52,6 +55,8 @@ class Scheme(NamedTuple):
     layout: Layout
     zeros: bool = False
     less_one: LessOne = ""
+    symmetric: bool = False
+    ordered: bool = False
 
     @property
     def bits(self) -> int:
@@ -134,7 +139,8 @@ def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
     meta = said.get("meta")
     writer = shown(meta.get("quantizer") if isinstance(meta, Mapping) else None)
     less_one: LessOne = "" if form == "gptq_v2" else "word" if "gptqmodel" in writer else "each"
-    return _of_groups(said, problems, Scheme("int4", (1, 0), "gptq", True, less_one))
+    scheme = Scheme("int4", (1, 0), "gptq", True, less_one, bool(said.get("sym")), bool(said.get("desc_act")))
+    return _of_groups(said, problems, scheme)
 
 
 def _overrides(dynamic: Any) -> bool:
@@ -148,8 +154,10 @@ def _awq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
         problems.append(f"version={shown(form)} of awq (known: gemm); {ADVICE}")
     if said.get("bits", said.get("w_bit", 4)) != 4:
         problems.append(f"bits={shown(said.get('bits', said.get('w_bit')))} of awq (known: 4)")
-    size = said.get("group_size", said.get("q_group_size", 128))
-    return _of_groups({"bits": 4, "group_size": size}, problems, Scheme("int4", (1, 0), "awq", True))
+    size, symmetric = said.get("group_size", said.get("q_group_size", 128)), said.get("zero_point") is False
+    return _of_groups(
+        {"bits": 4, "group_size": size}, problems, Scheme("int4", (1, 0), "awq", True, symmetric=symmetric)
+    )
 
 
 def _of_groups(said: Mapping[str, Any], problems: list[str], scheme: Scheme) -> Recipe | None:
@@ -209,9 +217,11 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
         problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
     packed = form == _FORMATS[0]
     # Without groups or channels the zero point is not packed, and it may be left out.
-    zeros = not weights.get("symmetric", True) and strategy in ("group", "channel")
+    symmetric = weights.get("symmetric", True)
+    zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
-    return Scheme(name, block, "packed" if packed else "plain", zeros)
+    ordered = weights.get("actorder") in (True, "group")
+    return Scheme(name, block, "packed" if packed else "plain", zeros, symmetric=symmetric, ordered=ordered)
 
 
 def _block(said: Any, problems: list[str], name: str) -> tuple[int, int]:

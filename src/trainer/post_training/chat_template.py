@@ -55,7 +55,8 @@ class TemplateFailed(UserError):
 
 
 class _NoContent(jinja2.Undefined):
-    """A content of null, as of messages that only call tools. It `is none`, and prints nothing, not the word None."""
+    """A content of null or none at all, as of messages that only call tools. It `is none`, and prints nothing, not the
+    word None."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -241,7 +242,10 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return message if message.get("content", "") is not None else {**message, "content": _NoContent(name="content")}
+    if message.get("content") is not None:
+        return message
+    rest = {key: item for key, item in message.items() if key not in ("role", "content")}
+    return {"role": message.get("role"), "content": _NoContent(name="content"), **rest}
 
 
 def _check_size(size: int) -> None:

@@ -161,7 +161,7 @@ def test_the_function_is_the_same_in_both_orders(tmp_path, block):
         # Hugging Face: all tensors come back with their bits.
         cfg, out = config(block, order), tmp_path / f"hf-{order}"
         out.mkdir()
-        write_huggingface(out, cfg, open_source(str(path), block).leaves(cfg, weight_shapes(cfg)), None, {})
+        write_huggingface(out, cfg, open_source(str(path), block).leaves(cfg, weight_shapes(cfg)), None)
         assert_same(read_hf(out), theirs())
         # The trainer's own format, read in either order.
         out = tmp_path / f"params-{order}"
@@ -176,7 +176,7 @@ def test_modules_of_multi_token_prediction(tmp_path):
     halves = random_params(configs[False])
     for order, params in ((False, halves), (True, in_pairs(halves))):
         (out := tmp_path / str(order)).mkdir()
-        write_huggingface(out, configs[order], leaves_of(params), None, {})
+        write_huggingface(out, configs[order], leaves_of(params), None)
         assert_same(loaded(out, configs[order]), params)
         tensor = read_hf(out)["model.layers.2.self_attn.q_norm.weight"]  # of the module
         np.testing.assert_array_equal(tensor, halves[f"{MODULE}/self_attention/query_norm/scale"])
@@ -213,7 +213,7 @@ def test_an_axis_that_is_not_made_of_heads_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wrong", SimpleNamespace(FAMILY=wrong))
     cfg = config("wrong:FAMILY", True, head_dim=12)
     with pytest.raises(UserError, match=r"post_attention_layernorm.weight: .*head_dim=12 .* has 32 entries"):
-        write_huggingface(tmp_path, cfg, leaves_of(random_params(cfg)), None, {})
+        write_huggingface(tmp_path, cfg, leaves_of(random_params(cfg)), None)
 
 
 @pytest.mark.parametrize("rope", ["default", "yarn"])

@@ -83,7 +83,7 @@ def test_the_published_layout(tmp_path, block, interleave):
 
     out = tmp_path / "ours"
     out.mkdir()
-    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, weight_shapes(cfg)), None, {})
+    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, weight_shapes(cfg)), None)
     assert_same(read_hf(out), tensors)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 2
 

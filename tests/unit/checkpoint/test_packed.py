@@ -183,6 +183,77 @@ def test_tensors_that_do_not_fit(tmp_path):
     assert "m.weight: the groups of its inputs are not in [0, 1]" in changed("gptq-int4", tmp_path, g_idx=groups)
 
 
+def of_gptq(folder, bits, said, stored, **more):
+    """Returns a matrix [16, 16] in groups of 8 whose zero points are stored as `stored`."""
+    said = {"quant_method": "gptq", "bits": bits, "group_size": 8} | said
+    word = np.array([sum(stored << bits * i for i in range(32 // bits))], np.uint32).view(np.int32)
+    tensors = {"qweight": np.zeros((16 * bits // 32, 16), np.int32), "scales": np.ones((2, 16), np.float16), **more}
+    tensors["qzeros"] = np.full((2, 16 * bits // 32), word)
+    save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, folder / "file")
+    return with_matrices(stored_tensors(folder / "file"), recipe_of(said), folder)["m.weight"]
+
+
+V1, V2 = {"checkpoint_format": "gptq", "sym": True}, {"checkpoint_format": "gptq_v2", "sym": True}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_gptq_that_are_stored_as_the_other_format_has_them(bits, tmp_path):
+    middle = 2 ** (bits - 1)
+    writer = {"meta": {"quantizer": ["gptqmodel:4.0"]}}
+    for said, stored in ((V1, middle - 1), ({"sym": True}, middle - 1), (V1 | writer, middle - 1), (V2, middle)):
+        matrix = of_gptq(tmp_path, bits, said, stored)
+        assert (matrix.read(boxes(matrix.shape, 0)[0]) == -middle).all()
+        assert not matrix.has_zeros
+    for said, stored, other in (
+        (V1, middle, "gptq_v2"),
+        ({"sym": True}, middle, "gptq_v2"),
+        (V1 | writer, middle, "gptq_v2"),
+        (V2, middle - 1, "gptq"),
+    ):
+        matrix = of_gptq(tmp_path, bits, said, stored)
+        message = rf"m\.weight: its zero points are stored as {other} has them.* to {other}$"
+        for read in (matrix.read, matrix.parts):
+            with pytest.raises(UserError, match=message):
+                read(boxes(matrix.shape, 0)[0])
+        with pytest.raises(UserError, match=message):
+            _ = matrix.has_zeros
+        assert of_gptq(tmp_path, bits, said | {"sym": False}, stored).has_zeros  # they may be meant so
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        _ = of_gptq(tmp_path, bits, V1, 3).has_zeros
+
+
+def test_groups_of_gptq_that_contradict_its_configuration(tmp_path):
+    with pytest.raises(UserError, match=r"\n  m\.g_idx: missing"):
+        of_gptq(tmp_path, 4, {"desc_act": True}, 7)
+    for said, groups in (({"desc_act": True}, np.arange(16) % 2), ({}, np.arange(16) // 8)):
+        matrix = of_gptq(tmp_path, 4, V1 | said, 7, g_idx=groups.astype(np.int32))
+        assert (matrix.read(boxes(matrix.shape, 0)[0]) == -8).all()
+    matrix = of_gptq(tmp_path, 4, V1, 7, g_idx=(np.arange(16) > 8).astype(np.int32))
+    with pytest.raises(UserError, match=r"m\.weight: 9 inputs are in one group, but config\.json says group_size=8"):
+        matrix.read((slice(0, 1), slice(15, 16)))
+    ordered = compressed(weights=INT4 | {"actorder": "group"})
+    file = FOLDER / "int4-group.safetensors"
+    with pytest.raises(UserError, match=r"\n  m\.weight_g_idx: missing"):
+        with_matrices(stored_tensors(file), recipe_of(ordered), file)
+
+
+@pytest.mark.parametrize("case", ["awq", "int4-plain"])
+def test_zero_points_of_a_symmetric_matrix(case, tmp_path):
+    file = FOLDER / f"{case}.safetensors"
+    tensors = {name: it.all_values() for name, it in stored_tensors(file).items() if name != "values"}
+    said = json.loads(file_metadata(file)["quantization_config"]) | ({"zero_point": False} if case == "awq" else {})
+    name = {"awq": "m.qzeros", "int4-plain": "m.weight_zero_point"}[case]
+    none = np.full((2, 4), -0x77777778, np.int32) if case == "awq" else np.zeros((6, 2), np.int8)
+    for zeros, fits in ((none, True), (none + 1, False)):
+        save_file(tensors | {name: zeros}, tmp_path / "file")
+        matrix = with_matrices(stored_tensors(tmp_path / "file"), recipe_of(said), tmp_path)["m.weight"]
+        if fits:
+            assert not matrix.has_zeros
+            continue
+        with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+            matrix.read(boxes(matrix.shape, 0)[0])
+
+
 def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
     file = tmp_path / "file"
     file.write_bytes((FOLDER / "int8-plain.safetensors").read_bytes())

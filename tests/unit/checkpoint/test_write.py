@@ -49,7 +49,7 @@ def read(path, config, dtype=np.float32):
 def test_hugging_face(tmp_path, block, interleave):
     config = config_of(decoder_block=block, **FAMILIES[block], rope_interleave=interleave)
     params = random_params(config, BFLOAT16)
-    write_huggingface(tmp_path, config, leaves_of(in_pairs(params) if interleave else params), None, {})
+    write_huggingface(tmp_path, config, leaves_of(in_pairs(params) if interleave else params), None)
     wanted = hf_tensors(params)
     assert_same(read_hf(tmp_path), wanted)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -58,7 +58,7 @@ def test_hugging_face(tmp_path, block, interleave):
 def test_shards_hold_whole_layers_and_their_index_names_every_tensor(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     params = random_params(config)
-    write_huggingface(tmp_path, config, leaves_of(params), None, {}, shard_bytes=10_000)
+    write_huggingface(tmp_path, config, leaves_of(params), None, shard_bytes=10_000)
     wanted = hf_tensors(params)
     assert_same(read_hf(tmp_path), wanted)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -105,8 +105,8 @@ def test_layers_in_several_dtypes_are_refused_by_name_or_cast(tmp_path, write):
     leaves = source.leaves(config, {name: value.shape for name, value in params.items()})
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match=r"(?s)dtype=float32.*wi_1/kernel: bfloat16, float32.*out/kernel: float16, f"):
-        write(tmp_path / "out", config, leaves, None, {})
-    write(tmp_path / "out", config, leaves, "float32", {})
+        write(tmp_path / "out", config, leaves, None)
+    write(tmp_path / "out", config, leaves, "float32")
     wanted = names_of(read(tmp_path / "hf", config))
     assert_same(read(tmp_path / "out", config), {name: np.asarray(value) for name, value in wanted.items()})
 
@@ -114,7 +114,8 @@ def test_layers_in_several_dtypes_are_refused_by_name_or_cast(tmp_path, write):
 def test_parameters_alone(tmp_path):
     config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
     params = random_params(config, BFLOAT16)
-    write_params(tmp_path, config, leaves_of(params), None, {"eos_token_id": 7})
+    write_params(tmp_path, config, leaves_of(params), None)
+    (tmp_path / "huggingface.json").write_text('{"eos_token_id": 7}')
     assert_same(read(tmp_path, config, BFLOAT16), params)
     assert_same(read(tmp_path, config), {name: value.astype(np.float32) for name, value in params.items()})
     source = open_source(str(tmp_path))
@@ -162,7 +163,7 @@ def test_a_family_that_is_always_tied_needs_no_layout_of_a_head(tmp_path, monkey
         **FAMILIES["llama2"] | {"logits_via_embedding": True, "normalize_embedding_logits": False},
     )
     params = random_params(config)
-    write_huggingface(tmp_path, config, leaves_of(params), None, {})
+    write_huggingface(tmp_path, config, leaves_of(params), None)
     leaves = HuggingFaceSource(tmp_path, "mine:family").leaves(config, {name: it.shape for name, it in params.items()})
     assert leaves.keys() == params.keys()
 

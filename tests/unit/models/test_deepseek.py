@@ -79,7 +79,7 @@ def test_hugging_faces_own_files_come_in_and_go_out_bit_for_bit(case, tmp_path):
     found = model_config(source.keys, [f"{key}={value}" for key, value in pinned(ALL_COMBINATIONS[0]).items()], case)
     assert model_keys(config_json(found, "float32", {}), "") == described(found) == source.keys
     leaves = source.leaves(found, shapes_of(found))
-    write_huggingface(tmp_path, found, leaves, None, {})
+    write_huggingface(tmp_path, found, leaves, None)
     theirs, ours = read_hf(GOLDENS / case), read_hf(tmp_path)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -262,7 +262,7 @@ def test_modules_of_multi_token_prediction_have_biases(tmp_path):
     """As in the published weights: module 1 of a model with 3 layers is layer 3, with experts and a bias."""
     here = config(**V3, mtp_num_layers=1)
     params = random_params(here)
-    write_huggingface(tmp_path, here, leaves_of(params), None, {})
+    write_huggingface(tmp_path, here, leaves_of(params), None)
     found = read_hf(tmp_path)
     name = "mtp_block/mtp_layer_1/mtp_1_transformer_layer/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias"
     np.testing.assert_array_equal(found["model.layers.3.mlp.gate.e_score_correction_bias"], params[name])
@@ -274,7 +274,7 @@ def test_new_modules_begin_with_initial_biases(tmp_path):
     keys = TINY | V3 | {"mtp_num_layers": 1}
     without = config(**V3)
     params = random_params(without)
-    write_huggingface(tmp_path, without, leaves_of(params), None, {})
+    write_huggingface(tmp_path, without, leaves_of(params), None)
     words = [*arguments("nnx", **keys), f"load_parameters_path={tmp_path}"]
     run = build(load(words).config, jax.devices()[:1])
     tree = run.codec.unpack(start(run, None, None, print, schedule_given=False, given=["mtp_num_layers"]).state)

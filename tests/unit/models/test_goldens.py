@@ -121,7 +121,7 @@ def under_their_names(gradients, config, folder):
     arrays = {name: np.asarray(array) for name, array in names_of(gradients).items()}
     leaves = {name: Leaf(array.shape, array.dtype, [lambda array=array: array]) for name, array in arrays.items()}
     folder.mkdir()
-    write_huggingface(folder, config, leaves, None, {})
+    write_huggingface(folder, config, leaves, None)
     return load_file(folder / "model.safetensors")
 
 

@@ -63,7 +63,7 @@ def test_hugging_faces_own_file_comes_in_and_goes_out_bit_for_bit(tmp_path):
     source = open_source(str(GOLDEN))
     config = model_config(source.keys, [], str(GOLDEN))
     assert (config.interleave_moe_layer_step, config.base_mlp_dim, config.base_moe_mlp_dim) == (2, 24, 16)
-    write_huggingface(tmp_path, config, source.leaves(config, shapes_of(config)), None, {})
+    write_huggingface(tmp_path, config, source.leaves(config, shapes_of(config)), None)
     theirs, ours = read_hf(GOLDEN), read_hf(tmp_path)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
