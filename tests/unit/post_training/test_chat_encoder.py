@@ -155,6 +155,22 @@ def test_a_tokenizer_and_its_template_come_back_from_what_is_saved(tmp_path: Pat
         load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
 
 
+def test_conversations_with_tools_take_the_template_for_tools(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    default = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    default += "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = ChatTemplate(default, "its file", "{{ tools | tojson }} " + default)
+    encoder = encoder_of(tmp_path, tokenizer, ("messages", "tools"), max_target_length=64)
+    counts = Counts()
+    records = [Record(f"line {i}", (SAID, tools)) for i, tools in enumerate(([{"name": "look"}], None, []), 1)]
+    with_tools, without, empty = encoder.encode(records, counts)
+    assert tokenizer.decode(with_tools.tokens) == '[{"name": "look"}] user: Hiassistant: Yo'
+    assert tokenizer.decode(without.tokens) == tokenizer.decode(empty.tokens) == "user: Hiassistant: Yo"
+    assert learnt(*with_tools) == learnt(*without) == b"Yo$"
+    other = encoder_of(tmp_path, tokenizer, ("messages", "tools"), chat_template=default)
+    assert other.identity["template"] != encoder.identity["template"]
+
+
 def with_tokens(*added) -> JsonTokenizer:
     bpe = train_bpe([document(i) for i in range(20)], 290)
     bpe._inner.add_tokens(list(added))
