@@ -70,7 +70,7 @@ class Port(int):
 def call(port, path="/v1/completions", body=None, method="POST", **headers):
     """Returns the status, the headers and the body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
-    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    data = json.dumps(body).encode() if isinstance(body, dict | list) else body
     headers = {"content-type": "application/json"} | {name.replace("_", "-"): it for name, it in headers.items()}
     connection.request(method, path, data, headers)
     answer = connection.getresponse()

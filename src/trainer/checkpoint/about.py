@@ -95,8 +95,8 @@ class About(NamedTuple):
     def files(self) -> dict[str, bytes]:
         """Returns the files that lie beside a tokenizer, by name."""
         fields = {**self.fields, **({_CHANGED: dict(self.changed)} if self.changed else {})}
-        found = {FIELDS: fields, GENERATION: self.generation}
-        return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in found.items() if data}
+        found = {FIELDS: fields or None, GENERATION: self.generation}
+        return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in found.items() if data is not None}
 
 
 def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:

@@ -16,9 +16,9 @@ from trainer.serving.access import Access
 from trainer.serving.answers import Answer
 from trainer.serving.errors import ApiError, timed_out
 from trainer.serving.front import READY, Front
-from trainer.serving.queries import query, read_json
 from trainer.serving.replies import Reply
 
+_MOST_DISCARDED = 1 << 28  # bytes of a body that is too large
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -85,9 +85,8 @@ class Routes:
         owner = self._owner(request)
         front.check_ready()
         body = await self._body(request)
-        asked = await front.aside(lambda: query(read_json(body), chat=chat, default=front.model.default))
+        asked, rows = await front.read(body, chat=chat)
         model, adapter = front.adapter(asked.model)
-        rows = await front.tokens(asked)
         owner = owner if self._config.prefix_caching_by_token else ""
         shown = [p if isinstance(p, str) else front.model.tokenizer.decode(p) for p in asked.prompts if asked.echo]
         generation = front.submit(asked, rows, adapter, owner, received)
@@ -102,25 +101,36 @@ class Routes:
         return found | {"max_model_len": self._config.max_target_length} | ({"parent": base} if name != base else {})
 
     async def _body(self, request: Request) -> bytes:
-        """Returns the body. Raises ApiError if it is no JSON, too large, or does not arrive in time."""
+        """Returns the body. Raises ApiError if it is no JSON, too large, or does not arrive in time.
+
+        A body that is too large is read to its end, and not kept, because a client that is still sending does not see
+        an answer. One that asks first (Expect) is told at once.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"content-type={kind[:80] or 'none'}: allowed: application/json")
         most, body = self._config.max_body_bytes, bytearray()
         too_large = ApiError(413, f"the body has more than max_body_bytes={most} bytes")
-        if (size := request.headers.get("content-length", "")).isdecimal() and int(size[:20]) > most:
+        size, left = request.headers.get("content-length", ""), _MOST_DISCARDED
+        large = size.isdecimal() and int(size[:20]) > most
+        if large and (int(size[:20]) > left or "expect" in request.headers):
             raise too_large
         try:
             async with asyncio.timeout(self._config.receive_seconds):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
+                    large, left = large or len(body) > most, left - len(part)
+                    if large:
+                        body.clear()
+                    if left < 0:
                         raise too_large
         except TimeoutError:
             said = f"the body did not arrive within receive_seconds={self._config.receive_seconds:g}"
             error = timed_out(said)
             error.headers["connection"] = "close"
             raise error from None
+        if large:
+            raise too_large
         return bytes(body)
 
 

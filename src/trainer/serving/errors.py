@@ -28,6 +28,14 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
+    def __reduce__(self) -> Any:
+        return _again, (self.status, self.body["error"], self.headers)
+
+
+def _again(status: int, error: dict[str, Any], headers: dict[str, str]) -> ApiError:
+    said = {"kind": error["type"], "param": error["param"], "code": error["code"]}
+    return ApiError(status, error["message"], headers=headers, **said)
+
 
 def timed_out(message: str) -> ApiError:
     """Returns the error for a request that took too long, which clients should not repeat by themselves."""

@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from trainer.config import Config, UserError
-from trainer.data.documents import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference import Event, Sampling, Scheduler, Service
 from trainer.inference.controls import Scores
@@ -18,9 +17,9 @@ from trainer.post_training.chat_encoder import Prompts
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.metrics import Metrics
 from trainer.serving.queries import Query, as_api_error
+from trainer.serving.reading import LARGE, OneAside, Read, Reader
 from trainer.serving.texts import Names, Text, Token
 
-Result = TypeVar("Result")
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 
@@ -134,6 +133,9 @@ class Front:
         self._generations: set[Generation] = set()
         self._seconds = 1.0  # a mean of the time of requests, for Retry-After
         self._pool = ThreadPoolExecutor(2, "requests")
+        longest, room = model.scheduler.engine.max_prefill_length, model.config.max_target_length
+        self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room)
+        self._large = OneAside(self._reader, model.config.receive_seconds)
         in_loop = self._loop.call_soon_threadsafe
         self.service = Service(
             model.scheduler,
@@ -161,44 +163,15 @@ class Front:
             )
         return name, known[name]
 
-    async def aside(self, function: Callable[..., Result], *given: Any) -> Result:
-        """Returns what a function returns that may take its time. It runs in another thread, and the loop goes on."""
-        return await self._loop.run_in_executor(self._pool, function, *given)
-
-    async def tokens(self, query: Query) -> list[list[int]]:
-        """Returns the tokens of the prompts.
+    async def read(self, body: bytes, *, chat: bool) -> Read:
+        """Returns the request in a body, and the tokens of its prompts. The loop goes on meanwhile.
 
         Raises:
-          ApiError: they cannot be made, or there are none or too many.
+          ApiError: see `Reader.read`.
         """
-        rows = await self.aside(self._tokens, query)
-        longest, room = self.model.scheduler.engine.max_prefill_length, self.model.config.max_target_length
-        for row in rows:
-            if not row:
-                raise ApiError(400, "the prompt has no tokens", param="prompt")
-            size, wanted = len(row), query.max_tokens or 0
-            if size > longest or size + wanted > room:
-                name = "messages" if query.chat else "prompt"
-                raise ApiError(
-                    400,
-                    f"the prompt has {size} tokens and max_tokens is {wanted}; a prompt has at most {longest} tokens, "
-                    f"and with what is generated at most {room}",
-                    param=name,
-                    code="context_length_exceeded",
-                )
-        return rows
-
-    def _tokens(self, query: Query) -> list[list[int]]:
-        model = self.model
-        try:
-            if query.chat:
-                return [model.chat.tokens_of(Record("messages", (messages,))) for messages in query.prompts]
-            return [
-                [*model.begin, *model.tokenizer.encode(prompt)] if isinstance(prompt, str) else prompt
-                for prompt in query.prompts
-            ]
-        except UserError as error:
-            raise as_api_error(error) from error
+        if len(body) > LARGE:
+            return await self._large.read(body, chat)
+        return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
         """Returns the choices of a request, which begin as soon as there are slots.
@@ -256,6 +229,7 @@ class Front:
     def close(self) -> None:
         """Ends the threads."""
         self.service.stop()
+        self._large.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _dispatch(self, events: Sequence[Event], when: float) -> None:

@@ -1,5 +1,6 @@
 """The JSON of a request: what is allowed, and what it asks for."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ CHAT = COMMON | {
     "logprobs": Field(bool),
     "top_logprobs": Field(int, 0, LIKELIEST),
 }
+_MOST_SAID = 20  # mistakes
 _DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -95,15 +97,14 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
     names = [*fields, "prompt"] if not chat else [*fields]
     wrong = {
         name: f"{shortened(name)} is not a parameter that this server supports{nearest(name, names)}"
-        for name in given
-        if name not in names
+        for name in itertools.islice((name for name in given if name not in names), _MOST_SAID)
     }
     wrong |= {problem.partition("=")[0]: problem for problem in field_problems(given, fields)}
     if not wrong:
         for check in (_stops, _streaming, _limits, _biases, _chat if chat else _prompts):
             wrong |= check(given)
     if wrong:
-        raise ApiError(400, "; ".join(list(wrong.values())[:20]), param=shortened(next(iter(wrong))))
+        raise ApiError(400, "; ".join(list(wrong.values())[:_MOST_SAID]), param=shortened(next(iter(wrong))))
     return _query(given, chat, default)
 
 

@@ -120,7 +120,7 @@ def test_our_own_layout_reordered_on_eight_devices(tmp_path):
     params = random_params(config)
     halves = config_of(decoder_block="qwen3", use_qk_norm=True, logits_via_embedding=True)
     write_params(
-        tmp_path, halves, {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in params.items()}, None, {}
+        tmp_path, halves, {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in params.items()}, None
     )
     assert_loaded(tmp_path, config, abstract, in_pairs(params))
 

@@ -83,7 +83,7 @@ def test_integers_are_written_as_they_are(tmp_path):
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     values = np.arange(-3, 3, dtype=np.int32) * 2**28 + 1  # values that bfloat16 cannot represent
     odd = {"odd": values, "even": values.astype(np.float32)}
-    write_params(tmp_path, config, leaves_of(odd), "bfloat16", {})
+    write_params(tmp_path, config, leaves_of(odd), "bfloat16")
     tree = tmp_path / "checkpoint"
     headers = orbax.headers(tree)
     assert {name: np.dtype(it.dtype) for name, it in headers.items()} == {

@@ -6,12 +6,14 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, slow, tiny_engine, wait_for
 
 from trainer.inference import Sampling, Scheduler
 from trainer.inference.controls import Asked
+from trainer.serving.reading import LARGE
 
 ENDLESS = {"logit_bias": {"256": -100}}  # no token ends the text
 GREEDY = {"temperature": 0, "return_token_ids": True}
@@ -336,3 +338,34 @@ def test_a_connection_is_used_again(made):
         connection.getresponse().read()
         assert connection.sock is not None
     connection.close()
+
+
+def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
+    """Its chat template never ends. Other requests go on meanwhile."""
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{{{ messages[0].content }}}}{{% if messages[0].content == 'Hi' %}}{loops}{{% endif %}}"
+    padding, keys = " " * LARGE, {"max_body_bytes": 2 * LARGE, "chat_template": template}
+    with served(*made[:2], **keys) as port:
+        body = json.dumps({"prompt": "ab", "temperature": 0}) + padding
+        _, _, large = call(port, body=body.encode())
+        assert json.loads(large)["choices"] == complete(port, temperature=0)["choices"]
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + padding
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(call, port, "/v1/chat/completions", body.encode())
+            while not slow.done():
+                complete(port, max_tokens=1)
+        status, _, said = slow.result()
+        assert (status, "within receive_seconds=1" in said.decode()) == (400, True)
+
+
+def test_a_client_that_sends_too_much_reads_why(made):
+    """Also where it is still sending when that is known."""
+    with served(*made[:2]) as port:
+        status, _, said = call(port, body=b"[" * (4 << 20))
+        assert (status, str(BODY) in said.decode()) == (413, True)
+        status, _, _ = call(port, body=iter([b"[" * (1 << 20)] * 4))  # in chunks
+        assert status == 413
+        with socket.create_connection(("127.0.0.1", int(port))) as client:
+            head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {1 << 20}\r\n"
+            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}expect: 100-continue\r\n\r\n".encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 413")
