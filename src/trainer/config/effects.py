@@ -156,11 +156,6 @@ INERT = (
         "lr_schedule_type=constant stays at the peak",
     ),
     *(inert for name in TRAITS for inert in _of_optimizer(name)),
-    Inert(
-        ("grad_dtype",),
-        lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,
-        "with weight_dtype=bfloat16 the gradients of a single microbatch are bfloat16",
-    ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
     Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),

@@ -51,9 +51,8 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
-    scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     of_parts = make_wide if config[KEY] else make_plain
-    return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs, make=of_parts)
+    return kind(inner, kernel, rank=config[RANK], scale=config[ALPHA] / config[RANK], rngs=rngs, make=of_parts)
 
 
 def kernel_of(name: str) -> str:
