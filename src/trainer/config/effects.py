@@ -156,6 +156,9 @@ INERT = (
         "lr_schedule_type=constant stays at the peak",
     ),
     *(inert for name in TRAITS for inert in _of_optimizer(name)),
+    Inert(
+        ("weight_stochastic_rounding",), lambda c: c.weight_dtype == "float32", "weight_dtype=float32 loses no updates"
+    ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
     Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),

@@ -133,8 +133,9 @@ class Console:
             self._warns_of_lost = False
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
-                "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): weight_dtype=float32 keeps "
-                "parameters in float32, and dtype=bfloat16 still computes in bfloat16"
+                "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "
+                "weight_stochastic_rounding=true lets them add up; weight_dtype=float32 keeps parameters in float32, "
+                "and dtype=bfloat16 still computes in bfloat16"
             )
 
     def evaluation(self, row: Mapping[str, float]) -> None:

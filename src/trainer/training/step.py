@@ -20,7 +20,17 @@ from trainer.objectives import Objective
 from trainer.objectives.base import frozen_argument, maxima_of
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
+from trainer.optim import (
+    Rule,
+    Seen,
+    any_due,
+    applied,
+    apply_rules,
+    make_schedule,
+    observed,
+    place_on_schedule,
+    trainable,
+)
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
 from trainer.training.parameter_metrics import lost_updates, parameter_metrics
@@ -124,7 +134,7 @@ def make_update(
     - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
       no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
       finite after the step;
-    - with trained parameters in bfloat16, `lost_updates`;
+    - with trained parameters in bfloat16 that are rounded to the nearest number, `lost_updates`;
     - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
     - with experts, router metrics, see `router_metrics`.
 
@@ -149,7 +159,7 @@ def make_update(
         trained, others = _partition(mask, tree.params)
         whole = _combine(grads, jax.tree.map(jnp.zeros_like, others))
         updates, opt_state = tx.update(whole, tree.opt_state, tree.params)
-        new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
+        new = tree._replace(params=applied(config, tree.params, updates, tree.step), opt_state=opt_state)
         new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))
         new = apply_rules(rules, tree, new, sown)
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
@@ -169,7 +179,7 @@ def make_update(
             "tokens": tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
             **sown_metrics(sown),
-            **lost_updates(trained, _partition(mask, updates)[0]),
+            **({} if config.weight_stochastic_rounding else lost_updates(trained, _partition(mask, updates)[0])),
             **(_every(period, tree.step, axes, grads, tree.params, updates) if period else {}),
         }
         return new._replace(step=tree.step + 1), metrics

@@ -243,8 +243,8 @@ def test_lost_updates_are_warned_of_once_and_not_at_low_rates():
     (line,) = [line for line in written(run).splitlines() if line.startswith("warning")]
     assert line == (
         "warning: step 2: 51% of the parameters did not change, because their update is below half the spacing of "
-        "bfloat16 (lost_updates in metrics.jsonl): weight_dtype=float32 keeps parameters in float32, and dtype=bfloat16 "
-        "still computes in bfloat16"
+        "bfloat16 (lost_updates in metrics.jsonl): weight_stochastic_rounding=true lets them add up; "
+        "weight_dtype=float32 keeps parameters in float32, and dtype=bfloat16 still computes in bfloat16"
     )
 
 

@@ -12,6 +12,7 @@ from trainer.checkpoint import CheckpointManager, Sidecar
 from trainer.config import load, to_yaml
 from trainer.data import open_dataset
 from trainer.ops.paths import by_name
+from trainer.optim import applied
 from trainer.training import build, placed, start
 from trainer.training.parameter_metrics import lost_updates
 
@@ -108,6 +109,40 @@ def test_lost_updates_are_below_half_the_spacing():
     assert 0.2 < found < 0.8
     np.testing.assert_allclose(found, lost / (64 * 32 + 2), rtol=1e-6)
     assert lost_updates({"b": params["b"]}, {"b": updates["b"]}) == {}
+
+
+def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
+    """A number at 1/4 of the spacing goes up in 1/4 of the cases; float32, updates of 0 and infinities stay."""
+    config = made(weight_stochastic_rounding=True).config
+    size, spacing = 40_000, 2.0**-7
+    params = {"a": jnp.ones(size, "bfloat16"), "b": jnp.ones(3), "c": jnp.full(size, -0.3, "bfloat16")}
+    updates = {"a": jnp.full(size, spacing / 4), "b": jnp.full(3, 1e-6), "c": jnp.zeros(size).at[0].set(jnp.inf)}
+    found, again, later = (jax.tree.map(np.asarray, applied(config, params, updates, step)) for step in (0, 0, 1))
+    assert_equal_bits(found, again)
+    up = found["a"] == np.float32(1 + spacing)
+    assert np.all(up | (found["a"] == 1))
+    assert abs(up.mean() - 0.25) < 0.01
+    assert np.mean(later["a"] == found["a"]) < 0.8
+    assert_equal_bits(found["b"], np.asarray(params["b"] + updates["b"]))
+    assert np.isinf(found["c"][0])
+    assert_equal_bits(found["c"][1:], np.asarray(params["c"][1:]))
+
+
+def test_stochastic_rounding_moves_kernels_alike_in_nnx_and_linen_on_a_mesh_with_zero1():
+    keys = {"learning_rate": 1e-5, "weight_stochastic_rounding": True, "opt_type": "lion"}
+    mesh = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True, "per_device_batch_size": 1}
+    runs = (
+        made(**keys, per_device_batch_size=2),
+        made("linen", **keys, per_device_batch_size=2),
+        made("nnx", 2, **keys, **mesh),
+    )
+    (before, one, metrics), (_, other, _), (_, sharded, _) = (trained(run, 1) for run in runs)
+    assert_equal_bits(one.params, other.params)
+    kernel = "decoder/layers/mlp/wo/kernel"
+    moved, first, on_mesh = (by_name(tree.params)[kernel] for tree in (before, one, sharded))
+    assert 0.01 < np.mean(moved != first) < 0.5
+    assert np.mean(first == on_mesh) > 0.99, "the noise is the same; gradients differ in their last bits"
+    assert "lost_updates" not in metrics
 
 
 @pytest.mark.parametrize(("combination", "more"), [("nnx", {}), ("linen", {}), ("nnx", {"opt_type": "adafactor"})])
