@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.layers.param import EXACT, param
+from trainer.layers.param import param
 from trainer.products import Context, EarlyReduction, Kernel, MakeProduct, make_plain, product, stored
 
 
@@ -29,15 +29,16 @@ class Adapted(nnx.Module):
         *,
         rank: int,
         scale: float,
+        dtype: jnp.dtype,
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`make`: makes the products with a and b, which have no parameters."""
+        """`dtype`: of the parameters. `make`: makes the products with a and b, which have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
-        a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), EXACT, -bound, bound)
+        a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
         self.lora_a = param(a, (*kernel.names[:first], None))
-        self.lora_b = param(jnp.zeros((*lead, rank, *kernel.out_shape), EXACT), (*groups, None, *kernel.names[first:]))
+        self.lora_b = param(jnp.zeros((*lead, rank, *kernel.out_shape), dtype), (*groups, None, *kernel.names[first:]))
         self.inner = nnx.data(inner) if isinstance(inner, nnx.Module) else inner
         self.scale = scale
         self.into: Any = make(kernel._replace(out_shape=(rank,)), rngs=rngs)
