@@ -48,7 +48,7 @@ def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
     """
     pairs = [*zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)]
     lost = [_lost(param, update) for param, update in pairs if param.dtype != jnp.float32]
-    return {"lost_updates": sum(lost) / float(sum(param.size for param, _ in pairs))} if lost else {}
+    return {"lost_updates": jnp.stack(lost).sum() / float(sum(param.size for param, _ in pairs))} if lost else {}
 
 
 def is_due(period: int, step: int, name: str) -> bool:
