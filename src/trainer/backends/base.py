@@ -106,14 +106,16 @@ class StateCodec:
         self._leaves = Permutation(self.abstract, tree, model.canonical)
 
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
-        """Returns a native train state with a new optimizer state, and with the canonical `params` and `rest` if given.
-        What is not given has its initial value, drawn from `key`. With `step`, the state continues there, and so does
-        the learning-rate schedule; all else of the optimizer and of the update rules is initial.
+        """Returns a native train state with a new optimizer state, and with the canonical `params`, cast to the model's
+        dtypes, and `rest` if given. What is not given has its initial value, drawn from `key`. With `step`, the state
+        continues there, and so does the learning-rate schedule; all else of the optimizer and of the update rules is
+        initial.
 
         Call it under jit: an eager call computes initial values even if they are given.
         """
         drawn, initial = self.model.init(key)
-        params, rest = (drawn if params is None else params), (initial if rest is None else rest)
+        params = drawn if params is None else jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, drawn)
+        rest = initial if rest is None else rest
         opt_state = self.tx.init(params)
         if step is not None:
             opt_state = on_schedule(opt_state, lambda count: step)

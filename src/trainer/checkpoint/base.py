@@ -50,9 +50,10 @@ def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
         owner = _owner(path, base)
         assert owner is not None, path
         value = base[owner]
-        if value.shape == like.shape and value.sharding == like.sharding:
+        if (value.shape, value.dtype, value.sharding) == (like.shape, like.dtype, like.sharding):
             return value
-        return jax.jit(functools.partial(jnp.broadcast_to, shape=like.shape), out_shardings=like.sharding)(value)
+        copy = jax.jit(lambda x: jnp.broadcast_to(x, like.shape).astype(like.dtype), out_shardings=like.sharding)
+        return copy(value)
 
     return jax.tree_util.tree_map_with_path(one, abstract)
 
@@ -75,9 +76,9 @@ def place_of(path: str) -> str:
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     """Returns hashes of parameters by name: of their values, under "float32", and of their values rounded to bfloat16,
-    under "bfloat16". The first is left out if they are stored in bfloat16. Equal values have equal hashes on every
+    under "bfloat16". The first is left out if any is stored in bfloat16. Equal values have equal hashes on every
     mesh."""
-    kinds = _FLOATS if any(leaf.dtype == _FLOATS[0] for leaf in base.values()) else _FLOATS[1:]
+    kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
     return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
 
 

@@ -27,18 +27,21 @@ def check_dtypes(tree: Any) -> None:
         )
 
 
-def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
+
+    Returns the names of those that are bfloat16 there and float32 in the run's state, which loses nothing.
 
     Raises:
       UserError: names the first leaf that differs, its shape and dtype on both sides, and the number of differences.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
-    if not differing:
-        return
-    first = differing[0]
-    more = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+    wider = [name for name in differing if here.get(name) == there.get(name, "").replace("bfloat16", "float32")]
+    if wider == differing:
+        return wider
+    first, *others = [name for name in differing if name not in wider]
+    more = f", and {len(others)} more differ" if others else ""
     what, without = "model", ""
     if first.startswith("opt_state"):
         what, without = "optimizer", ", or continue with its parameters and a fresh optimizer: reset_optimizer=true"

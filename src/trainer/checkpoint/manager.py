@@ -230,13 +230,14 @@ def inspect(path: Any) -> Sidecar:
     return agreed(lambda: read_sidecar(path / RUN))
 
 
-def restore(path: Any, abstract: T) -> T:
+def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: None) -> T:
     """Reads the canonical train state of the checkpoint at `path`, which `inspect` verified.
 
     Args:
       path: a folder checkpoints/N.
       abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A field that is
         None is not read; this also holds for the fields of the `TrainTree` of DiLoCo's islands.
+      say: gets a line if leaves are saved in bfloat16 and wanted in float32.
 
     Raises:
       UserError: the checkpoint has another model or optimizer; names the first mismatch.
@@ -244,8 +245,11 @@ def restore(path: Any, abstract: T) -> T:
     wanted = _fields(abstract)
     with _context():
         found = ocp.checkpointables_metadata(absolute(path)).metadata[STATE]
-        check_structure(path, _found_fields(found, abstract), wanted)
+        wider = check_structure(path, _found_fields(found, abstract), wanted)
         loaded = ocp.load_checkpointables(absolute(path), {STATE: wanted})[STATE]
+    if wider:
+        more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
+        say(f"{path}: {wider[0]}{more}: saved in bfloat16, and float32 in this run: their values stay the same")
     return _with_fields(abstract, loaded)
 
 

@@ -157,9 +157,7 @@ INERT = (
     ),
     *(inert for name in TRAITS for inert in _of_optimizer(name)),
     Inert(
-        ("grad_dtype",),
-        lambda c: c.weight_dtype == "bfloat16" and c.gradient_accumulation_steps == 1,
-        "with weight_dtype=bfloat16 the gradients of a single microbatch are bfloat16",
+        ("weight_stochastic_rounding",), lambda c: c.weight_dtype == "float32", "weight_dtype=float32 loses no updates"
     ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),

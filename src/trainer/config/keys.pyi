@@ -379,6 +379,7 @@ class Config(Mapping[str, Any]):
     weight_sparsity_n: int | None
     weight_sparsity_start_step: int
     weight_sparsity_update_step: int
+    weight_stochastic_rounding: bool
     wsd_decay_steps_fraction: float
     wsd_decay_style: str
     z_loss_multiplier: float

@@ -15,7 +15,7 @@ class Traits(NamedTuple):
 
     # The optimizer gets only these keys, so that an entry that lacks a key fails in its first test.
     reads: tuple[str, ...]
-    # The number of moments in `weight_dtype` that every trained parameter has. Adafactor's row and column sums do not
+    # The number of float32 moments that every trained parameter has. Adafactor's row and column sums do not
     # count, nor does a second moment that only some parameters have.
     full: int = 0
     # The coefficient of the moment in `mu_dtype`. There is no moment if it is 0. None: there always is a moment.
@@ -66,7 +66,7 @@ def has_first_moment(config: Config) -> bool:
 def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
     """Returns a lower bound on the bytes of optimizer state per trained parameter. `bytes_of` maps dtypes to bytes."""
     first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
-    return first + TRAITS[config["opt_type"]].full * bytes_of[config["weight_dtype"]]
+    return first + TRAITS[config["opt_type"]].full * bytes_of["float32"]
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:

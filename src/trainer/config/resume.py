@@ -125,6 +125,7 @@ UPDATE = (
     *OF_OPTIMIZERS,
     "trainable_parameters_mask",
     "grad_dtype",
+    "weight_stochastic_rounding",
     "gradient_clipping_value",
     "gradient_clipping_threshold",
     "learning_rate_groups",

@@ -37,7 +37,7 @@ def least_bytes(config: Config) -> int:
         each += moment_bytes(config, BYTES) + (BYTES["float32"] if config["ema_decay"] else 0)
     each *= islands(config)
     if config["enable_diloco"]:
-        each += BYTES[config["weight_dtype"]] + (BYTES["float32"] if config["diloco_outer_momentum"] else 0)
+        each += BYTES["float32"] * (2 if config["diloco_outer_momentum"] else 1)
     tokens = _microbatch_rows(config) * config["max_target_length"]
     batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
     return parameters * each + batch + tokens * config["base_emb_dim"] * BYTES[config["dtype"]]

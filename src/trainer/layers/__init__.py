@@ -1,6 +1,6 @@
 """NNX modules. They take plain arguments and name each axis by its meaning.
 
 `trainer.ops` explains the letters in shapes. `dtype` is the dtype of activations and matrix products, `weight_dtype` is
-the dtype of the stored parameter. A dropout `key` of None means no dropout. `row_b` is each row's index in the global
-batch.
+the dtype of stored kernels and embedding tables; other parameters are float32 (`param.EXACT`). A dropout `key` of None
+means no dropout. `row_b` is each row's index in the global batch.
 """

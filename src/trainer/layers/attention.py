@@ -18,7 +18,7 @@ from trainer.layers.across import GATHERED, HEADS, KEYS, MASK, QUERIES, QUERY_RO
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
 from trainer.layers.norm import RMSNorm
-from trainer.layers.param import param
+from trainer.layers.param import EXACT, param
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
@@ -173,7 +173,7 @@ class Attention(nnx.Module):
         self.out = dense("out", [heads, head_dim], [width], ("heads", "kv", "embed"))
         self.has_sinks = sinks
         if sinks:
-            self.sinks: nnx.Variable = param(jnp.zeros(heads, weight_dtype), ("q_heads",))
+            self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
         self.norms_heads, self.over_heads = qk_norm_epsilon is not None, qk_norm_over_heads
         if qk_norm_epsilon is not None:
             norm = functools.partial(

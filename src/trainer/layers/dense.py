@@ -13,7 +13,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config import UserError
 from trainer.layers.matrices import WithMatrices
-from trainer.layers.param import param
+from trainer.layers.param import EXACT, param
 from trainer.products import Context, EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
@@ -52,7 +52,7 @@ class Dense(WithMatrices):
         kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         if bias:
-            self.bias: nnx.Variable = param(jnp.zeros(out_shape, weight_dtype), names[len(in_shape) :])
+            self.bias: nnx.Variable = param(jnp.zeros(out_shape, EXACT), names[len(in_shape) :])
         self.adds_bias = bias
         self.product: Product = product
 

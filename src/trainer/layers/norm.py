@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.layers.param import param
+from trainer.layers.param import EXACT, param
 
 
 class RMSNorm(nnx.Module):
@@ -15,10 +15,12 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
-        """`offset`: 1 in Gemma, so that weight decay moves the factor towards 1."""
+        """`weight_dtype`: of kernels, so a norm does not read it. `offset`: 1 in Gemma, so that weight decay moves the
+        factor towards 1."""
+        del weight_dtype
         self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype
-        self.scale = param(jnp.full(width, 1 - offset, weight_dtype), ("norm",))
+        self.scale = param(jnp.full(width, 1 - offset, EXACT), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
@@ -35,10 +37,12 @@ class LayerNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
+        """`weight_dtype`: see `RMSNorm`."""
+        del weight_dtype
         self.epsilon = epsilon
         self.dtype = dtype
-        self.scale = param(jnp.zeros(width, weight_dtype), ("norm",))
-        self.bias = param(jnp.zeros(width, weight_dtype), ("norm",))
+        self.scale = param(jnp.zeros(width, EXACT), ("norm",))
+        self.bias = param(jnp.zeros(width, EXACT), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)

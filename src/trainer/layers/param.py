@@ -4,9 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from trainer.sharding import Axes, axes_of_parts
+
+# The dtype of a layer's parameters other than kernels and embedding tables, whatever `weight_dtype` is: scales and
+# biases of norms, biases of projections, attention sinks, adapters. They take little memory, and most of their updates
+# would be lost in bfloat16.
+EXACT = jnp.dtype("float32")
 
 
 def param(value: Any, names: Sequence[str | None]) -> nnx.Param:

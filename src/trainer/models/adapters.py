@@ -15,6 +15,7 @@ from trainer.config.invariant_keys import KEY
 from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
 from trainer.config.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
+from trainer.layers.param import EXACT
 from trainer.models.quantization import named
 from trainer.ops.paths import whole_name
 from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, make_wide, maker
@@ -51,9 +52,10 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
-    scale, dtype = config[ALPHA] / config[RANK], jnp.dtype(config.weight_dtype)
     of_parts = make_wide if config[KEY] else make_plain
-    return kind(inner, kernel, rank=config[RANK], scale=scale, dtype=dtype, rngs=rngs, make=of_parts)
+    return kind(
+        inner, kernel, rank=config[RANK], scale=config[ALPHA] / config[RANK], dtype=EXACT, rngs=rngs, make=of_parts
+    )
 
 
 def kernel_of(name: str) -> str:

@@ -16,6 +16,7 @@ from trainer.observe.bar import BottomLine, bar
 from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
 from trainer.observe.text import Field, clock, fit, short_time, si
 
+_MANY = 0.5  # the share of lost updates that is worth a warning
 LINES = 25  # the number of step lines that stay on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
@@ -42,6 +43,7 @@ class Console:
         self._last: Mapping[str, float] = {}
         self._skipped: dict[str, int] = {}  # the number of skipped updates by reason
         self._without_loss = 0
+        self._warns_of_lost = True
         self._evaluated: Mapping[str, float] = {}
 
     def banner(
@@ -72,7 +74,7 @@ class Console:
           products: rows on what is quantized, sparse and adapted (`product_rows`).
           pipeline: its stages in words; "" without one.
         """
-        self._work, self._run_dir = work, run_dir
+        self._work, self._run_dir, self._peak = work, run_dir, config.learning_rate
         self._table(
             banner_rows(
                 config,
@@ -125,6 +127,16 @@ class Console:
             if self._skipped[reason] == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
+
+        # Lower rates, of warm-up and decay, are meant to change little.
+        elif row.get("lost_updates", 0) >= _MANY and row["learning_rate"] >= self._peak / 2 and self._warns_of_lost:
+            self._warns_of_lost = False
+            self._warn(
+                f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
+                "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "
+                "weight_stochastic_rounding=true lets them add up; weight_dtype=float32 keeps parameters in float32, "
+                "and dtype=bfloat16 still computes in bfloat16"
+            )
 
     def evaluation(self, row: Mapping[str, float]) -> None:
         """Prints an evaluation's line. `row` is as in metrics.jsonl."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 # Separate streams of one seed. Parameter initialization folds small numbers into the seed's own key.
-DROPOUT, SAMPLING = 2**31 - 1, 2**31 - 2
+DROPOUT, SAMPLING, ROUNDING = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
 def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:

@@ -14,7 +14,7 @@ def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
 
     In update t, counted from 1, a moment decays by b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
     arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state differs: its moments need
-    no bias correction. Both moments have the dtype of the parameters.
+    no bias correction. Both moments are float32.
     """
     return optax.chain(
         scale_by_corrected_adam(keys.adam_b1, keys.adam_b2, keys.adam_eps, keys.adam_eps_root),

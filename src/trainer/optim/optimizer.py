@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from trainer.config import Config, UserError
@@ -21,7 +22,9 @@ def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformat
     """Returns clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained
     parameters.
 
-    Parameters that are not trained keep their values and have no optimizer state.
+    All of this reads parameters and gradients in float32, so updates are float32, and so is the state except what is in
+    `mu_dtype`: only a parameter itself is rounded to its dtype. Parameters that are not trained keep their values and
+    have no optimizer state.
 
     Args:
       config: resolved.
@@ -33,7 +36,19 @@ def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformat
     _check_masks(config, param_axes)
     given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
     tx = OPTIMIZERS[config.opt_type](keys_of(config), given)
-    return _of_trained(config, in_groups(_clipped(config, tx), _factors(config, param_axes)))
+    return _of_trained(config, _in_float32(in_groups(_clipped(config, tx), _factors(config, param_axes))))
+
+
+def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    inner = optax.with_extra_args_support(tx)
+
+    def exact(tree: Any) -> Any:
+        return optax.tree.cast(tree, jnp.float32)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return inner.update(exact(grads), state, exact(params), **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(exact(params)), update)
 
 
 def _clipped(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:

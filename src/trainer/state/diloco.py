@@ -34,7 +34,7 @@ class DiLoCoTrainState(NamedTuple):
     combination in the native form."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
-    params: Any  # the outer parameters, a nested dict of canonical names
+    params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
     outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
     # int32 [], only if islands take over a synchronized fragment some updates later. The number of the update that
@@ -57,6 +57,19 @@ def without_islands(tree: DiLoCoTrainState) -> tuple[Any, Any]:
     return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
 
 
+def widened(params: Any) -> Any:
+    """Returns parameters, arrays or ShapeDtypeStructs, in the dtypes of the outer parameters."""
+
+    def one(leaf: Any) -> Any:
+        if leaf.dtype != jnp.bfloat16:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf.update(dtype=jnp.float32)
+        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # XLA may leave out a cast and its inverse
+
+    return jax.tree.map(one, params)
+
+
 def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
     """Returns the parameters, step and `rest` of `count` islands: shapes with shardings, like those of `tree`.
 
@@ -69,7 +82,7 @@ def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
         return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype, sharding=sharding)
 
     inner = TrainTree(None, None, None, jax.tree.map(of_each, tree.rest))
-    return DiLoCoTrainState(inner, tree.params, None, tree.step)
+    return DiLoCoTrainState(inner, widened(tree.params), None, tree.step)
 
 
 class DiLoCoCodec:
@@ -88,14 +101,20 @@ class DiLoCoCodec:
 
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> DiLoCoTrainState:
         """See `StateCodec.init`. Every island starts from the outer parameters."""
-        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params, rest, step))))
+        return self.pack(self.broadcast(self.inner.unpack(self.inner.init(key, params, rest, step)), params))
 
-    def broadcast(self, tree: TrainTree) -> DiLoCoTrainState:
+    def broadcast(self, tree: TrainTree, outer: Any = None) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer
-        state."""
+        state. `outer`: parameters of which `tree` has the rounded values; None: there are none."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
         in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
-        return DiLoCoTrainState(inner, tree.params, self._outer.init(tree.params), tree.step, in_flight)
+        outer = widened(tree.params if outer is None else outer)
+        return DiLoCoTrainState(inner, outer, self._outer.init(outer), tree.step, in_flight)
+
+    def weights(self, tree: DiLoCoTrainState) -> tuple[Any, Any]:
+        """Returns `without_islands`, with the parameters in the dtypes of the model."""
+        params, rest = without_islands(tree)
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
         """Returns the canonical form of a native state: a permutation of its leaves.

@@ -32,7 +32,6 @@ from trainer.state.diloco import (
     diloco_tensors,
     make_diloco_codec,
     mean_of_islands,
-    without_islands,
 )
 from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
@@ -78,7 +77,8 @@ def with_islands(
         return tree._replace(inner_state=fetch_islands(tree.inner_state))
 
     def first(tree: DiLoCoTrainState) -> TrainTree:
-        return TrainTree(tree.step, tree.params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
+        params, _ = codec.weights(tree)
+        return TrainTree(tree.step, params, None, jax.tree.map(lambda leaf: leaf[0], tree.inner_state.rest))
 
     states = States(
         codec=codec,
@@ -92,7 +92,7 @@ def with_islands(
     )
     return states, Computation(
         update=build_diloco_train_step(config, computation.update, params),
-        trained=without_islands,
+        trained=codec.weights,
         metric_shardings={ISLANDS: NamedSharding(mesh, PartitionSpec(AXIS)), OUTER: replicated},
         read=_reader(config, replicated),
     )
@@ -190,6 +190,9 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     stored = fragment.shardings(shardings)
 
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
+        if param.dtype != of_islands.dtype:  # the rounding of what islands took over is no step of theirs
+            kind = jnp.finfo(of_islands.dtype)
+            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may leave out a cast and its inverse
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
     deltas = sent(config.diloco_outer_grad_dtype, jax.tree.map(moved, params, islands), stored)
@@ -215,7 +218,7 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
 
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
-            return jnp.broadcast_to(param, before.shape)
+            return jnp.broadcast_to(param.astype(before.dtype), before.shape)
         # Written in this form, nothing is rounded if both are equal, so frozen parameters keep their bits.
         mean = param.astype(jnp.float32)
         return (mean + alpha * (before.astype(jnp.float32) - mean)).astype(before.dtype)

@@ -1,4 +1,4 @@
-"""Norms of parameters, gradients and updates, per layer."""
+"""Norms of parameters, gradients and updates, per layer, and the updates that rounding discards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,9 +38,30 @@ def parameter_metrics(
     return metrics
 
 
+def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
+    """Returns the metric lost_updates, float32 []: the share of the trained parameters whose update is not 0, but below
+    half the distance to the next number of their dtype, so that adding it changes nothing. {} if all are float32.
+
+    Args:
+      params: the trained parameters before the update, a tree.
+      updates: what the optimizer adds to them, float32.
+    """
+    pairs = [*zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)]
+    lost = [_lost(param, update) for param, update in pairs if param.dtype != jnp.float32]
+    return {"lost_updates": jnp.stack(lost).sum() / float(sum(param.size for param, _ in pairs))} if lost else {}
+
+
 def is_due(period: int, step: int, name: str) -> bool:
     """Returns whether `step` computes the metric `name`: parameter metrics only if `step` is a multiple of `period`."""
     return period == 0 or step % period == 0 or not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO))
+
+
+def _lost(param: jax.Array, update: jax.Array) -> jax.Array:
+    _, exponent = jnp.frexp(param.astype(jnp.float32))  # |param| is in [1/2, 1) times 2^exponent
+    half_spacing = jnp.ldexp(jnp.float32(jnp.finfo(param.dtype).eps / 4), exponent)
+    lost = (update != 0) & (param != 0) & (jnp.abs(update) < half_spacing)
+    # In two steps: an int32 is too small for the largest arrays, and a float32 cannot count beyond 2^24.
+    return jnp.atleast_1d(lost).sum(-1, dtype=jnp.int32).sum(dtype=jnp.float32)
 
 
 def _norm(x: jax.Array, names: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from ml_collections import FrozenConfigDict
 
 from trainer.checkpoint import (
@@ -143,7 +144,7 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     agreed(lambda: _check_data(run, dataset, sidecar, path))
     fresh = resets(saved, config)
     loaded = _base(run, sidecar, path, say, given)
-    state = (_with_fresh_optimizer if fresh else _restored)(run, path, sidecar, loaded)
+    state = (_with_fresh_optimizer if fresh else _restored)(run, path, sidecar, loaded, say)
     updates = int(run.codec.unpack(state).step)
     if updates > config.steps:
         raise UserError(
@@ -246,11 +247,11 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     fresh = run.config.reset_optimizer or from_islands
     base = _base(run, sidecar, path, say, ())
     if fresh:
-        state = _with_fresh_optimizer(run, path, sidecar, base)
+        state = _with_fresh_optimizer(run, path, sidecar, base, say)
     else:
         check_optimizer(saved, run.config, str(path))
         check_islands(saved, run.config, str(path))
-        state = _restored(run, path, sidecar, base)
+        state = _restored(run, path, sidecar, base, say)
     if changed := other_versions(sidecar.versions):
         say(changed)
     updates = int(run.codec.unpack(state).step)
@@ -269,40 +270,42 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
     return Start(state, updates, sidecar.position if same_data else None, base=_placed(sidecar.base, run.config))
 
 
-def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:
+def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], say: Say) -> Any:
     if islands_of(saved_config(sidecar, path)):
-        return run.codec.pack(_tree_of(run, path, sidecar, base, _abstract(run)))
-    return run.states.from_one(_tree_of(run, path, sidecar, base, run.states.one))
+        return run.codec.pack(_tree_of(run, path, sidecar, base, _abstract(run), say))
+    return run.states.from_one(_tree_of(run, path, sidecar, base, run.states.one, say))
 
 
-def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any) -> Any:
+def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any, say: Say) -> Any:
     """Returns the content of another run's checkpoint.
 
     If that run trained another block, a user's own block that replaces it may list the parameter names of the old block
     in `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
-        return with_base(_read(run, path, without_base(wanted, base)), wanted, base)
+        return with_base(_read(run, path, without_base(wanted, base), say), wanted, base)
     names = names_of_blocks(run.config)
     saved = without_base(renamed(wanted, names), base)
-    return renamed(with_base(_read(run, path, saved), renamed(wanted, names), base), names.inverse())
+    return renamed(with_base(_read(run, path, saved, say), renamed(wanted, names), base), names.inverse())
 
 
-def _read(run: Run, path: Any, wanted: Any) -> Any:
-    return in_stages(run.config, restore(path, abstract_layers(run.config, wanted)), wanted)
+def _read(run: Run, path: Any, wanted: Any, say: Say) -> Any:
+    return in_stages(run.config, restore(path, abstract_layers(run.config, wanted), say), wanted)
 
 
-def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any]) -> Any:
+def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], say: Say) -> Any:
     """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
 
     The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
     initial. With DiLoCo, the parameters are the outer ones and `rest` is the mean of the islands.
     """
-    wanted = run.states.one._replace(params=_abstract(run).params, opt_state=None)
+    at = _abstract(run).params  # with DiLoCo of the outer parameters, which have other dtypes
+    params = jax.tree.map(lambda leaf, like: leaf.update(sharding=like.sharding), run.states.one.params, at)
+    wanted = run.states.one._replace(params=params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):
-        tree = _tree_of(run, path, sidecar, base, like_islands(count, wanted))
+        tree = _tree_of(run, path, sidecar, base, like_islands(count, wanted), say)
         return run.init(*without_islands(tree), tree.step)
-    tree = _tree_of(run, path, sidecar, base, wanted)
+    tree = _tree_of(run, path, sidecar, base, wanted, say)
     return run.init(tree.params, tree.rest, tree.step)
 
 

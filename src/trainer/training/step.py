@@ -20,10 +20,20 @@ from trainer.objectives import Objective
 from trainer.objectives.base import frozen_argument, maxima_of
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import Rule, Seen, any_due, apply_rules, make_schedule, observed, place_on_schedule, trainable
+from trainer.optim import (
+    Rule,
+    Seen,
+    any_due,
+    applied,
+    apply_rules,
+    make_schedule,
+    observed,
+    place_on_schedule,
+    trainable,
+)
 from trainer.sharding import memory_order, on_tpu
 from trainer.state import ParamShardings
-from trainer.training.parameter_metrics import parameter_metrics
+from trainer.training.parameter_metrics import lost_updates, parameter_metrics
 from trainer.training.router_metrics import router_metrics
 
 Batch = dict[str, jax.Array]
@@ -124,13 +134,14 @@ def make_update(
     - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
       no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
       finite after the step;
+    - with trained parameters in bfloat16 that are rounded to the nearest number, `lost_updates`;
     - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
     - with experts, router metrics, see `router_metrics`.
 
     Args:
       config: resolved.
-      tx: the optimizer, whose state includes the state of `rules` (`optim.with_rules`). It receives each gradient in
-        the dtype of its parameter.
+      tx: the optimizer, whose state includes the state of `rules` (`optim.with_rules`). It receives the gradients in
+        `grad_dtype`.
       objective: the objective to minimize.
       shardings: the shardings of the parameters.
       rules: applied after the optimizer, in order.
@@ -144,9 +155,11 @@ def make_update(
     def update(tree: TrainTree, batch: Batch, frozen: Any = ()) -> tuple[TrainTree, dict[str, jax.Array]]:
         total, means, tokens, sown, grads = gradients(tree, batch, frozen)
         grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        whole = _of_all(grads, is_trained(tree.params), tree.params)
+        mask = is_trained(tree.params)
+        trained, others = _partition(mask, tree.params)
+        whole = _combine(grads, jax.tree.map(jnp.zeros_like, others))
         updates, opt_state = tx.update(whole, tree.opt_state, tree.params)
-        new = tree._replace(params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
+        new = tree._replace(params=applied(config, tree.params, updates, tree.step), opt_state=opt_state)
         new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))
         new = apply_rules(rules, tree, new, sown)
         accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
@@ -166,18 +179,12 @@ def make_update(
             "tokens": tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
             **sown_metrics(sown),
+            **({} if config.weight_stochastic_rounding else lost_updates(trained, _partition(mask, updates)[0])),
             **(_every(period, tree.step, axes, grads, tree.params, updates) if period else {}),
         }
         return new._replace(step=tree.step + 1), metrics
 
     return update
-
-
-def _of_all(grads: Any, mask: Any, params: Any) -> Any:
-    """Returns the gradients in the dtypes of their parameters, and zeros for the parameters that are not trained."""
-    trained, others = _partition(mask, params)
-    grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, trained)
-    return _combine(grads, jax.tree.map(jnp.zeros_like, others))
 
 
 def _sown_metrics(

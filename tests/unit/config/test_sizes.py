@@ -123,7 +123,7 @@ def test_the_least_that_training_takes():
     )  # for base.yml's model; values and the second input projection of the MLP are left out
     assert least("opt_type=sgd") == 4 * parameters + hidden
     assert least("optimizer_memory_host_offload=true") == 4 * parameters + hidden
-    assert least("weight_dtype=bfloat16") == 6 * parameters + hidden
+    assert least("weight_dtype=bfloat16") == 8 * parameters + hidden
     assert least("trainable_parameters_mask=[norm]") == 4 * parameters + hidden
     assert least("gradient_accumulation_steps=3") == 12 * parameters + hidden + 2 * 16 * 128 * 5 * 4
     outside = 2 * 3072 * 192

@@ -9,6 +9,7 @@ import sys
 import pytest
 from console_cases import EVALUATION, ROW, begun, written
 
+from trainer.config import load
 from trainer.observe import Console, Needs
 from trainer.observe.lines import Pace
 
@@ -229,6 +230,22 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
         "warning: step 1 has loss nan and gradient norm inf: its update is skipped (loss and gradient norm not finite)"
     ]
     assert "skipped      2 updates: loss and gradient norm not finite" in lines
+
+
+def test_lost_updates_are_warned_of_once_and_not_at_low_rates():
+    """The rate of the banner is the peak."""
+    peak = load([]).config.learning_rate
+
+    def run(console):
+        for step, (share, rate) in enumerate([(0.9, 0.4), (0.49, 1), (0.514, 0.6), (0.9, 1)]):
+            console.step(ROW | {"step": step, "lost_updates": share, "learning_rate": rate * peak}, 4)
+
+    (line,) = [line for line in written(run).splitlines() if line.startswith("warning")]
+    assert line == (
+        "warning: step 2: 51% of the parameters did not change, because their update is below half the spacing of "
+        "bfloat16 (lost_updates in metrics.jsonl): weight_stochastic_rounding=true lets them add up; "
+        "weight_dtype=float32 keeps parameters in float32, and dtype=bfloat16 still computes in bfloat16"
+    )
 
 
 def test_spikes_are_warned_of_once_and_counted_by_themselves():

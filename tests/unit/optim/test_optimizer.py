@@ -25,6 +25,8 @@ from optim_cases import (
 from support import assert_equal_bits
 
 from trainer.config import UserError
+from trainer.config.optimizers import TRAITS
+from trainer.ops.paths import by_name
 from trainer.optim import make_optimizer, make_schedule, trainable
 
 
@@ -104,11 +106,28 @@ def test_sgd_equals_numpy(clip):
     ],
 )
 def test_dtypes_of_the_moments(weights, asked, first):
-    """The first moment has mu_dtype, by default the dtype of the weights; the second always has the latter."""
+    """The first moment has mu_dtype, by default the dtype of the weights; the second is float32."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, weights), tree(0))
     state = jax.eval_shape(make_optimizer(config_of(weight_dtype=weights, mu_dtype=asked), AXES).init, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))} == {jnp.dtype(first)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype(weights)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(optax.tree.get(state, "nu"))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("opt_type", TRAITS)
+def test_every_optimizer_computes_in_float32_and_keeps_only_first_moments_in_mu_dtype(opt_type):
+    """State and updates of parameters in bfloat16 are those of the same values in float32, so that a second moment does
+    not stick."""
+    config = config_of(opt_type=opt_type, weight_dtype="bfloat16", adafactor_min_dim_size_to_factor=2)
+    tx = make_optimizer(config, AXES)
+    narrow = jax.tree.map(lambda leaf: jnp.asarray(leaf, "bfloat16"), tree(0))
+    wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, "float32"), narrow)
+    found, expected = (tx.update(gradient(0), tx.init(params), params) for params in (narrow, wide))
+    assert_equal_bits(found, expected)
+    updates, state = found
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+    for name, leaf in by_name(state).items():
+        first = opt_type != "adam_pax" and {"mu", "ema", "trace"} & {*name.split("/")}
+        assert leaf.dtype == ("bfloat16" if first else "float32") or not leaf.ndim, name
 
 
 def test_frozen_parameters_stay_and_have_no_state_and_no_part_in_the_norm():

@@ -182,7 +182,7 @@ def test_gradients_wait_in_grad_dtype():
 
 
 @pytest.mark.parametrize(("stored", "held"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_the_optimizer_gets_gradients_in_the_dtype_of_the_parameters(stored, held):
+def test_the_optimizer_gets_gradients_in_grad_dtype(stored, held):
     seen = []
 
     def update(grads, state, params):
@@ -194,7 +194,7 @@ def test_the_optimizer_gets_gradients_in_the_dtype_of_the_parameters(stored, hel
     tree = initial()._replace(params=params, opt_state=optax.EmptyState())
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     jax.eval_shape(update_of(config, tx, tree, jnp.sin), tree, packed_batch(config, 2))
-    assert set(seen) == {jnp.dtype(stored)}
+    assert set(seen) == {jnp.dtype(held)}
 
 
 def test_only_trainable_parameters_move_and_have_moments():

@@ -1,0 +1,193 @@
+"""Training with weight_dtype=bfloat16: what stays in float32, what rounding discards, and older checkpoints."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, EVERY_MATRIX, arguments, assert_equal_bits, copied, packed_batch
+
+from trainer.checkpoint import CheckpointManager, Sidecar
+from trainer.config import load, to_yaml
+from trainer.data import open_dataset
+from trainer.ops.paths import by_name
+from trainer.optim import applied
+from trainer.training import build, placed, start
+from trainer.training.parameter_metrics import lost_updates
+
+NARROW = {"weight_dtype": "bfloat16", "warmup_steps_fraction": 0, "lr_schedule_type": "constant"}
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "diloco_sync_period": 1}
+
+
+@functools.cache
+def made(combination="nnx", devices=1, /, **keys):
+    return build(load(arguments(combination, **NARROW | {"steps": 20} | keys)).config, jax.devices()[:devices])
+
+
+def trained(run, steps):
+    """Returns the canonical states before and after `steps` updates with one batch, and the metrics of the last."""
+    state, batch, step = run.init(), placed(run, packed_batch(run.config, run.rows)), run.compile()
+    before = copied(run.codec.unpack(state))
+    for _ in range(steps):
+        state, metrics = step(state, batch, ())
+    return before, copied(run.codec.unpack(state)), metrics
+
+
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_only_kernels_and_tables_have_weight_dtype(combination):
+    keys = {
+        "enable_lora": True,
+        "lora_rank": 2,
+        "lora_alpha": 4.0,
+        "use_qk_norm": True,
+        "decoder_block": "other_shapes:FAMILY",
+    }
+    for more in (keys, EVERY_MATRIX):
+        for name, leaf in by_name(made(combination, **more).model.abstract[0]).items():
+            narrow = "lora_" not in name and not name.endswith(("scale", "bias", "sinks"))
+            assert leaf.dtype == ("bfloat16" if narrow else "float32"), name
+
+
+def test_scales_move_where_kernels_do_not_and_a_metric_says_so():
+    """At this rate each update is below half the spacing of bfloat16 for nearly all kernels, and for a scale of 1."""
+    before, after, metrics = trained(made(learning_rate=1e-5), 3)
+    for name, leaf in by_name(after.params).items():
+        moved = leaf.astype(np.float32) != by_name(before.params)[name].astype(np.float32)
+        assert moved.mean() == 1 if name.endswith("scale") else moved.mean() < 0.2, name
+    assert 0.9 < metrics["lost_updates"] < 1
+
+
+def test_averages_are_float32():
+    state = made(ema_decay=0.9).codec.abstract
+    rules = made(ema_decay=0.9).codec.unpack(state).opt_state.rules
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rules["ema"].average)} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "keys", [{"weight_dtype": "float32"}, {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}]
+)
+def test_programs_without_narrow_trained_parameters_do_not_measure_them(keys):
+    run = made(**keys)
+    assert "lost_updates" not in jax.eval_shape(run.step, *run.abstract_args())[1]
+
+
+def test_outer_parameters_are_float32_and_their_rounding_is_no_step_of_an_island():
+    """With a rate of nearly 0 no island moves, so the outer parameters stay where they are, between two numbers of
+    bfloat16."""
+    run = made("nnx", 2, **ISLANDS, opt_type="sgd", learning_rate=1e-30)
+    tree = run.codec.unpack(run.init())
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((tree.params, tree.outer_opt_state))} == {"float32"}
+    tree = tree._replace(params=jax.tree.map(lambda leaf: leaf * (1 + 2**-12), tree.params))
+    islands = jax.tree.map(
+        lambda p, i: jnp.broadcast_to(p.astype(i.dtype), i.shape), *(tree.params, tree.inner_state.params)
+    )
+    tree = tree._replace(inner_state=tree.inner_state._replace(params=islands))
+    before = copied(tree)
+    state = jax.device_put(run.codec.pack(tree), run.states.shardings)
+    after = copied(run.codec.unpack(run.compile()(state, placed(run, packed_batch(run.config, run.rows)), ())[0]))
+    for name, leaf in by_name(after.params).items():
+        np.testing.assert_allclose(leaf, by_name(before.params)[name], rtol=0, atol=1e-20, err_msg=name)
+    kernel = "decoder/layers/mlp/wo/kernel"
+    assert np.any(by_name(before.params)[kernel] != by_name(before.inner_state.params)[kernel][0].astype(np.float32))
+
+
+def test_lost_updates_are_below_half_the_spacing():
+    """Compared with a sum in float64 that is rounded to the nearest number; zeros are neither lost nor moved."""
+    rng = np.random.default_rng(0)
+    params = {
+        "a": jnp.asarray(rng.normal(size=(64, 32)), "bfloat16"),
+        "b": jnp.zeros(()),
+        "c": jnp.asarray(-1.5, "bfloat16"),
+    }
+    updates = {"a": rng.normal(size=(64, 32)).astype(np.float32) * 2e-3, "b": jnp.ones(()), "c": jnp.float32(2**-9)}
+    updates["a"][:8] = 0
+    found = float(lost_updates(params, updates)["lost_updates"])
+    exact = np.asarray(params["a"], np.float64)
+    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+    lost = ((np.abs(updates["a"]) < spacing / 2) & (updates["a"] != 0)).sum() + 1
+    assert 0.2 < found < 0.8
+    np.testing.assert_allclose(found, lost / (64 * 32 + 2), rtol=1e-6)
+    assert lost_updates({"b": params["b"]}, {"b": updates["b"]}) == {}
+
+
+def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
+    """A number at 1/4 of the spacing goes up in 1/4 of the cases; float32, updates of 0 and infinities stay."""
+    config = made(weight_stochastic_rounding=True).config
+    size, spacing = 40_000, 2.0**-7
+    params = {"a": jnp.ones(size, "bfloat16"), "b": jnp.ones(3), "c": jnp.full(size, -0.3, "bfloat16")}
+    updates = {"a": jnp.full(size, spacing / 4), "b": jnp.full(3, 1e-6), "c": jnp.zeros(size).at[0].set(jnp.inf)}
+    found, again, later = (jax.tree.map(np.asarray, applied(config, params, updates, step)) for step in (0, 0, 1))
+    assert_equal_bits(found, again)
+    up = found["a"] == np.float32(1 + spacing)
+    assert np.all(up | (found["a"] == 1))
+    assert abs(up.mean() - 0.25) < 0.01
+    assert np.mean(later["a"] == found["a"]) < 0.8
+    assert_equal_bits(found["b"], np.asarray(params["b"] + updates["b"]))
+    assert np.isinf(found["c"][0])
+    assert_equal_bits(found["c"][1:], np.asarray(params["c"][1:]))
+
+
+def test_stochastic_rounding_moves_kernels_alike_in_nnx_and_linen_on_a_mesh_with_zero1():
+    keys = {"learning_rate": 1e-5, "weight_stochastic_rounding": True, "opt_type": "lion"}
+    mesh = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True, "per_device_batch_size": 1}
+    runs = (
+        made(**keys, per_device_batch_size=2),
+        made("linen", **keys, per_device_batch_size=2),
+        made("nnx", 2, **keys, **mesh),
+    )
+    (before, one, metrics), (_, other, _), (_, sharded, _) = (trained(run, 1) for run in runs)
+    assert_equal_bits(one.params, other.params)
+    kernel = "decoder/layers/mlp/wo/kernel"
+    moved, first, on_mesh = (by_name(tree.params)[kernel] for tree in (before, one, sharded))
+    assert 0.01 < np.mean(moved != first) < 0.5
+    assert np.mean(first == on_mesh) > 0.99, "the noise is the same; gradients differ in their last bits"
+    assert "lost_updates" not in metrics
+
+
+@pytest.mark.parametrize(("combination", "more"), [("nnx", {}), ("linen", {}), ("nnx", {"opt_type": "adafactor"})])
+def test_a_checkpoint_with_every_float_in_bfloat16_resumes_with_one_line(tmp_path, combination, more):
+    """Versions before saved norms, adapters and second moments in weight_dtype."""
+    run = made(combination, **more)
+    rng = np.random.default_rng(0)
+
+    def before(leaf):
+        counts = jnp.issubdtype(leaf.dtype, jnp.integer)
+        return jnp.asarray(5, leaf.dtype) if counts else jnp.asarray(rng.normal(size=leaf.shape), "bfloat16")
+
+    tree, dataset, lines = (
+        jax.tree.map(before, run.codec.unpack(run.abstract_state)),
+        open_dataset(run.config, print),
+        [],
+    )
+    sidecar = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
+    with CheckpointManager(tmp_path, run.config, print) as manager:
+        manager.save(5, tree, sidecar, {})
+        manager.wait()
+        begun = start(run, dataset, manager, lines.append, schedule_given=False)
+    found = run.codec.unpack(begun.state)
+    wanted = jax.tree.map(lambda leaf: leaf.dtype, run.codec.unpack(run.abstract_state))
+    assert jax.tree.map(lambda leaf: leaf.dtype, found) == wanted
+    assert_equal_bits(copied(found), copied(jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), tree, wanted)))
+    widened, done = lines
+    assert "params/decoder/decoder_norm/scale and " in widened
+    assert widened.endswith("more: saved in bfloat16, and float32 in this run: their values stay the same")
+    assert done.endswith("5 of 20 updates are done")
+
+
+def test_outer_parameters_of_earlier_versions_resume(tmp_path):
+    run, lines = made("nnx", 2, **ISLANDS), []
+    tree, dataset = run.codec.unpack(run.init()), open_dataset(run.config, print)
+    old = tree._replace(params=jax.tree.map(lambda leaf: leaf.astype("bfloat16"), tree.params))
+    sidecar = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
+    with CheckpointManager(tmp_path, run.config, print) as manager:
+        manager.save(0, old, sidecar, {})
+        manager.wait()
+        begun = start(run, dataset, manager, lines.append, schedule_given=False)
+    assert_equal_bits(copied(run.codec.unpack(begun.state)), copied(tree))
+    assert sum("saved in bfloat16" in line for line in lines) == 1
+    other = made(load_full_state_path=str(tmp_path), per_device_batch_size=2)
+    state = start(other, open_dataset(other.config, print), None, print, schedule_given=False).state
+    assert_equal_bits(
+        copied(other.codec.unpack(state).params), copied(jax.tree.map(lambda x: x[0], tree.inner_state.params))
+    )
