@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 
@@ -282,6 +283,11 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
         Record(other)
     with pytest.raises(UserError, match="cannot be read as a record"):
         Record(tmp_path / "none.safetensors")
+    with pytest.raises(UserError, match=r"left=.*: this is a folder; give a record"):
+        Record(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="this is a pipe"):
+        Record(tmp_path / "pipe")
 
 
 def test_a_record_tells_what_it_holds(plain, full):

@@ -144,6 +144,9 @@ class Record:
     def __init__(self, path: Path):
         """Raises UserError if the file is missing, not a record, or damaged."""
         self.path = path
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
+            raise UserError(f"left={path}: this is {kind}; give a record, FILE{ENDING}, or the name of a combination")
         try:
             metadata = file_metadata(path)
             self._tensors = stored_tensors(path)

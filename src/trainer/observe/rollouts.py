@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.observe.metrics import read_rows
 from trainer.observe.rundir import ROLLOUTS, RunDir, remote_errors, writing
-from trainer.runtime.folders import check_folder, replace_file
+from trainer.runtime.folders import check_folder, replace_file, unfinished
 from trainer.runtime.storage import entries
 
 _LARGE = ("prompt_tokens", "tokens", "log_probs")
@@ -22,7 +22,8 @@ class RolloutFiles:
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
 
-        Before its first round, it removes those of later rounds, which an earlier process wrote.
+        Before its first round, it removes those of later rounds, which an earlier process wrote, and what a killed one
+        had not finished.
 
         Raises:
           UserError: the disk is full.
@@ -50,9 +51,8 @@ def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def _remove(folder: Any, first: int) -> None:
-    for number, path in _numbers(folder).items():
-        if number >= first:
-            path.unlink()
+    for path in [*unfinished(folder), *(path for number, path in _numbers(folder).items() if number >= first)]:
+        path.unlink()
 
 
 def _numbers(folder: Any) -> dict[int, Any]:

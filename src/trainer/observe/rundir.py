@@ -15,7 +15,7 @@ from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.profiler import TRACES
 from trainer.observe.starts import STARTS_FILE, with_start
 from trainer.runtime.agreement import from_first
-from trainer.runtime.folders import replace_file
+from trainer.runtime.folders import replace_file, unfinished
 from trainer.runtime.lock import LOCK_FILE
 from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
@@ -110,6 +110,8 @@ class RunDir(NamedTuple):
     def _begin(self, config_yml: str, start: Mapping[str, Any], resumed: bool, say: Callable[[str], None]) -> None:
         config = self.path / CONFIG_FILE
         with writing(config):
+            for path in unfinished(self.path):
+                path.unlink()
             if not resumed:
                 if (self.path / METRICS_FILE).exists():
                     self._keep_earlier(config_yml, say)

@@ -5,16 +5,18 @@ make it wait forever. Checks come before the first read, and writes never go thr
 """
 
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.runtime.storage import is_remote
+from trainer.runtime.storage import entries, is_remote
 
 # For comparison: the largest tokenizer.json of a published model has 33 MB.
 MAX_BYTES = 1 << 28
+_UNFINISHED = re.compile(r".+\.[0-9]+\.tmp")  # the name of a file that is being written
 
 
 def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
@@ -99,6 +101,12 @@ def appended(path: Path) -> Any:
 def not_through_a_link(path: str, flags: int) -> int:
     """The `opener` of an `open` that neither follows a link nor waits for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def unfinished(folder: Any) -> list[Any]:
+    """Returns what a process that was killed in `replace_file` left in a folder. Another process may be writing, unless
+    the caller alone owns the folder."""
+    return [path for path in entries(folder) if _UNFINISHED.fullmatch(path.name)]
 
 
 def replace_file(path: Path, data: str | bytes) -> None:

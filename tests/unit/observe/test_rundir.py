@@ -12,6 +12,7 @@ from run_dir_cases import CONFIG, OPEN, START, START_TEXT, begun, close, finishe
 
 from trainer.config import UserError
 from trainer.observe import RunDir
+from trainer.observe.rollouts import RolloutFiles
 from trainer.observe.starts import read_starts
 
 
@@ -281,6 +282,20 @@ def test_a_run_that_starts_over_has_no_sample_of_the_earlier_one(tmp_path):
     assert (path / "samples.jsonl").exists()
     OPEN[-1].begin(CONFIG, START, resumed=False, say=print)
     assert not (path / "samples.jsonl").exists()
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    path = begun(tmp_path, "mine")
+    (path / "rollouts").mkdir()
+    left = [path / "starts.json.4321.tmp", path / "rollouts/000001.jsonl.4321.tmp"]
+    kept = [path / "mine.tmp", path / "rollouts/000000.jsonl"]
+    for file in [*left, *kept]:
+        file.write_text("{}\n")
+    run = opened(tmp_path, "mine")
+    run.begin(CONFIG, START, resumed=True, say=print)
+    RolloutFiles(run).write(1, [{"reward": 1.0}])
+    assert not any(file.exists() for file in left)
+    assert all(file.exists() for file in [*kept, path / "rollouts/000001.jsonl"])
 
 
 def test_a_full_disk(tmp_path, monkeypatch):
