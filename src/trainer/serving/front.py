@@ -135,7 +135,7 @@ class Front:
         self._pool = ThreadPoolExecutor(2, "requests")
         longest, room = model.scheduler.engine.max_prefill_length, model.config.max_target_length
         self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room)
-        self._large = OneAside(self._reader, model.config.receive_seconds)
+        self._large = OneAside(self._reader, model.config.receive_seconds, self.check_ready)
         in_loop = self._loop.call_soon_threadsafe
         self.service = Service(
             model.scheduler,

@@ -7,7 +7,7 @@ this work would hold up the event loop and every other request, because Python r
 import asyncio
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config import UserError
@@ -18,7 +18,7 @@ from trainer.post_training.chat_encoder import Prompts
 from trainer.serving.errors import ApiError
 from trainer.serving.queries import Query, as_api_error, query, read_json
 
-LARGE = 1 << 15  # bytes of a body; a thread reads smaller ones within a few milliseconds
+LARGE = 1 << 13  # bytes of a body; a thread reads smaller ones within about 20 ms
 
 Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts
 
@@ -76,15 +76,16 @@ class Reader(NamedTuple):
 class OneAside:
     """A process that reads one body after another. It starts with the first one."""
 
-    def __init__(self, reader: Reader, seconds: float):
-        """`seconds`: how long it may read one body."""
-        self._reader, self._seconds = reader, seconds
+    def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
+        """`seconds`: how long it may read one body. `check`: raises ApiError if no body is read any more."""
+        self._reader, self._seconds, self._check = reader, seconds, check
         self._lock = asyncio.Lock()
         self._pool: Any = None
 
     async def read(self, body: bytes, chat: bool) -> Read:
         """See `Reader.read`. Raises ApiError also if it takes too long; the process is then replaced."""
         async with self._lock:
+            self._check()
             if self._pool is None:  # a fork would copy the locks of this process's threads
                 self._pool = multiprocessing.get_context("spawn").Pool(1, _begin, (self._reader,))
                 await asyncio.to_thread(self._pool.apply, int)  # it has loaded what it needs
