@@ -1,9 +1,9 @@
-"""Keys of reinforcement learning: what makes rollouts and updates differ."""
+"""Keys of reinforcement learning: what is refused, and what makes rollouts and updates differ."""
 
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import load
+from trainer.config import UserError, load
 
 GRPO = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "enable_dropout": True}
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
@@ -49,3 +49,18 @@ def warned(**keys):
 )
 def test_settings_that_make_updates_another_function_than_rollouts_are_said(keys, said):
     assert warned(**keys) == said
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"decode_sampling_temperature": 0}, "the completions of a prompt would all be the same"),
+        ({"train_data_columns": "[prompt,prompts]"}, "prompts is the name of another argument"),
+        ({"reward_functions": "[m]"}, "not the path of a function"),
+        ({"steps": 5, "rl_num_iterations": 2}, "within the 2 updates of one; nearest: 4 or 6"),
+    ],
+)
+def test_refused(keys, message):
+    """Each row of the table has a case in test_every_check.py; these are the others."""
+    with pytest.raises(UserError, match=message):
+        warned(**keys)
