@@ -46,7 +46,7 @@ def served(engine, params, tokens=(), fails="", **keys):
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # so that a test that fails ends
     thread.start()
     assert ready.wait(120)
     port = Port(at.getsockname()[1])

@@ -11,6 +11,7 @@ written last and deleted first.
 """
 
 import concurrent.futures
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -86,6 +87,12 @@ class CheckpointManager:
     def path(self, updates: int) -> Any:
         """Returns the folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
+
+    def evaluated(self, updates: int, loss: float) -> None:
+        """Gives retention the evaluation loss of a checkpoint that was saved without one, if there is such a
+        checkpoint."""
+        if self._losses.get(updates, loss) is None and math.isfinite(loss):
+            self._losses[updates] = loss
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
         """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may

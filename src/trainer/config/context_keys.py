@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config.derived import DCN, ICI, mesh_axes
+from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.expert_keys import drops
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
@@ -142,7 +142,7 @@ def _own_block(config: Values) -> str | None:
 
 
 def _dropout(config: Values) -> str | None:
-    if not config["enable_dropout"] or not (config["dropout_rate"] or config["attention_dropout_rate"]):
+    if not has_dropout(config):
         return None
     return f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
 

@@ -77,6 +77,11 @@ def has_reference(config: Mapping[str, Any]) -> bool:
     return bool(compared or (config["use_grpo"] and config["rl_grpo_beta"]))
 
 
+def has_dropout(config: Mapping[str, Any]) -> bool:
+    """Returns whether an update drops values."""
+    return bool(config["enable_dropout"] and (config["dropout_rate"] or config["attention_dropout_rate"]))
+
+
 def policy_temperature(config: Mapping[str, Any]) -> float:
     """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
     that of the policy, otherwise 1."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from platform import machine
 from typing import Any
 
-from trainer.config.derived import DCN, ICI
+from trainer.config.derived import DCN, ICI, has_dropout
 from trainer.config.expert_keys import drops
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
@@ -29,8 +29,9 @@ def _attention(config: Config) -> str | None:
 
 
 def _dropout(config: Config) -> str | None:
-    dropped = config.enable_dropout and (config.dropout_rate or config.attention_dropout_rate)
-    return "training would drop values that generation does not; set enable_dropout=false" if dropped else None
+    if not has_dropout(config):
+        return None
+    return "training would drop values that generation does not; set enable_dropout=false"
 
 
 def _chunk(config: Config) -> str | None:

@@ -31,6 +31,7 @@ from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 from trainer.config.reader import Reader, Setting, merge
+from trainer.config.rl_keys import drifts
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
@@ -205,7 +206,7 @@ class Begun:
         if notice := removal(config):
             notes.append(notice)
         warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *self._not_keys]
-        warnings += without_effect(config, self._changed)
+        warnings += [*without_effect(config, self._changed), *drifts(config)]
         sources = {name: source_name(source) for name, source in where.items()}
         tokenizer = described.tokenizer if described else ""
         return Loaded(config, self._changed, sources, on_one_screen(warnings), on_one_screen(notes), tokenizer)

@@ -67,6 +67,14 @@ def is_integer(config: Config) -> bool:
     return config.quantization in ("int8", "int4")
 
 
+def shares_scales(config: Config) -> bool:
+    """Whether the tokens of a batch share a scale of activations that follows their values."""
+    own = config.logits_proj_quant_calibration_method if config.quantize_logits_proj else ""
+    methods = {config.act_quantization_calibration_method, own or config.act_quantization_calibration_method}
+    dynamic = any(not method.lower().startswith("fixed") for method in methods)
+    return config.quantization in PER_TENSOR and not config[STORED] and dynamic
+
+
 def rounds(config: Config) -> bool:
     """Whether gradients are rounded stochastically."""
     return bool(config.quantization and config[ROUNDING] and not config[STORED])

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 
 from trainer.config.chat_keys import functions_problem, not_texts
+from trainer.config.derived import has_dropout
+from trainer.config.dump import to_flow
+from trainer.config.expert_keys import drops
 from trainer.config.keys import Config
+from trainer.config.quantization_keys import shares_scales
 
 ENABLE = "use_grpo"
 GROUP, ITERATIONS, BETA, EPSILON = "rl_num_generations", "rl_num_iterations", "rl_grpo_beta", "rl_grpo_epsilon"
@@ -83,6 +87,37 @@ RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (("reuse_example_batch",), lambda c: c[ENABLE], "each round has prompts of its own"),
     (("data_pipeline", "grain_worker_count"), lambda c: c[ENABLE], "prompts are held in memory"),
 )
+
+
+# Settings under which an update computes another function than the rollouts before it.
+_DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
+    (
+        ("sparse_matmul", "capacity_factor"),
+        lambda c: drops(c) and c.capacity_factor * c.num_experts_per_tok < c.num_experts,
+        "experts drop tokens in updates, and none in rollouts; set sparse_matmul=true",
+    ),
+    (
+        ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
+        has_dropout,
+        "updates drop values, and rollouts none; set enable_dropout=false",
+    ),
+    (
+        ("quantization",),
+        shares_scales,
+        "the tokens of a batch share scales of activations, and rollouts have other batches; set quantization=fp8",
+    ),
+)
+
+
+def drifts(config: Config) -> list[str]:
+    """Returns one line for each reason why log-probabilities of rollouts are not those of the first update after
+    them."""
+    said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
+    return [
+        f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"
+        for keys, when, why in _DRIFTS
+        if config[ENABLE] and when(config)
+    ]
 
 
 def not_prompts(config: Config) -> list[str]:

@@ -41,7 +41,8 @@ class Reports(NamedTuple):
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]
     sync: Callable[[], None]  # returns when all rows so far are on disk
-    evaluated: frozenset[int] = frozenset()  # steps whose evaluation an earlier process has reported
+    losses: Sequence[tuple[int, float]] = ()  # (step, evaluation loss) of each evaluation by an earlier process
+    unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
     profiler: Profiler | None = None
 
 
@@ -83,10 +84,10 @@ def fit(
     steps = run.config.steps
     with Preemption() as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
         loop = _Loop(run, start, dataset, batches, reports, manager, preemption)
-        if start.resumed:
-            loop.evaluate_if_due()  # the previous process may have ended during this evaluation
-        else:
+        if not start.resumed:
             loop.save(initial=True)
+        elif reports.unevaluated:
+            loop.evaluate_if_due()  # the previous process may have ended during this evaluation
         while loop.done < steps:
             if preemption.requested and loop.done % batches.updates == 0:
                 break
@@ -130,6 +131,8 @@ class _Loop:
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption, self._unsaved = batches, preemption, run.base_names
         self._last_evaluation: Row = {}
+        for step, loss in reports.losses:
+            self._keep_loss(step, loss)
 
     @property
     def state(self) -> Any:
@@ -175,10 +178,9 @@ class _Loop:
         check_finite(self._run.config, row, batch, lambda: names_not_finite(self._run, self.state))
 
     def evaluate_if_due(self) -> None:
-        """Evaluates the state, unless an earlier process reported this evaluation, or a signal interrupts it."""
+        """Evaluates the state if it is due and no signal interrupts it."""
         config, step = self._run.config, self.done - 1
-        due = config.eval_interval > 0 and (self.done % config.eval_interval == 0 or self.done == config.steps)
-        if not due or step in self._reports.evaluated:
+        if config.eval_interval <= 0 or (self.done % config.eval_interval and self.done != config.steps):
             return
         self.reader.flush()
         batches, tokenizer = self._batches.held_out(lambda: self.state), self._dataset.tokenizer
@@ -188,7 +190,12 @@ class _Loop:
         if row is not None:
             self._last_evaluation = row
             self._reports.evaluation(row)
+            self._keep_loss(step, row["eval_loss"])
         self.reader.restart_clock()
+
+    def _keep_loss(self, step: int, loss: float) -> None:
+        if self._manager is not None:
+            self._manager.evaluated(step + 1, loss)
 
     def save(self, *, initial: bool = False, force: bool = False) -> None:
         """Saves the state if it is due."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def open_reports(
     pages: list[ReportFile] = []
     stack.callback(console.end_bar)
 
-    def open_metrics() -> list[int]:
+    def open_metrics() -> tuple[list[tuple[int, float]], bool]:
         resumes = config.enable_checkpointing
         writer = MetricsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
         writers.append(stack.enter_context(writer))
@@ -118,13 +118,13 @@ def open_reports(
         if config.enable_tensorboard:
             events = EventsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
             maxtext_writers.append(stack.enter_context(events))
-        return [row["step"] for row in writers[0].kept if "eval_loss" in row]
+        return earlier_evaluations(writers[0].kept, begin.updates)
 
     profiler = None
     if config.profiler:
         profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
         stack.enter_context(profiler)
-    evaluated = frozenset(from_first(open_metrics))
+    losses, unevaluated = from_first(open_metrics)
     tokens = TokensSeen(writers[0].kept if writers else ())
 
     def write(row: Any) -> None:
@@ -152,4 +152,14 @@ def open_reports(
         write(row)
         console.evaluation(row)
 
-    return Reports(on_step, on_evaluation, sync, evaluated, profiler)
+    return Reports(on_step, on_evaluation, sync, losses, unevaluated, profiler)
+
+
+def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[tuple[int, float]], bool]:
+    """Returns `Reports.losses` and `Reports.unevaluated` of a run that continues after `updates` updates.
+
+    `rows`: of its metrics.jsonl. The state that a run began with has no row: the run never evaluates it.
+    """
+    losses = [(row["step"], row["eval_loss"]) for row in rows if isinstance(row.get("eval_loss"), float)]
+    newest = [row for row in rows if row["step"] == updates - 1]
+    return losses, bool(newest) and not any("eval_loss" in row for row in newest)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
 from trainer.config import Config, global_batch_rows, microbatch_rows
-from trainer.config.derived import islands
+from trainer.config.derived import has_dropout, islands
 from trainer.config.expert_keys import drops, has_experts
 from trainer.config.quantization_keys import rounds
 from trainer.layers.sown import Maximum, RouterCount, Sown, Total, check_captured, combined
@@ -112,8 +112,7 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
     """Returns the key of all dropout and stochastic rounding in update `step`; None if there is neither."""
-    has_dropout = config.enable_dropout and (config.dropout_rate > 0 or config.attention_dropout_rate > 0)
-    if not has_dropout and not rounds(config):
+    if not has_dropout(config) and not rounds(config):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
 

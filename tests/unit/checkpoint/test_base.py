@@ -3,13 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.checkpoint.base import checked, digests
+from trainer.backends import TrainTree
+from trainer.checkpoint.base import checked, digests, with_base, without_base
 from trainer.checkpoint.sidecar import Base
 from trainer.checkpoint.source import Leaf, whole
 from trainer.config import UserError
+from trainer.state.diloco import DiLoCoTrainState
 
 VALUES = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
 
@@ -44,3 +47,17 @@ def test_a_base_is_checked_while_it_is_read(count):
         read(checked("a/kernel", leaf(VALUES[::-1]), base, "run"))
     other = checked("b/kernel", leaf(VALUES[::-1]), base, "run")  # which the base does not have
     assert read(other)[whole(VALUES.shape)].shape == VALUES.shape
+
+
+def test_the_state_of_islands_around_a_base_comes_back():
+    """The base has no outer momentum: with the base in its place, the next synchronization would move the base."""
+    base = jnp.asarray(VALUES)
+    params = {"kernel": base, "lora": base[0] + 1}
+    momentum = {"kernel": jnp.zeros_like(base), "lora": base[0] + 2}
+    islands = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+    inner = TrainTree(jnp.zeros(2, jnp.int32), islands, ({"mu": islands["lora"]},), {})
+    state = DiLoCoTrainState(inner, params, ({"trace": momentum},), jnp.zeros((), jnp.int32))
+    saved = without_base(state, {("kernel",)})
+    assert len(jax.tree.leaves(saved)) == len(jax.tree.leaves(state)) - 3
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    jax.tree.map(np.testing.assert_array_equal, with_base(saved, abstract, {("kernel",): base}), state)

@@ -284,6 +284,31 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["gate"]
 
 
+@pytest.mark.parametrize("half", ["lora_a", "lora_b"])
+def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
+    """As training begins it, with b of zeros. Only where both are zero there is none."""
+    source = PeftSource(FOLDER / "llama")
+    config = config_for(base_of("llama"), source)
+    leaves = source.leaves(config, weight_shapes(config))
+
+    def first_layer_without(leaf):
+        found = values(leaf).copy()
+        found[0] = 0
+        return Leaf(leaf.shape, leaf.dtype, [lambda: found])
+
+    zeros = {name for name in leaves if half in name or "/query/" in name}
+    leaves |= {name: first_layer_without(leaves[name]) for name in zeros}
+    write_peft(tmp_path, config, leaves, base="", rank=source.rank, alpha=source.alpha)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert not any("layers.0.self_attn.q_proj" in name for name in found)
+    every = {
+        name for name in load_file(FOLDER / "llama" / "adapter_model.safetensors") if "layers.0.self_attn.q" not in name
+    }
+    assert found.keys() == every
+    for name, leaf in PeftSource(tmp_path).leaves(config, weight_shapes(config)).items():
+        np.testing.assert_array_equal(values(leaf), values(leaves[name]), err_msg=name)
+
+
 def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
     """peft 0.21 takes target_modules of these names for experts'."""
     base = base_of("deepseek-v3")

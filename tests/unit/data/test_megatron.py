@@ -363,3 +363,15 @@ def test_eight_documents_whose_number_is_in_the_header_are_no_multimodal_set(tmp
     documents = [[[i + 1, i + 2, i + 3]] for i in range(8)]
     write_indexed(tmp_path / "a", documents, counts_documents=True)
     assert tokens("a", held_out_share=0.0, eval_interval=-1)
+
+
+def test_evaluation_files_beside_a_split_are_divided_by_it_too(tmp_path: Path, tokens):
+    """Training takes the first part of its files, evaluation the second part of its own."""
+    documents = [[1 + i, *[9] * 60, EOD] for i in range(40)]
+    write(tmp_path / "a", documents[:20])
+    write(tmp_path / "e", documents[20:])
+    keys = PLAIN | {"grain_file_type": "mmap_npy", "mmap_npy_split": "3,1", "eval_interval": 1}
+    dataset = tokens(**keys | {"grain_eval_files": tmp_path / "e"})
+    batch = dataset.evaluation.rows(np.arange(dataset.evaluation.size))
+    assert [token - 1 for token in batch["inputs"].ravel().tolist() if token not in (0, 9)] == [*range(35, 40)]
+    assert "15 documents" in str(dataset)

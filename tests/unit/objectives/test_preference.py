@@ -19,6 +19,7 @@ from trainer.data.batches import make_batch
 from trainer.data.documents import Counts, Document
 from trainer.data.packing import Packing
 from trainer.objectives import Frozen
+from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
 from trainer.training import build, placed
 from trainer.training.step import make_gradients
@@ -179,6 +180,28 @@ def test_equal_parameters_have_equal_log_probabilities_whatever_two_programs_com
     params = first if equal else {"w": first["w"].at[3].set(2)}
     sums = Dpo(apply, frozen=Frozen((), (), None)).sums(params, {}, rows_of(some_pairs(8), 32), None, frozen=first)
     assert (sums.measured["reward_accuracy"] == sums.measured["reward_margin"] == 0) == equal
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_the_reference_has_neither_dropout_nor_another_key(name):
+    keys = []
+
+    def apply(params, rest, x, *args, method="", capture=(), key=None, **_):
+        if method == "head":
+            return x @ params["w"], {}, None
+        keys.append(key)
+        return jax.nn.one_hot(x, 64), {}, None
+
+    first, own = {"w": jnp.eye(64)}, jax.random.key(0)
+    batch = rows_of(some_pairs(8), 32)
+    batch |= dict.fromkeys(("old_log_probs", "advantages", "rewards"), np.zeros((len(batch["row"]), 32), np.float32))
+    frozen = Frozen((), (), None)
+    made = {
+        "dpo": Dpo(apply, frozen=frozen),
+        "grpo": Policy(apply, 0.2, 0.2, 0.1, False, "token-mean", 1.0, frozen),
+    }
+    made[name].sums(first, {}, batch, own, frozen=first)
+    assert keys == [own, None]
 
 
 def close(left, right, tolerance=1e-5):

@@ -23,6 +23,7 @@ STORAGES = {
     "int4": Storage("int4", (32, 1)),
     "two heads share a scale": Storage("int4", (64, 1)),
     "zero points": Storage("int4", (16, 1), "minmax"),
+    "zero points of outputs": Storage("int8", method="minmax"),
     "fp8": Storage("float8_e4m3fn"),
     "fp8 blocks": Storage("float8_e4m3fn", (32, 16)),
     "nf4": Storage(NF4, (32, 1)),
@@ -197,3 +198,19 @@ def test_latent_attention_over_a_cache_expands_no_keys(form, monkeypatch):
     monkeypatch.setattr(LatentAttention, "_keys_and_values", None)
     end, _ = run(dataclasses.replace(cache, filled=True), 5, 8)
     np.testing.assert_allclose(np.concatenate([begin, end], 1), whole, atol=2e-5 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_scales_are_applied_in_float32_before_the_kernel_is_rounded(name):
+    """Those of AWQ, too."""
+    storage, kernel = STORAGES[name], kernel_of((64,), (48,))
+    stored = storage.store(kernel, jnp.asarray(normal(64, 48)))
+    if storage.awq:
+        stored = with_awq_scale(stored.array, jnp.asarray(1 + np.abs(normal(64, seed=2))), kernel)
+    exact = dequantize(stored, jnp.dtype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(dequantize(stored, jnp.dtype(jnp.bfloat16)), exact)
+    coarse = dataclasses.replace(storage, awq=False).store(kernel, jnp.asarray(normal(64, 48)))
+    coarse = dataclasses.replace(coarse, scale=coarse.scale.astype(jnp.bfloat16))
+    fine = dataclasses.replace(coarse, scale=coarse.scale.astype(jnp.float32))
+    for dtype in map(jnp.dtype, (jnp.bfloat16, jnp.float32)):
+        np.testing.assert_array_equal(dequantize(coarse, dtype), dequantize(fine, dtype))

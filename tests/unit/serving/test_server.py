@@ -71,6 +71,8 @@ def test_samples_have_their_own_tokens_and_seeds_repeat_them(made):
     assert len({*map(tuple, rows)}) == 3
     how = {"sampling": Sampling(1.5, 50), "seed": 7}
     assert rows == [alone(made, [256, *b"ab"], 8, sample=i, **how) for i in range(3)]
+    twice = complete(made[2], **drawn, prompt=["ab", "ab"])["choices"]
+    assert [choice["token_ids"] for choice in twice] == rows * 2  # a seed is one of each prompt
     others = [complete(made[2], **drawn | {"seed": None})["choices"][0]["token_ids"] for _ in range(2)]
     assert others[0] != others[1]
 
@@ -121,6 +123,17 @@ def test_log_probabilities_of_prompt_and_answer(made):
         assert choice["text"].startswith("a" * 50)
         assert found["text_offset"][:51] == [*range(51)]
     assert complete(made[2], **echoed, max_tokens=0)["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_places_of_tokens_are_those_in_the_text(made, echo):
+    """The first token of a prompt, which begins it, has no characters."""
+    asked = {"prompt": ["aé", "b"], "echo": echo, "logprobs": 0, "max_tokens": 3, "logit_bias": {"120": 100}}
+    before = [[0, 0, 1, 2], [0, 0]] if echo else [[], []]
+    choices = complete(made[2], **asked)["choices"]
+    assert [choice["text"] for choice in choices] == (["aéxxx", "bxxx"] if echo else ["xxx", "xxx"])
+    for choice, starts, first in zip(choices, before, (2, 1) if echo else (0, 0), strict=True):
+        assert choice["logprobs"]["text_offset"] == [*starts, first, first + 1, first + 2]
 
 
 def test_penalties_and_biases(made):
@@ -295,6 +308,12 @@ def test_tokens_and_prefixes_by_token(made):
             assert status == 200
             reused.append(port.scheduler.reused)
         assert reused == [0, 0, 60]
+        # The tokens of a cached prompt have log-probabilities, too: the prompt is computed again.
+        scored = {"prompt": "x" * 60, "echo": True, "logprobs": 0, "max_tokens": 0}
+        status, _, text = call(port, body=scored, authorization="Bearer first-token")
+        (choice,) = json.loads(text)["choices"]
+        assert choice["logprobs"] == complete(made[2], **scored)["choices"][0]["logprobs"]
+        assert None not in choice["logprobs"]["token_logprobs"][1:]
         text = call(port, "/metrics", method="GET", authorization="Bearer first-token")[2].decode()
         assert "trainer_prefix_hit_tokens_total 60.0" in text
 

@@ -46,6 +46,11 @@ def converted(**keys):
     assert jax.tree.map(np.shape, by_layer) == jax.tree.map(np.shape, wanted)
     jax.tree.map(lambda leaf, of: np.testing.assert_equal(leaf.sharding.spec, of.sharding.spec), found, wanted)
     back = in_stages(run.config, found, abstract)
+    # A device holds one leaf in both forms at most.
+    same = {id(leaf) for leaf in jax.tree.leaves(tree)}
+    assert len(same.difference(map(id, jax.tree.leaves(found)))) > 5
+    for name, leaf in by_name(found).items():
+        assert leaf.is_deleted() == (id(leaf) not in same), name
     assert_equal_bits(jax.tree.map(np.asarray, back), before)
     jax.tree.map(lambda leaf, of: np.testing.assert_equal(leaf.sharding, of.sharding), back, abstract)
     return run.config, before, by_layer, {name: leaf.sharding.spec for name, leaf in by_name(wanted).items()}

@@ -2,14 +2,18 @@
 
 import contextlib
 import itertools
+import os
+import signal
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from manager_cases import SIDECAR, small_tree
 from support import arguments
 
+from trainer.checkpoint import CheckpointManager
 from trainer.checkpoint.save import is_due
 from trainer.config import load
 from trainer.data import open_dataset
@@ -18,6 +22,7 @@ from trainer.training import Reports, Start, build, fit
 from trainer.training import loop as module
 from trainer.training.batches import LoadedAhead, held_out_batches
 from trainer.training.loop import evaluate
+from trainer.training.reports import earlier_evaluations
 
 STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
 
@@ -35,9 +40,9 @@ class Loop:
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._now))
         monkeypatch.setattr(module, "maybe_save_checkpoint", self._save)
 
-    def fit(self, source=None):
-        reports = Reports(self.steps.append, self.evaluations.append, lambda: None)
-        fit(self.run, self._step, Start([]), self.dataset, reports, source=source)
+    def fit(self, source=None, start=None, manager=None, earlier=((), False)):
+        reports = Reports(self.steps.append, self.evaluations.append, lambda: None, *earlier)
+        fit(self.run, self._step, start or Start([]), self.dataset, reports, manager, source)
 
     def _now(self):
         self.clock += 1e-3  # so that no two readings are equal
@@ -54,9 +59,12 @@ class Loop:
         mean = Mean(np.asarray(float(next(self.losses))), np.asarray(1))
         return {"means": Evaluation(np.asarray(1), mean, mean), "bytes": np.asarray(0)}
 
-    def _save(self, manager, state, updates, *, config, before, initial=False, **_):
-        if is_due(config, updates, initial=initial):
+    def _save(self, manager, state, updates, *, config, before, initial=False, force=False, **_):
+        saved = manager is not None and manager.latest == updates
+        if not saved and (force or is_due(config, updates, initial=initial)):
             self.saved[updates] = dict(before())
+            if manager is not None:
+                manager.save(updates, small_tree(), SIDECAR, self.saved[updates])
 
 
 def test_a_checkpoint_gets_the_evaluation_of_its_own_step_or_none(monkeypatch):
@@ -141,3 +149,87 @@ def test_a_step_that_transfers_implicitly_fails(monkeypatch, part):
     loop = Loop(monkeypatch, steps=2, eval_interval=2, eval_steps=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
         loop.fit(OnDevices)
+
+
+class Killed(BaseException):
+    pass
+
+
+class Processes:
+    """Processes of one run that saves every 5 updates, and keeps the newest and the best checkpoint. The folder has
+    what they leave."""
+
+    def __init__(self, folder):
+        self.folder, self.rows = folder, []
+
+    def run(self, losses, terminated=False, killed=0, **keys):
+        """Evaluates to `losses`. `terminated`: by SIGTERM in the first evaluation; `killed`: in this update."""
+        keys = {"steps": 10, "eval_interval": 5, "eval_steps": 1, "checkpoint_period": 5} | keys
+        with pytest.MonkeyPatch.context() as patch:
+            loop = Loop(patch, **keys, max_num_checkpoints_to_keep=1, keep_best_checkpoints=1)
+            loop.losses, step, eval_step = iter(losses), loop._step, loop._eval_step
+
+            def killing(*args):
+                if len(loop.steps) == killed - start.updates - 1 > 0:
+                    raise Killed
+                return step(*args)
+
+            def terminating(*args):
+                if terminated:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return eval_step(*args)
+
+            loop._step, loop.run = killing, loop.run._replace(eval_step=terminating)
+            with contextlib.suppress(Killed), CheckpointManager(self.folder, loop.run.config, print) as manager:
+                done = manager.latest or 0
+                start = Start([], done, resumed=manager.latest is not None)
+                kept = [row for row in self.rows if row["step"] < done]
+                try:
+                    loop.fit(start=start, manager=manager, earlier=earlier_evaluations(kept, done))
+                finally:
+                    self.rows = kept + loop.steps + loop.evaluations
+
+    @property
+    def checkpoints(self):
+        return sorted(int(path.name) for path in (self.folder / "checkpoints").iterdir())
+
+    @property
+    def evaluations(self):
+        return {row["step"]: row["eval_loss"] for row in self.rows if "eval_loss" in row}
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [{"losses": [9.0], "terminated": True}, {"losses": [1.0, 2.0]}],
+        [{"losses": [], "eval_interval": -1, "steps": 5}, {"losses": [1.0, 2.0]}],
+        [{"losses": [9.0], "terminated": True}, {"losses": [1.0], "killed": 8}, {"losses": [2.0]}],
+        [{"losses": [9.0], "terminated": True}, {"losses": [9.0], "terminated": True}, {"losses": [1.0, 2.0]}],
+        [{"losses": [1.0], "killed": 8}, {"losses": [2.0]}],
+        [{"losses": [9.0], "terminated": True, "steps": 5}, {"losses": [1.0], "steps": 5}, {"losses": [2.0]}],
+    ],
+    ids=["terminated", "not evaluated", "killed after it", "terminated twice", "evaluated before", "in the last one"],
+)
+def test_the_best_checkpoint_is_kept_if_a_later_process_evaluated_it(processes, tmp_path):
+    run = Processes(tmp_path)
+    for process in processes:
+        run.run(**process)
+    assert run.checkpoints == [5, 10]
+    assert run.evaluations == {4: 1.0, 9: 2.0}
+    assert [row["step"] for row in run.rows if "loss" in row] == list(range(10))
+
+
+@pytest.mark.parametrize("loss", [3.0, float("nan")])
+def test_a_checkpoint_that_a_later_process_evaluated_is_not_kept_for_a_worse_loss(loss, tmp_path):
+    run = Processes(tmp_path)
+    run.run([9.0], terminated=True)
+    run.run([loss, 2.0])
+    assert run.checkpoints == [10]
+
+
+def test_the_state_that_a_run_began_with_is_not_evaluated_when_it_is_resumed(tmp_path):
+    run = Processes(tmp_path)
+    run.run([], killed=2, save_checkpoint_on_start=True)
+    assert run.checkpoints == [0]
+    run.run([1.0, 2.0])
+    assert run.evaluations == {4: 1.0, 9: 2.0}

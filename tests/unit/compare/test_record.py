@@ -1,0 +1,22 @@
+"""What a record says of the recorded side."""
+
+from types import SimpleNamespace
+
+import pytest
+from support import arguments
+
+from trainer.compare.measure import Snapshot
+from trainer.compare.record import Record, Writer
+from trainer.config import Side, load
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "auto"}, {"dtype": "float32"}])
+def test_the_dtype_is_the_one_that_was_computed_with(given, tmp_path):
+    """On another platform, `auto` may be another one."""
+    config = load(arguments("nnx", **given))
+    left = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16"), rows=1, microbatch=1, head={}, axes={}, batch={})
+    left.snapshot = Snapshot({}, None)
+    with Writer(tmp_path / "a.safetensors", (), arrays=False) as writer:
+        writer.begin(left, Side("left", (), config))
+    found = Record(tmp_path / "a.safetensors")
+    assert (found.given["dtype"], found.reference().config.dtype) == ("bfloat16", "bfloat16")

@@ -1,0 +1,266 @@
+"""Every row of every table of checks has a case: settings that it refuses, and that the defaults are not."""
+
+from collections import defaultdict
+
+from trainer.config import Config, context_keys, load
+from trainer.config.check import CHECKS
+from trainer.config.data_keys import DATA_PATHS
+from trainer.config.derived import DCN, ICI, UNUSED_AXES
+from trainer.config.family import Facts, facts_of
+from trainer.config.quantization_keys import METHODS
+from trainer.config.rules import merge_rules
+
+DEFAULTS = load(["base.yml"]).config
+
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2}
+STREAMING = ISLANDS | {"enable_streaming_diloco": True}
+MOE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
+DEEPSEEK = MOE | {"decoder_block": "deepseek", "shared_experts": 1}
+MLA = {"decoder_block": "deepseek", "attention_type": "mla"}
+MMAP = {"dataset_type": "grain", "grain_file_type": "mmap"}
+STAGE_SIZES = "ici_pipeline_parallelism dcn_pipeline_parallelism"
+STAGES = {"ici_pipeline_parallelism": 2}
+SPLIT = {"ici_context_parallelism": 2}
+REORDERED = SPLIT | {"context_parallel_strategy": "ring"}
+RL = {"use_grpo": True, "reward_functions": ["m:f"]}
+ROUNDS = RL | {"rl_num_iterations": 2}
+LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
+INVARIANT = {"batch_invariant": True}
+DROPOUT = {"enable_dropout": True, "dropout_rate": 0.1}
+DROPS = MOE | {"sparse_matmul": False, "capacity_factor": 1.0}
+STORED = {"checkpoint_is_quantized": True, "quantization": "int8"}
+ROUNDING = {"quantization": "int8", "bwd_stochastic_rounding": "uniform"}
+
+
+def rules(*changed):
+    return {"logical_axis_rules": merge_rules(DEFAULTS.logical_axis_rules, changed)}
+
+
+# The settings that the rows of these keys refuse, one for each row, in their order.
+CASES = {
+    "enable_nnx pure_nnx_decoder pure_nnx": [{"enable_nnx": False, "pure_nnx_decoder": False, "pure_nnx": True}],
+    "max_num_checkpoints_to_keep": [{"max_num_checkpoints_to_keep": 0}],
+    "muon_consistent_rms": [{"muon_consistent_rms": 0.0}],
+    "opt_type adam_eps": [{"opt_type": "muon", "adam_eps": 0.0}],
+    "keep_best_checkpoints checkpoint_period eval_interval": [
+        {"keep_best_checkpoints": 1, "checkpoint_period": 4, "eval_interval": 6}
+    ],
+    "load_parameters_path load_full_state_path": [{"load_parameters_path": "a", "load_full_state_path": "b"}],
+    "run_name": [{"run_name": "a/b"}],
+    "base_output_directory": [{"base_output_directory": it} for it in ("", "s3://b/x", "a\0")],
+    "load_parameters_path": [{"load_parameters_path": it} for it in ("s3://b/x", "a\0")],
+    "load_full_state_path": [{"load_full_state_path": it} for it in ("s3://b/x", "a\0")],
+    "metrics_file": [{"metrics_file": it} for it in ("gs://b/x", "a\0")],
+    "coordinator_address num_processes process_id": [{"process_id": 0}],
+    "global_parameter_scale": [{"global_parameter_scale": 3}],
+    "base_num_query_heads base_num_kv_heads": [
+        {"base_num_query_heads": 4, "base_num_kv_heads": 3},
+        MLA | {"base_num_query_heads": 4, "base_num_kv_heads": 2},
+    ],
+    "head_dim": [{"head_dim": 7}],
+    "custom_device_tensors custom_offload_tensors": [{"custom_device_tensors": ["a"], "custom_offload_tensors": ["a"]}],
+    "rope_min_timescale rope_max_timescale": [{"rope_min_timescale": 5, "rope_max_timescale": 5}],
+    "rope_low_freq_factor rope_high_freq_factor": [
+        {"rope_type": "llama3.1", "rope_low_freq_factor": 4.0, "rope_high_freq_factor": 4.0}
+    ],
+    "beta_slow beta_fast": [{"rope_type": "yarn", "beta_slow": 33.0, "beta_fast": 32.0}],
+    "use_qk_clip use_qk_norm": [{"use_qk_clip": True, "use_qk_norm": True}],
+    "use_qk_clip attn_logits_soft_cap": [{"use_qk_clip": True, "attn_logits_soft_cap": 30.0}],
+    "mlp_activations": [{"mlp_activations": ["silly", "linear"]}],
+    "trainable_position_size max_target_length": [{"trainable_position_size": 8, "max_target_length": 16}],
+    "decoder_block fused_qkv": [{"fused_qkv": True}],
+    "warmup_steps_fraction wsd_decay_steps_fraction": [
+        {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.5}
+    ],
+    "steps learning_rate_schedule_steps": [{"steps": -1, "learning_rate_schedule_steps": -1}],
+    "profiler skip_first_n_steps_for_profiler steps": [
+        {"profiler": "xplane", "skip_first_n_steps_for_profiler": 5, "steps": 5}
+    ],
+    **{key: [{key: ["("]}] for key in ("adamw_mask", "trainable_parameters_mask", "unquantized_modules")},
+    "learning_rate_groups": [{"learning_rate_groups": ["a"]}],
+    "logical_axis_rules": [
+        rules(["embed", ["tensor"]], ["mlp", ["tensor"]]),
+        ISLANDS | rules(["mlp", ["diloco"]]),
+        SPLIT | {"ici_tensor_parallelism": 2} | rules(["activation_kv_heads", []]),
+    ],
+    "compile_topology": [{"compile_topology": "v9-8"}],
+    "compile_topology compile_topology_num_slices": [{"compile_topology": "cpu-8", "compile_topology_num_slices": 2}],
+    "decoder_block attention_type sliding_window_pattern sliding_window_size": [
+        {"attention_type": "local_sliding", "sliding_window_size": 0}
+    ],
+    "rope_min_timescale local_rope_max_timescale": [{"rope_min_timescale": 5, "local_rope_max_timescale": 5}],
+    "decoder_block attention_bias": [{"attention_bias": True}],
+    "decoder_block sliding_window_pattern": [{"sliding_window_pattern": 2}],
+    "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
+    "decoder_block use_post_attn_norm": [{"use_post_attn_norm": True}],
+    "decoder_block use_post_ffw_norm": [{"use_post_ffw_norm": True}],
+    "first_num_dense_layers base_num_decoder_layers": [
+        DEEPSEEK | {"first_num_dense_layers": 2, "base_num_decoder_layers": 2}
+    ],
+    "interleave_moe_layer_step base_num_decoder_layers": [
+        DEEPSEEK | {"interleave_moe_layer_step": 2, "base_num_decoder_layers": 3}
+    ],
+    "decoder_block shared_experts": [DEEPSEEK | {"shared_experts": 0}],
+    "n_routing_groups topk_routing_group num_experts num_experts_per_tok": [DEEPSEEK | {"n_routing_groups": 3}],
+    "decoder_block num_experts": [{"num_experts": 4}],
+    "decoder_block routed_score_func": [MOE | {"routed_score_func": "sigmoid"}],
+    "decoder_block routed_bias routed_score_func": [MOE | {"routed_bias": True}],
+    "num_experts_per_tok num_experts": [MOE | {"num_experts_per_tok": 5}],
+    "decoder_block base_moe_mlp_dim": [MOE | {"base_moe_mlp_dim": -1}],
+    "decoder_block mlp_activations": [MOE | {"mlp_activations": ["silu"]}],
+    "decoder_block attention_type": [{"attention_type": "mla"}],
+    "qk_rope_head_dim": [MLA | {"qk_rope_head_dim": 7}],
+    "attention_type use_qk_norm": [MLA | {"use_qk_norm": True}],
+    "mtp_num_layers max_target_length": [{"mtp_num_layers": 16, "max_target_length": 16}],
+    "mtp_eval_target_module mtp_num_layers": [{"mtp_eval_target_module": 1}],
+    "enable_diloco ici_diloco_parallelism dcn_diloco_parallelism": [{"ici_diloco_parallelism": 2}],
+    "enable_diloco ema_decay": [ISLANDS | {"ema_decay": 0.9}],
+    "enable_diloco enable_streaming_diloco": [{"enable_streaming_diloco": True}],
+    "enable_streaming_diloco num_diloco_fragments diloco_sync_period base_num_decoder_layers": [
+        STREAMING | {"num_diloco_fragments": 50, "base_num_decoder_layers": 2}
+    ],
+    "enable_streaming_diloco num_diloco_fragments diloco_sync_period num_communication_overlapping_steps": [
+        STREAMING | {"num_communication_overlapping_steps": 1000}
+    ],
+    "dataset_type data_pipeline": [{"dataset_type": "stdlib", "data_pipeline": "streaming"}],
+    "mmap_npy_split": [{"mmap_npy_split": "99"}],
+    "grain_file_type packing": [MMAP | {"packing": False}],
+    "grain_file_type data_pipeline": [MMAP | {"data_pipeline": "streaming"}],
+    "batch_invariant grain_file_type reset_attention_mask": [MMAP | INVARIANT],
+    "use_sft use_dpo use_grpo": [{"use_sft": True, "use_dpo": True}],
+    "chat_template chat_template_path": [{"chat_template": "{{ x }}", "chat_template_path": "a"}],
+    "chat_template": [{"chat_template": "a.jinja"}],
+    "formatting_func_path": [{"formatting_func_path": "a b"}],
+    "dpo_max_prompt_length": [{"dpo_max_prompt_length": 0}],
+    "use_dpo packing grain_packing_type": [{"use_dpo": True}],
+    **{
+        f"use_dpo {key}": [{"use_dpo": True, key: 1}]
+        for key in ("mtp_num_layers", "z_loss_multiplier", "label_smoothing")
+    },
+    **{
+        f"use_dpo dpo_algo use_grpo rl_grpo_beta {key}": [{"use_grpo": True, "rl_grpo_beta": 0.1, key: 1}]
+        for key in ("routed_bias_update_rate", "weight_sparsity_n")
+    },
+    "dataset_type dataset_path": [{"dataset_type": "tfds"}],
+    "dataset_type dataset_name": [{"dataset_type": "tfds"}],
+    "dataset_type hf_path": [{"dataset_type": "hf"}],
+    "dataset_type grain_train_files grain_train_mixture_config_path": [{"dataset_type": "grain"}],
+    "train_data_columns use_sft use_dpo use_grpo": [{"train_data_columns": ["a", "b", "c"]}],
+    "eval_data_columns use_sft use_dpo use_grpo": [{"eval_data_columns": []}],
+    "tokenizer_type tokenizer_path": [{"tokenizer_type": "sentencepiece"}],
+    "dataset_type tokenize_train_data tokenize_eval_data": [{"dataset_type": "hf", "tokenize_train_data": False}],
+    "dataset_type vocab_size": [{"vocab_size": 256}],
+    "dataset_type max_target_length": [{"max_target_length": 15}],
+    "pipeline_fsdp_ag_once pipeline_fsdp_ag_per_repeat": [
+        {"pipeline_fsdp_ag_once": True, "pipeline_fsdp_ag_per_repeat": True}
+    ],
+    f"{STAGE_SIZES} num_pipeline_microbatches pipeline_delay_activation_forwarding": [
+        STAGES | {"num_pipeline_microbatches": 3}
+    ],
+    f"{STAGE_SIZES} logical_axis_rules": [STAGES | rules(["mlp", ["stage"]])],
+    f"{STAGE_SIZES} enable_streaming_diloco": [STAGES | STREAMING],
+    "max_target_length": [{"ici_context_parallelism": 3}],
+    "base_num_query_heads context_parallel_strategy": [
+        {"ici_context_parallelism": 3, "context_parallel_strategy": "ulysses", "base_num_query_heads": 4}
+    ],
+    "context_parallel_strategy ici_context_usp_ulysses_parallelism dcn_context_usp_ulysses_parallelism": [
+        SPLIT | {"ici_context_usp_ulysses_parallelism": 2}
+    ],
+    "sparse_matmul capacity_factor": [DROPS | SPLIT],
+    "decoder_block": [SPLIT | {"decoder_block": "recurrent"}, REORDERED | {"decoder_block": "m:f"}],
+    "enable_dropout dropout_rate attention_dropout_rate": [REORDERED | DROPOUT],
+    "bwd_stochastic_rounding": [REORDERED | ROUNDING],
+    "mtp_eval_target_module": [REORDERED | {"mtp_eval_target_module": 1, "eval_interval": 5}],
+    "decode_sampling_strategy decode_sampling_top_k": [
+        {"decode_sampling_strategy": "topk", "decode_sampling_top_k": 0}
+    ],
+    "decode_sampling_strategy decode_sampling_nucleus_p": [
+        {"decode_sampling_strategy": "nucleus", "decode_sampling_nucleus_p": 0.0}
+    ],
+    "use_grpo decode_sampling_strategy decode_sampling_temperature": [RL | {"decode_sampling_strategy": "greedy"}],
+    "use_grpo reward_functions": [RL | {"reward_functions": []}],
+    "use_grpo train_data_columns eval_data_columns": [RL | {"eval_data_columns": ["a", "completions"]}],
+    "use_grpo max_prefill_predict_length max_target_length": [
+        RL | {"max_prefill_predict_length": 16, "max_target_length": 16}
+    ],
+    "use_grpo steps rl_num_iterations": [ROUNDS | {"steps": 3}],
+    "use_grpo checkpoint_period rl_num_iterations": [ROUNDS | {"checkpoint_period": 3}],
+    **{
+        f"use_grpo {key}": [RL | {key: 1}]
+        for key in ("enable_diloco", "mtp_num_layers", "z_loss_multiplier", "label_smoothing", "quantize_kvcache")
+    },
+    **{key: [{key: "minimax"}] for key in METHODS},
+    "checkpoint_is_quantized quantization weight_quantization_calibration_method": [{"quantization": "nf4"}],
+    "checkpoint_is_quantized quantize_logits_proj logits_via_embedding": [
+        STORED | {"quantize_logits_proj": True, "logits_via_embedding": True}
+    ],
+    "weight_block_size checkpoint_is_quantized quantization": [{"weight_block_size": [1]}],
+    "weight_quantization_algorithm quantization weight_block_size weight_quantization_calibration_method": [
+        {"weight_quantization_algorithm": "gptq", "quantization": "nf4"}
+    ],
+    "quantize_mtp mtp_num_layers": [{"quantize_mtp": True}],
+    "quantization bwd_stochastic_rounding": [ROUNDING | {"quantization": "fp8"}],
+    "quantization bwd_stochastic_rounding quantize_logits_proj": [ROUNDING | {"quantize_logits_proj": True}],
+    "weight_sparsity_n weight_sparsity_m": [{"weight_sparsity_n": 2}],
+    "enable_lora lora_rank lora_alpha": [LORA | {"lora_rank": 0}],
+    "lora_module_path": [{"lora_module_path": "("}],
+    "lora_tile_size lora_weight_qtype": [{"lora_weight_qtype": "nf4", "lora_tile_size": 3}],
+    "lora_restore_path load_full_state_path": [LORA | {"lora_restore_path": "a", "load_full_state_path": "b"}],
+    "enable_lora lora_weight_qtype quantization": [LORA | {"lora_weight_qtype": "int8", "quantization": "int8"}],
+    **{
+        f"enable_lora {key}": [LORA | {key: 1}]
+        for key in ("weight_sparsity_n", "use_qk_clip", "routed_bias_update_rate")
+    },
+    "batch_invariant max_target_length": [INVARIANT | {"max_target_length": 192}],
+    "batch_invariant attention": [INVARIANT | {"attention": "flash"}],
+    "batch_invariant enable_dropout dropout_rate attention_dropout_rate": [INVARIANT | DROPOUT],
+    "batch_invariant sparse_matmul capacity_factor": [INVARIANT | DROPS],
+    "batch_invariant decoder_block": [INVARIANT | {"decoder_block": "m:f"}],
+    "batch_invariant prefill_chunk_size": [INVARIANT | {"prefill_chunk_size": 32}],
+    "batch_invariant quantization": [INVARIANT | {"quantization": "int8"}],
+    "batch_invariant quantize_kvcache": [INVARIANT | {"quantize_kvcache": True}],
+    "batch_invariant weight_sparsity_m": [INVARIANT | {"weight_sparsity_m": 4}],
+    "batch_invariant lora_weight_qtype": [INVARIANT | {"lora_weight_qtype": "int8"}],
+    **{
+        f"batch_invariant {keys[axis]}": [INVARIANT | {keys[axis]: 2}]
+        for keys in (ICI, DCN)
+        for axis in keys
+        if axis not in ("diloco", "data", "fsdp")
+    },
+    **{keys[axis]: [{keys[axis]: 2}] for keys in (ICI, DCN) for axis in UNUSED_AXES},
+    **{
+        " ".join(keys[axis] for axis in keys if axis not in UNUSED_AXES): [{keys["data"]: -1, keys["fsdp"]: -1}]
+        for keys in (ICI, DCN)
+    },
+}
+# Paths: with a character that no file system takes, and on another machine.
+KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
+for key in DATA_PATHS:
+    kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True}
+    CASES[key] = [{key: "a\0"}, kind | {key: "s3://b/x"}]
+CASES["grain_eval_files"].append({"dataset_type": "grain", "grain_eval_files": "a,1"})
+for key in ("lora_restore_path", "compiled_trainstep_file", "compile_report_file", "dump_hlo_local_dir"):
+    CASES[key] = [{key: "a\0"}]
+for key in ("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"):
+    CASES[key] = [{key: "a\0"}]
+
+ROWS = defaultdict(list)
+for row in CHECKS:
+    ROWS[" ".join(row.keys)].append(row)
+
+
+def test_every_row_has_a_case_and_every_case_a_row():
+    assert {keys: len(rows) for keys, rows in ROWS.items()} == {keys: len(cases) for keys, cases in CASES.items()}
+
+
+def test_every_row_refuses_its_case_and_not_the_defaults(monkeypatch):
+    def facts(config):
+        return Facts("nowhere:FAMILY", recurrent=True) if config["decoder_block"] == "recurrent" else facts_of(config)
+
+    monkeypatch.setattr(context_keys, "facts_of", facts)
+    wrong = []
+    for keys, cases in CASES.items():
+        for row, case in zip(ROWS[keys], cases, strict=False):
+            said = row.problem(Config({**DEFAULTS, **case})), row.problem(DEFAULTS)
+            wrong += [(keys, case, *said)] * (not said[0] or said[1] is not None)
+    assert not wrong
