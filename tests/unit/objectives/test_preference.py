@@ -285,4 +285,5 @@ def test_fifty_steps_are_those_of_trl(name):
     for ours, theirs in (names | {"reward_accuracy": "accuracies"}).items():
         expected = np.array(there["values"][theirs])
         here = np.array([metrics[ours] for metrics in found])
-        np.testing.assert_allclose(here, expected, atol=1e-5 * np.abs(expected).max(), err_msg=ours)
+        # Adam amplifies rounding, which differs between processors: 1.5e-5 was seen.
+        np.testing.assert_allclose(here, expected, atol=5e-5 * np.abs(expected).max(), err_msg=ours)
