@@ -9,8 +9,9 @@ from trainer.config.json_files import read_object, shown
 from trainer.config.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, VOCABULARIES, tokenizer_parts
 from trainer.runtime.folders import read_bounded
 
-# What the tokenizer_config.json of a tokenizer that this trainer trained has, from any version.
-_OF_TRAINED = {"bos_token", "eos_token", "add_bos_token"}
+EOT_TEXT = "<|endoftext|>"  # the special token of tokenizers that this trainer trains
+# Their tokenizer_config.json, as earlier versions wrote it.
+_OF_TRAINED = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
 
 
 class Beside(NamedTuple):
@@ -42,9 +43,7 @@ def read_beside(file: Path) -> Beside:
     names = _names(config, folder / TOKENIZER_CONFIG)
     if SPECIAL_TOKENS in files and "added_tokens_decoder" not in config:
         names |= _names(read_object(folder / SPECIAL_TOKENS), folder / SPECIAL_TOKENS)
-    begins = config.get("add_bos_token")
-    if begins is None and {"bos_token"} <= config.keys() <= _OF_TRAINED:
-        begins = True  # earlier versions of this trainer did not write it
+    begins = config.get("add_bos_token", True if config == _OF_TRAINED else None)
     return Beside(names, begins if isinstance(begins, bool) else None, files)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
-from trainer.data.beside import Beside
+from trainer.data.beside import EOT_TEXT, Beside
 from trainer.data.rendered import (
     Encoded,
     Rendered,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from trainer.data.chat_files import ChatTemplate
 
-EOT_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
 # Byte-level tokens are written with a character for each byte: bytes that are printable in Latin-1 are their own

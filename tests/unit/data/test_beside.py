@@ -84,7 +84,8 @@ def test_the_special_tokens_of_a_sentencepiece_model(tmp_path):
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "add_bos_token": False}, "", False),
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "add_bos_token": False}, "begin", True),
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "add_bos_token": True}, "bytes", False),
-        ({"bos_token": NAMES[0], "eos_token": NAMES[0]}, "", True),  # as this trainer wrote it
+        ({"bos_token": NAMES[0], "eos_token": NAMES[1]}, "", False),
+        ({"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}, "", True),  # as this trainer wrote it
     ],
 )
 def test_a_prompt_begins_as_the_tokenizer_says_wherever_it_lies(tmp_path, config, processor, begins):
@@ -93,7 +94,7 @@ def test_a_prompt_begins_as_the_tokenizer_says_wherever_it_lies(tmp_path, config
     tokenizer = loaded(folder)
     for name, data in tokenizer.saved_files().items():  # as a run, an export and a quantized copy have it
         (tmp_path / "kept" / name).write_bytes(data)
-    assert tokenizer.before_text == ([tokenizer.special_tokens[NAMES[0]]] if begins else [])
+    assert tokenizer.before_text == ([tokenizer.special_tokens[config["bos_token"]]] if begins else [])
     assert loaded(tmp_path / "kept").before_text == tokenizer.before_text
     assert load_tokenizer(str(folder), "auto", add_bos=False, add_eos=True).before_text == []
 
