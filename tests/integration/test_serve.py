@@ -30,6 +30,8 @@ def folder(tmp_path_factory):
     """Returns a folder with the model `base`, whose tokens are characters, and its adapters `one` and `two`."""
     found = tmp_path_factory.mktemp("serve")
     shutil.copytree(TESTS / "goldens" / "llama", found / "base")
+    config = json.loads((found / "base/config.json").read_text())
+    (found / "base/config.json").write_text(json.dumps(config | {"eos_token_id": None}))  # texts do not end
     tokens = ["<unk>", "<s>", "</s>", *string.ascii_lowercase, *string.digits, *" ()+-*/=:;,.<>[]{}!?_|&%$"]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE({it: i for i, it in enumerate(tokens)}, [], unk_token="<unk>"))
     inner.decoder = tokenizers.decoders.Fuse()
