@@ -108,17 +108,18 @@ def _about(checkpoint: Any) -> Any:
     from trainer.checkpoint import about_tokenizer
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
+    from trainer.models.huggingface_fields import TOKENS
 
     about, folder = checkpoint.about, checkpoint.tokenizer
-    if checkpoint.kind == "Hugging Face" or about.ends or not has_tokenizer(folder, "auto"):
+    said = about.generation is not None or not about.fields.keys().isdisjoint(TOKENS)
+    if said or checkpoint.kind == "Hugging Face" or not has_tokenizer(folder, "auto"):
         return about
     try:
         tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
     except UserError as error:
         print(f"{error}\n  so the tokens that end a text are not known, and not written")
         return about
-    said = about_tokenizer(tokenizer.bos, tokenizer.eos)
-    return said.under(about)
+    return about_tokenizer(tokenizer.bos, tokenizer.eos).under(about)
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:

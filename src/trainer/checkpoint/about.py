@@ -22,7 +22,7 @@ GENERATION, FIELDS = "generation_config.json", "huggingface.json"
 _CHANGED = "changed_by_training"
 _BOS, _END, _PAD = TOKENS
 _OF_TOKENIZER = ("_id", "_ids", "suppress_tokens", "tokenizer_class")  # ends of names
-_IDS = Field(int, low=0, null=True, many=True)
+_IDS = Field(int, null=True, many=True)
 
 
 class About(NamedTuple):
@@ -83,13 +83,19 @@ class About(NamedTuple):
         def rest(given: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in given.items() if not name.endswith(_OF_TOKENIZER)}
 
-        return About(rest(self.fields), self.generation and rest(self.generation), rest(self.changed))
+        changed = {_END: _one(self.ends)} if self.ends else {}
+        # null, not absent: so it counts against what the base of adapters says.
+        return About(
+            rest(self.fields) | dict.fromkeys(TOKENS),
+            None if self.generation is None else rest(self.generation),
+            rest(self.changed) | changed,
+        )
 
     def note(self) -> str:
         """Returns a line that lists what training changed; "" if nothing."""
         now = {**self.fields, **(self.generation or {})}
-        listed = [f"{name}={shown(now.get(name))} (was {shown(was)})" for name, was in self.changed.items() if was]
-        listed += [name for name, was in self.changed.items() if not was]
+        values = {name: f"={shown(now[name])} (was {shown(was)})" for name, was in self.changed.items() if name in now}
+        listed = [f"{name}{values.get(name, '')}" for name in self.changed]
         return visible(f"changed by training: {', '.join(listed)}") if listed else ""
 
     def files(self) -> dict[str, bytes]:

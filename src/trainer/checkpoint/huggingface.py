@@ -27,7 +27,7 @@ from trainer.checkpoint.source import (
     within,
 )
 from trainer.checkpoint.stored import stored_kernels
-from trainer.checkpoint.weight_files import model_tensors, other_forms
+from trainer.checkpoint.weight_files import BUFFER, model_tensors, other_forms
 from trainer.checkpoint.words import Readable
 from trainer.config import Config, UserError
 from trainer.config.json_files import read_object
@@ -146,7 +146,7 @@ class HuggingFaceSource:
         found = {
             name: it
             for name, it in found.items()
-            if not name.endswith("rotary_emb.inv_freq")
+            if not name.endswith(BUFFER)
             and name not in copies
             and (name in wanted or not self._is_zero_bias(name))
             and not in_other_module(config, name, self.modules)

@@ -1,12 +1,13 @@
 """Opens checkpoints, whose kind is recognized by their files."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from trainer.backends import make_model
-from trainer.checkpoint.about import FIELDS, GENERATION
+from trainer.checkpoint.about import FIELDS, GENERATION, About
 from trainer.checkpoint.adapters import Initial, Merged, RunAdapters
 from trainer.checkpoint.huggingface import CONFIG as HUGGING_FACE_CONFIG
 from trainer.checkpoint.huggingface import HuggingFaceSource
@@ -16,7 +17,7 @@ from trainer.checkpoint.orbax import COMPOSITE
 from trainer.checkpoint.params import CONFIG, TREE, ParamsSource
 from trainer.checkpoint.peft import PeftSource, is_peft
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
-from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar
+from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
 from trainer.checkpoint.source import Source, joined, names_of
 from trainer.checkpoint.weight_files import INDEX, weight_files
 from trainer.config import Config, UserError
@@ -145,7 +146,10 @@ def _of_run(
         sidecar = _sidecar(checkpoint, verify)
         if sidecar.base is not None:
             return _merged(RunAdapters(checkpoint, sidecar, average=average), base, decoder_block, verify=verify)
-        return ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
+        source = ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
+        if not (source.tokenizer / FIELDS).is_file():
+            source.about, source.lacks = _about_start(sidecar, checkpoint, source.about)
+        return source
     if average:
         raise UserError(
             f"{path}: no run with a checkpoint there, and only a run contains averaged parameters; leave out "
@@ -154,6 +158,20 @@ def _of_run(
     raise UserError(
         f"{path}: no run with a checkpoint there; from a bucket, only a run's folder or one of its "
         "checkpoints/N can be read: copy other checkpoints to this machine"
+    )
+
+
+def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
+    """Returns what the folder says with which a run began that was saved before runs kept this, and a line."""
+    place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
+    if not place:
+        return own, ""
+    if "://" not in place and local_path(place).is_dir():
+        with contextlib.suppress(UserError):  # what is there now may be no model
+            own, begun = open_source(place, verify=False).about, place
+    return own, (
+        f"{checkpoint} was saved by an earlier version, which kept no end tokens: they are those of {begun}, without "
+        "the end of a turn that a chat template teaches; a resumed run adds it"
     )
 
 

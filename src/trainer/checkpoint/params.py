@@ -56,7 +56,7 @@ class ParamsSource:
         self.path, self.tokenizer = path, path / tokenizer
         self.keys: Mapping[str, Any]
         self.keys, length = read_model_yaml(path / config)
-        self.about = about_in(self.tokenizer)
+        self.about, self.lacks = about_in(self.tokenizer), ""  # `lacks`: a line on what an old run does not say
         if length is not None and self.keys["rope_type"] == "default":
             self.about = self.about._replace(fields={LONGEST: length, **self.about.fields})
         self._tree = path / tree
@@ -73,9 +73,9 @@ class ParamsSource:
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
-        if not self.keys.get(STORED) or config[STORED]:
-            return ()
-        return [f"{self.path}: weights are stored in {self.keys['quantization']}; they are read as float32"]
+        as_floats = self.keys.get(STORED) and not config[STORED]
+        stored = f"{self.path}: weights are stored in {self.keys.get('quantization')}; they are read as float32"
+        return [*filter(None, [self.lacks]), *([stored] if as_floats else ())]
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""

@@ -12,6 +12,7 @@ from trainer.config.paths import path_problem
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # of PEFT, which may lie beside its base
+BUFFER = "rotary_emb.inv_freq"  # follows from config.json; old folders hold it
 _FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may hold weights
 _MOST = 20  # lines of a message, and names in a line
 _STRIP = 1 << 25  # bytes to compare at once
@@ -61,20 +62,20 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
         return next(iter(found.values()), {})
     problems = []
     for name, file in index.items():
-        if name not in found[file]:
-            other = next((f"; it is in {other}" for other, tensors in found.items() if name in tensors), "")
-            problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor{other}")
+        other = next((other for other, tensors in found.items() if name in tensors), "")
+        if other and name not in found[file]:  # one that no file has may be a tied head; what is needed is missed later
+            problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor; it is in {other}")
     for file, tensors in found.items():
         for name, tensor in tensors.items():
             home = index.get(name)
-            if home is None:
+            if home is None and not name.endswith(BUFFER):
                 problems.append(f"{shortened(name)} is in {file}, but not in the index")
-            elif file != home and name in found[home] and not _same(tensor, found[home][name]):
+            elif home not in (None, file) and name in found[home] and not _same(tensor, found[home][name]):
                 problems.append(f"{shortened(name)} is another tensor in {home}, which the index names, than in {file}")
     if problems:
         more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
         raise UserError("\n  ".join([f"{path / INDEX} and its files contradict each other:", *problems[:_MOST], *more]))
-    return {name: found[file][name] for file in found for name in found[file] if index[name] == file}
+    return {name: found[file][name] for file in found for name in found[file] if index.get(name) == file}
 
 
 def tensors_in(path: Path, file: Path) -> dict[str, StoredTensor]:

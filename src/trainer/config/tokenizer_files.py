@@ -12,6 +12,7 @@ TOKENIZER_FILES = {
 }
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
+WITH_TOOLS = "tool_use"  # the name of the template for conversations with tools
 # Names in transformers and sentencepiece: of vocabularies, and of what can stand beside any of them.
 VOCABULARIES = (*TOKENIZER_FILES.values(), "vocab.json", "merges.txt", "added_tokens.json")
 SETTINGS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE_FILE, "chat_template.json", TEMPLATES)

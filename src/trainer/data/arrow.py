@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config.json_files import parsed
 
+_LISTS = "list", "large_list", "fixed_size_list", "list_view", "large_list_view"
 Restored = Callable[[Any], Any]  # turns a value of Arrow into what it was
 
 
@@ -40,11 +41,12 @@ def _restored(kind: Any, json: bool) -> Restored | None:
     import pyarrow
 
     kinds = pyarrow.types
+    lists = (getattr(kinds, f"is_{name}") for name in _LISTS)
     if kinds.is_struct(kind):
         return functools.partial(_struct, {field.name: _restored(field.type, json) for field in kind})
     if kinds.is_map(kind):
         return functools.partial(_map, _restored(kind.item_type, json))
-    if any(is_list(kind) for is_list in (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list)):
+    if any(is_list(kind) for is_list in lists):
         of_item = _restored(kind.value_type, json)
         return of_item and functools.partial(_list, of_item)
     return _json if json and isinstance(kind, pyarrow.JsonType) else None

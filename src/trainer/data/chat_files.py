@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
 from trainer.config.json_files import read_object, shown
-from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG
+from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, WITH_TOOLS
 from trainer.runtime.folders import read_bounded
 
-_KEY, _DEFAULT, _WITH_TOOLS = "chat_template", "default", "tool_use"
+_KEY, _DEFAULT = "chat_template", "default"
 _REMEDY = "name the file of a template with chat_template_path"
 
 
@@ -79,5 +79,5 @@ def _chosen(named: Mapping[Any, Any], path: Path) -> ChatTemplate | None:
     if not isinstance(text := named.get(_DEFAULT), str):
         names = ", ".join(map(str, named))
         raise UserError(f"{path}: holds the templates {names}, and none is called {_DEFAULT}; {_REMEDY}")
-    tools = named.get(_WITH_TOOLS)
+    tools = named.get(WITH_TOOLS)
     return ChatTemplate(text, str(path), tools if isinstance(tools, str) and tools != text else "") if text else None

@@ -59,7 +59,8 @@ class Corpus:
     @property
     def identity(self) -> str:
         """The fingerprint, and the share of the records that this corpus is."""
-        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}"
+        restored = " restored" if any(part.restores for part in self.parts) else ""
+        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}"
 
 
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:

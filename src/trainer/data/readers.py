@@ -36,6 +36,11 @@ class Part(Protocol):
         """Its size in bytes or records, for progress."""
         ...
 
+    @property
+    def restores(self) -> bool:
+        """Whether its columns are restored (`data.arrow`): earlier versions read other values."""
+        ...
+
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         """Yields, from `cursor` on: the cursor after a record, the share of the part read so far, and the record."""
         ...
@@ -51,6 +56,8 @@ class IndexedPart(Part, Protocol):
 
 class FilePart:
     """A file. Raises UserError if it is missing or empty."""
+
+    restores = False
 
     def __init__(self, path: Path, columns: Columns):
         self.path, self.columns = path, columns
@@ -134,6 +141,7 @@ class ParquetPart(FilePart):
 
         with self._errors(pyarrow), self._open() as file:
             names, self._rows = file.schema_arrow.names, file.metadata.num_rows
+            self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
         pick(dict.fromkeys(names), columns, self.name)
@@ -248,6 +256,7 @@ class TablePart:
     def __init__(self, name: str, table: Any, columns: Columns):
         self.name, self._table, self._columns, self.weight = name, table, columns, len(table)
         self._restored = restored_columns(table.features.arrow_schema)
+        self.restores = bool(self._restored.keys() & {*columns})
 
     def __len__(self) -> int:
         return len(self._table)

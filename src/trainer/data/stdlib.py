@@ -42,6 +42,7 @@ class SourceFiles:
 
     name: str
     files: tuple[SourceFile, ...]
+    restores: bool = False
 
     @property
     def weight(self) -> int:

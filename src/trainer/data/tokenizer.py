@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES, WITH_TOOLS
 from trainer.data.beside import EOT_TEXT, Beside
 from trainer.data.rendered import (
     Encoded,
@@ -90,6 +90,8 @@ class Tokenizer(abc.ABC):
         if self.chat_template and self.has_other_template:
             files = {name: data for name, data in files.items() if not name.startswith(TEMPLATES)}
             files[TEMPLATE_FILE] = self.chat_template.text.encode()
+            if tools := self.chat_template.with_tools:
+                files[f"{TEMPLATES}/{WITH_TOOLS}.jinja"] = tools.encode()
         return dict(sorted(files.items()))
 
     @property
@@ -119,6 +121,10 @@ class Tokenizer(abc.ABC):
         """Returns the UTF-8 that `token` adds to a text, perhaps a part of a character."""
         before = self.encode("a")  # a tokenizer may remove a space at the beginning
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
+
+    def id_of(self, name: str) -> int | None:
+        """Returns the token with this name; None if there is none."""
+        return self.special_tokens.get(name)
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, int]:

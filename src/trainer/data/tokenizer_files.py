@@ -33,6 +33,7 @@ _LLAMA3_NAMES = {
     **{0: "<|begin_of_text|>", 1: "<|end_of_text|>"},
     **{6: "<|start_header_id|>", 7: "<|end_header_id|>", 9: "<|eot_id|>"},
 }
+_LACKS = f"tokenizer_path: {{folder}}: {CONFIG_FILE} or {SPECIAL_TOKENS} names {{name}}, which {{file}} lacks"
 _SYMBOL = re.compile(r"<[^<>\s]+>")
 _MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
 # The regular expression for words backtracks over white space, and overflows its stack within a million characters of
@@ -62,17 +63,22 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
     if kind != "bytes" and not beside.files.keys().isdisjoint((CONFIG_FILE, SPECIAL_TOKENS)):
         tokenizer.special_names = beside.names
         if kind != "huggingface":
-            tokenizer.bos, tokenizer.eos = _named(tokenizer, "bos_token"), _named(tokenizer, "eos_token")
+            tokenizer.bos, tokenizer.eos = (_named(tokenizer, role, file) for role in ("bos_token", "eos_token"))
     tokenizer.beside = beside
     tokenizer.chat_template = tokenizer.own_template = template_beside(file.parent)
     return tokenizer
 
 
-def _named(tokenizer: Tokenizer, role: str) -> int | None:
-    """Returns the token that the files beside a tokenizer name as bos_token or eos_token, by default its own; None if
-    add_bos or add_eos turned it off."""
+def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
+    """Returns the token that the files beside the tokenizer `file` name as bos_token or eos_token, by default its own;
+    None if add_bos or add_eos turned it off. Raises UserError if there is no such token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
-    return None if own is None else tokenizer.markers.get(tokenizer.special_names.get(role, ""), own)
+    name = tokenizer.special_names.get(role)
+    if own is None or name is None:
+        return own
+    if (found := tokenizer.id_of(name)) is None:
+        raise UserError(_LACKS.format(folder=file.parent, name=name, file=file.name))
+    return found
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -103,6 +109,10 @@ class SentencePieceTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         byte = BYTE.fullmatch(self._inner.id_to_piece(token))
         return bytes.fromhex(byte[1]) if byte else super().token_bytes(token)
+
+    def id_of(self, name: str) -> int | None:
+        found = self._inner.piece_to_id(name)
+        return found if self._inner.id_to_piece(found) == name else None
 
     def _special_tokens(self) -> Mapping[str, int]:
         return self._pieces(self._inner.is_control)
@@ -194,8 +204,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
     end = names.get("eos_token") or next((name for name in _ENDS if name in vocabulary), None)
     for name in (begin, end):
         if name is not None and name not in vocabulary:
-            where = f"{CONFIG_FILE} or {SPECIAL_TOKENS}"
-            raise UserError(f"tokenizer_path: {file.parent}: {where} names {name}, which {file.name} lacks")
+            raise UserError(_LACKS.format(folder=file.parent, name=name, file=file.name))
     # Tokenizers without a begin token, such as GPT-2's and Qwen's, separate documents by their end token.
     begin = begin or end
     for key, wanted, name in (("add_bos", add_bos, begin), ("add_eos", add_eos, end)):
@@ -221,7 +230,7 @@ def _file(path: Path, kind: str) -> Path:
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
-    check_folder(path.parent, [*VOCABULARIES, *SETTINGS])  # read, too
+    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # read, too
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "

@@ -130,5 +130,6 @@ class MaxEngine(Engine):
         return tokenizer
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a sequence, see `ends.stop_tokens`."""
-        return stop_tokens(self.config, tokenizer)
+        """Returns the tokens that end a sequence: see `ends.stop_tokens`, and those that the adapters were taught."""
+        taught = (token for adapters in self._adapters for token in adapters.about.ends)
+        return list(dict.fromkeys([*stop_tokens(self.config, tokenizer), *taught]))

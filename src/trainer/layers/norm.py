@@ -15,7 +15,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
-        """`weight_dtype`: of kernels, so a norm does not read it. `offset`: 1 in Gemma, so that weight decay moves the
+        """`weight_dtype`: unused, a norm is float32 (`EXACT`). `offset`: 1 in Gemma, so that weight decay moves the
         factor towards 1."""
         del weight_dtype
         self.epsilon, self.offset = epsilon, offset

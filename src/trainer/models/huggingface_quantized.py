@@ -220,7 +220,7 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
     symmetric = weights.get("symmetric", True)
     zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
-    ordered = weights.get("actorder") in (True, "group")
+    ordered = weights.get("actorder") in (True, "group", "dynamic")  # two names of the same
     return Scheme(name, block, "packed" if packed else "plain", zeros, symmetric=symmetric, ordered=ordered)
 
 

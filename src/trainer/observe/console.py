@@ -127,10 +127,8 @@ class Console:
             if self._skipped[reason] == 1:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
-
-        # Lower rates, of warm-up and decay, are meant to change little.
         elif row.get("lost_updates", 0) >= _MANY and row["learning_rate"] >= self._peak / 2 and self._warns_of_lost:
-            self._warns_of_lost = False
+            self._warns_of_lost = False  # lower rates, of warm-up and decay, are meant to change little
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
                 "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "

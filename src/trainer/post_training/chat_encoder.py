@@ -19,7 +19,7 @@ from trainer.post_training.chat_template import DEFAULT, TRAINING_DATE, Template
 from trainer.post_training.conversations import Formatter, Message, conversation
 from trainer.post_training.turns import Turns, turns
 
-_FORMAT = 2  # increases if equal conversations become other tokens or other masks
+_FORMAT = 1  # increases if equal conversations become other tokens or other masks
 SHOWN = 2000  # characters of a conversation in a message
 
 

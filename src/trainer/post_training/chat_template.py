@@ -113,7 +113,7 @@ class Template:
     """A chat template.
 
     Attributes:
-      texts: its text; and that of the template for conversations with tools, if that is another one.
+      texts: all its templates: the default, then the one for conversations with tools, if there is one.
       marks_generation: whether it says with `{% generation %}` what the assistant says.
     """
 
@@ -244,8 +244,8 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("content") is not None:
         return message
-    rest = {key: item for key, item in message.items() if key not in ("role", "content")}
-    return {"role": message.get("role"), "content": _NoContent(name="content"), **rest}
+    order = () if "content" in message else ("role", "content")
+    return {**dict.fromkeys(order), **message, "content": _NoContent(name="content")}
 
 
 def _check_size(size: int) -> None:

@@ -20,7 +20,7 @@ from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 from trainer.post_training.chat_encoder import Prompts
 
-_FORMAT = 2  # increases if equal records become other prompts
+_FORMAT = 1  # increases if equal records become other prompts
 INDEX = "prompt"  # the name of the array [n] with the numbers of prompts in a batch of them
 
 

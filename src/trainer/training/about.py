@@ -1,6 +1,6 @@
 """What a run's checkpoints say about the model beside its weights: what it began with, and what training adds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ def _begun_with(config: Config, tokenizer: Tokenizer | None, own: Any, say: Call
         if config[ENABLE] and config[RESTORE]:
             about = about.under(open_adapters(config[RESTORE], average=None, verify=False).about)
     else:
+        if place:
+            say(f"load_parameters_path={place} is gone: of the tokens that end a text, only the tokenizer's are known")
         return About() if tokenizer is None else about_tokenizer(tokenizer.bos, tokenizer.eos)
     if tokenizer is None or not about.tokens or _same_tokens(about, files, config, tokenizer):
         return about
@@ -60,5 +62,12 @@ def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer
     if config.tokenizer_path == str(files) or is_remote(files) or not has_tokenizer(files, "auto"):
         return True
     theirs = load_tokenizer(str(files), "auto", add_bos=False, add_eos=False)
-    ours, said = ({token: name for name, token in one.markers.items()} for one in (tokenizer, theirs))
-    return all(ours.get(token) == said.get(token) for token in about.tokens)
+    found = [_texts(one, about.tokens) for one in (tokenizer, theirs)]
+    return found[0] == found[1]
+
+
+def _texts(tokenizer: Tokenizer, tokens: Collection[int]) -> list[Any]:
+    """Returns the name of each token that is special, and the bytes of others."""
+    names = {token: name for name, token in tokenizer.markers.items()}
+    known = [token for token in sorted(tokens) if 0 <= token < tokenizer.vocab_size]
+    return [(token, names.get(token) or tokenizer.token_bytes(token)) for token in known]

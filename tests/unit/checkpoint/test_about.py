@@ -12,8 +12,10 @@ from checkpoint_cases import FAMILIES, config_of, hf_tensors, random_params, wri
 from trainer import export
 from trainer.checkpoint import About, about_in, about_tokenizer, open_source
 from trainer.config import UserError
-from trainer.data.tokenizer import train_bpe
+from trainer.data.tokenizer import ByteTokenizer, train_bpe
+from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.ends import stop_tokens
+from trainer.training import about_run
 
 SAID = {"eos_token_id": [2, 0], "bos_token_id": 1, "temperature": 0.6, "suppress_tokens": [4]}
 
@@ -31,6 +33,7 @@ def test_what_training_teaches_is_added_where_the_folder_says_it():
     assert "max_position_embeddings=256 (was 128), chat_template" in longer.note()
     assert about.trained([0, 2], 128, False) == about
     assert about.note() == ""
+    assert About({"eos_token_id": 0}).trained([5], None, False).note().endswith("eos_token_id=[0, 5] (was 0)")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +64,16 @@ def test_it_comes_back_from_its_files(tmp_path):
 
 
 def test_another_tokenizer_keeps_what_names_no_token():
-    about = About({"eos_token_id": 2, "tokenizer_class": "A", "max_position_embeddings": 9}, SAID).without_tokens()
-    assert about == About({"max_position_embeddings": 9}, {"temperature": 0.6})
+    base = About({"eos_token_id": 2, "tokenizer_class": "A", "max_position_embeddings": 9}, SAID)
+    about = base.without_tokens()
+    nothing = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    assert about == About({"max_position_embeddings": 9} | nothing, {"temperature": 0.6}, {"eos_token_id": [2, 0]})
+    merged = base.under(about.trained([50], None, False))  # as in an export of a LoRA run with another tokenizer
+    assert (merged.ends, merged.fields["bos_token_id"]) == ([50], None)
+    assert "eos_token_id=50 (was [2, 0])" in merged.note()
 
 
-@pytest.mark.parametrize("generation", [{"eos_token_id": "two"}, {"bos_token_id": 1.5}, {"pad_token_id": -1}, []])
+@pytest.mark.parametrize("generation", [{"eos_token_id": "two"}, {"bos_token_id": 1.5}, []])
 def test_a_damaged_file_is_named(tmp_path, generation):
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(UserError, match=r"generation_config\.json"):
@@ -127,19 +135,60 @@ def test_every_form_of_a_model_ends_at_the_same_tokens(folder, tmp_path):
             assert sorted(stop_tokens(own, tokenizer)) == ends
 
 
-def test_adapters_without_a_tokenizer_take_that_of_their_base(folder, tmp_path):
+def begun(folder, tokenizer, own=None, **keys):
+    """Returns `about_run` of a run that begins with `folder`, and what it said."""
+    said = []
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"], **keys)
+    config = type(config)({**config, "load_parameters_path": str(folder), "max_target_length": 9000})
+    return about_run(config, tokenizer, own, [9], said.append), said
+
+
+def test_what_a_run_begins_with(folder, tmp_path):
+    tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
+    about, said = begun(folder, tokenizer)
+    assert (about.ends, about.fields["max_position_embeddings"], said) == ([2, 0, 9], 9000, [])
+    assert about.fields["tokenizer_class"] == "A"
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 64, "rope_factor": 2.0}
+    assert begun(folder, tokenizer, **yarn)[0].fields["max_position_embeddings"] == 8192
+    about, (line,) = begun(folder, ByteTokenizer())
+    assert (about.ends, about.generation["temperature"]) == ([9], 0.6)
+    assert line.startswith(f"the tokenizer is not that of {folder}: ")
+    about, (line,) = begun(tmp_path / "gone", tokenizer)
+    assert about.ends == [tokenizer.eos, 9]
+    assert "is gone" in line
+    adapters = tmp_path / "adapters"
+    write_adapters(adapters, folder)
+    (adapters / "generation_config.json").write_text('{"eos_token_id": 5}')
+    lora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4, "lora_restore_path": adapters}
+    assert begun(folder, tokenizer, **lora)[0].ends == [5, 9]
+
+
+def test_a_folder_that_says_there_is_no_end_stays_so(folder, tmp_path):
+    alone = shutil.copytree(folder, tmp_path / "alone")
+    (alone / "generation_config.json").unlink()
+    config = json.loads((alone / "config.json").read_text()) | {"eos_token_id": None}
+    (alone / "config.json").write_text(json.dumps(config))
+    again = exported(exported(alone, tmp_path / "params", "format=params"), tmp_path / "hf", "format=hf")
+    assert not (again / "generation_config.json").exists()
+    assert json.loads((again / "config.json").read_text())["eos_token_id"] is None
+
+
+def write_adapters(out, folder):
+    """Writes a folder of PEFT without a tokenizer."""
     from safetensors.numpy import save_file
 
     said = json.loads((folder / "config.json").read_text())
     name = "base_model.model.model.layers.0.mlp.gate_proj.lora_{}.weight"
     sizes = {"A": (2, said["hidden_size"]), "B": (said["intermediate_size"], 2)}
-    (tmp_path / "peft").mkdir()
-    save_file(
-        {name.format(it): np.ones(shape, np.float32) for it, shape in sizes.items()},
-        tmp_path / "peft/adapter_model.safetensors",
-    )
+    tensors = {name.format(it): np.ones(shape, np.float32) for it, shape in sizes.items()}
+    out.mkdir()
+    save_file(tensors, out / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["gate_proj"], "layers_to_transform": [0]}
-    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": str(folder)}))
+    (out / "adapter_config.json").write_text(json.dumps(fields | {"base_model_name_or_path": str(folder)}))
+
+
+def test_adapters_without_a_tokenizer_take_that_of_their_base(folder, tmp_path):
+    write_adapters(tmp_path / "peft", folder)
     merged = exported(tmp_path / "peft", tmp_path / "merged", "format=hf")
     assert everything(merged) == everything(folder)
     (tmp_path / "peft/generation_config.json").write_text('{"eos_token_id": 5}')  # the adapters were taught another end

@@ -32,6 +32,8 @@ def test_every_value_counts_at_its_place(kind):
 def test_every_parameter_has_its_hash():
     found = digests({("a",): jax.numpy.asarray(VALUES), ("b",): jax.numpy.asarray(VALUES[0])})
     assert {kind: [*of_names] for kind, of_names in found.items()} == {"float32": ["a", "b"], "bfloat16": ["a", "b"]}
+    mixed = {("a",): jax.numpy.asarray(VALUES), ("b",): jax.numpy.asarray(VALUES[0], "bfloat16")}
+    assert digests(mixed).keys() == {"bfloat16"}
 
 
 @pytest.mark.parametrize("count", [1, 3])

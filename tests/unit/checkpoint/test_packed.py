@@ -184,11 +184,12 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 
 def of_gptq(folder, bits, said, stored, **more):
-    """Returns a matrix [16, 16] in groups of 8 whose zero points are stored as `stored`."""
+    """Returns a matrix [16, 16] in two groups of 8 whose zero points are stored as `stored`, for both or for each."""
     said = {"quant_method": "gptq", "bits": bits, "group_size": 8} | said
-    word = np.array([sum(stored << bits * i for i in range(32 // bits))], np.uint32).view(np.int32)
+    each = [stored] * 2 if isinstance(stored, int) else stored
+    words = np.array([[sum(one << bits * i for i in range(32 // bits))] for one in each], np.uint32).view(np.int32)
     tensors = {"qweight": np.zeros((16 * bits // 32, 16), np.int32), "scales": np.ones((2, 16), np.float16), **more}
-    tensors["qzeros"] = np.full((2, 16 * bits // 32), word)
+    tensors["qzeros"] = np.repeat(words, 16 * bits // 32, axis=1)
     save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, folder / "file")
     return with_matrices(stored_tensors(folder / "file"), recipe_of(said), folder)["m.weight"]
 
@@ -220,6 +221,8 @@ def test_zero_points_of_gptq_that_are_stored_as_the_other_format_has_them(bits, 
         assert of_gptq(tmp_path, bits, said | {"sym": False}, stored).has_zeros  # they may be meant so
     with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
         _ = of_gptq(tmp_path, bits, V1, 3).has_zeros
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        _ = of_gptq(tmp_path, bits, V1, [middle, 3]).has_zeros
 
 
 def test_groups_of_gptq_that_contradict_its_configuration(tmp_path):

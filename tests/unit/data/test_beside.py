@@ -73,6 +73,9 @@ def test_the_special_tokens_of_a_sentencepiece_model(tmp_path):
     tokenizer = loaded(tmp_path)
     assert (own.eos, tokenizer.eos) == (2, own.special_tokens["<|turn|>"])
     assert tokenizer.bos == own.bos == 1
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|absent|>"}))
+    with pytest.raises(UserError, match=r"special_tokens_map.json names <\|absent\|>, which tokenizer.model lacks"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,8 @@ def test_a_run_keeps_every_file_of_the_tokenizer_as_it_is(tmp_path):
     tokenizer.chat_template = ChatTemplate("{{ another }}", "chat_template")
     kept = {name: data for name, data in files.items() if not name.startswith("additional")}
     assert tokenizer.saved_files() == kept | {"chat_template.jinja": b"{{ another }}"}
+    tokenizer.chat_template = ChatTemplate("{{ another }}", "a file", "with tools")
+    assert tokenizer.saved_files()["additional_chat_templates/tool_use.jinja"] == b"with tools"
 
 
 def test_a_tokenizer_with_a_name_of_its_own_takes_no_other_vocabulary_along(tmp_path):

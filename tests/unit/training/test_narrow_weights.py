@@ -115,17 +115,29 @@ def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
     """A number at 1/4 of the spacing goes up in 1/4 of the cases; float32, updates of 0 and infinities stay."""
     config = made(weight_stochastic_rounding=True).config
     size, spacing = 40_000, 2.0**-7
-    params = {"a": jnp.ones(size, "bfloat16"), "b": jnp.ones(3), "c": jnp.full(size, -0.3, "bfloat16")}
-    updates = {"a": jnp.full(size, spacing / 4), "b": jnp.full(3, 1e-6), "c": jnp.zeros(size).at[0].set(jnp.inf)}
+    params = {
+        "a": jnp.ones(size, "bfloat16"),
+        "d": jnp.ones(size, "bfloat16"),
+        "b": jnp.ones(3),
+        "c": jnp.full(size, -0.3, "bfloat16"),
+    }
+    updates = {
+        "a": jnp.full(size, spacing / 4),
+        "d": jnp.full(size, spacing / 4),
+        "b": jnp.full(3, 1e-6),
+        "c": jnp.zeros(size).at[:2].set([jnp.inf, jnp.nan]),
+    }
     found, again, later = (jax.tree.map(np.asarray, applied(config, params, updates, step)) for step in (0, 0, 1))
     assert_equal_bits(found, again)
     up = found["a"] == np.float32(1 + spacing)
     assert np.all(up | (found["a"] == 1))
     assert abs(up.mean() - 0.25) < 0.01
     assert np.mean(later["a"] == found["a"]) < 0.8
+    assert np.mean(found["d"] == found["a"]) < 0.8  # each parameter has noise of its own
     assert_equal_bits(found["b"], np.asarray(params["b"] + updates["b"]))
     assert np.isinf(found["c"][0])
-    assert_equal_bits(found["c"][1:], np.asarray(params["c"][1:]))
+    assert np.isnan(found["c"][1])
+    assert_equal_bits(found["c"][2:], np.asarray(params["c"][2:]))
 
 
 def test_stochastic_rounding_moves_kernels_alike_in_nnx_and_linen_on_a_mesh_with_zero1():
