@@ -170,8 +170,8 @@ def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, 
         with contextlib.suppress(UserError):  # what is there now may be no model
             own, begun = open_source(place, verify=False).about, place
     return own, (
-        f"{checkpoint} was saved by an earlier version, which kept no end tokens: they are those of {begun}, without "
-        "the end of a turn that a chat template teaches; a resumed run adds it"
+        f"{checkpoint} was saved by an earlier version, which did not keep what its model's folder says: the tokens "
+        f"that end a text are those of {begun}, without the end of a turn; a run that is resumed keeps all of it"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import Config, UserError
+from trainer.config.chat_keys import TOOLS
 from trainer.config.paths import local_path
 from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate, read_template
@@ -55,8 +56,9 @@ class ChatEncoder(Encoder):
 
     @property
     def identity(self) -> dict[str, Any]:
+        has_tools = TOOLS in self.columns or self.formatter is not None
         return super().identity | {
-            "template": [_FORMAT, *self.template.texts, TRAINING_DATE.isoformat()],
+            "template": [_FORMAT, *self.template.texts[: 1 + has_tools], TRAINING_DATE.isoformat()],
             "names": self._tokenizer.special_names and sorted(self._tokenizer.special_names.items()),
             "formatter": self.formatter and self.formatter.identity,
         }
