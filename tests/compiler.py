@@ -56,10 +56,27 @@ def start_xla(devices: int) -> None:
     would end the process at a flag that it does not know."""
     import jax
 
+    _compile_anew_for_several_devices()
+
     os.environ["XLA_FLAGS"] = xla_flags(devices)
     os.environ["NPROC"] = str(4 * devices)  # the same value as in trainer.runtime.platforms
     jax.devices()
     os.environ["XLA_FLAGS"] = _shared(devices)
+
+
+def _compile_anew_for_several_devices() -> None:
+    """Keeps programs of several devices out of JAX's compilation cache: see `trainer.runtime.programs`, which disables
+    the cache of a whole process. Here most programs have one device."""
+    from jax._src import compiler
+
+    cached = compiler.compile_or_get_cached
+
+    def compile_(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, of: Any, *rest: Any) -> Any:
+        if devices.size > 1:
+            return compiler.backend_compile_and_load(backend, module, of, options, callbacks)
+        return cached(backend, module, devices, options, callbacks, of, *rest)
+
+    compiler.compile_or_get_cached = compile_
 
 
 def xla_flags(devices: int) -> str:

@@ -1,8 +1,8 @@
 """The suite runs on eight simulated CPU devices on any machine. They are set up before anything imports JAX.
 
 compiler.py defines how programs are compiled. Both workers and every process that a test starts share one compilation
-cache, so a program whose text is the same in several combinations, runs or processes is compiled once. The cache is
-JAX_COMPILATION_CACHE_DIR, or a folder that is deleted when the suite ends.
+cache, so a program of one device whose text is the same in several combinations, runs or processes is compiled once.
+The cache is JAX_COMPILATION_CACHE_DIR, or a folder that is deleted when the suite ends.
 """
 
 import atexit
@@ -45,3 +45,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 start_xla(8)
+
+
+def pytest_configure() -> None:
+    from trainer.sharding import mesh
+
+    mesh.compile_anew = lambda devices: None  # compiler.py does this for each program

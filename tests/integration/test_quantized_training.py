@@ -234,6 +234,20 @@ def test_a_mesh_computes_what_one_device_computes():
     np.testing.assert_allclose(own, parted, **ROUNDED)
 
 
+def test_one_bit_of_the_parameters_moves_the_loss_as_far_as_a_mesh():
+    """So the difference between meshes is that of rounding, and not of scales."""
+
+    def moved(**keys):
+        tree = initial()
+        last_bit = jax.tree.map(lambda x: np.nextafter(x, np.float32(np.inf)), jax.device_get(tree.params))
+        (before,), _, _ = losses(steps=1, start=tree, **keys)
+        (after,), _, _ = losses(steps=1, start=tree._replace(params=last_bit), **keys)
+        return abs(after / before - 1)
+
+    assert 1e-6 < moved(quantization_local_shard_count=1) < ROUNDED["rtol"]
+    assert moved(quantization="") < 1e-6
+
+
 def test_accumulation_changes_nothing_if_each_row_has_its_scale():
     """The scales of weight gradients are over the tokens of a part; all others are of a token."""
     rows = ROWS * 2

@@ -41,7 +41,7 @@ TPU = {
 
 
 def train_compile(*args, cwd, flags=""):
-    env = os.environ | {"XLA_FLAGS": flags}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": ""}  # it does not use the cache
     command = [sys.executable, "-m", "trainer.train_compile", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 

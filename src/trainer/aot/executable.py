@@ -19,6 +19,7 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
+from trainer.runtime.programs import is_mixed_up
 from trainer.runtime.versions import installed
 
 MAGIC = b"trainer-executable 1\n"
@@ -77,9 +78,15 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
     """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears when it is complete.
 
     Raises:
-      UserError: the path cannot be written.
+      UserError: the path cannot be written, or XLA may load the step wrongly.
     """
     from jax.experimental import serialize_executable
+
+    if is_mixed_up(compiled, origin["devices"]["kind"], origin["devices"]["number"]):
+        raise UserError(
+            f"compiled_trainstep_file={path}: this step passes arrays from device to device, and XLA mixes these up "
+            "in a loaded program of several CPU devices; leave the key out"
+        )
 
     payload, _, out_tree = serialize_executable.serialize(compiled)
     metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))[1]

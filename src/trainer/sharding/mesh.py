@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI, MESH_AXES
+from trainer.runtime.programs import compile_anew
 
 
 def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -42,11 +43,12 @@ def make_mesh(config: Config, devices: Sequence[jax.Device]) -> Mesh:
 
     In an axis that spans both slices and devices within slices, slices are outermost. Devices without slices keep their
     order, which follows their processes. Axes have JAX's type Auto: the compiler propagates shardings from `constrain`
-    and from the state.
+    and from the state. A mesh of several CPU devices disables JAX's compilation cache (`runtime.programs`).
 
     Raises:
       UserError: the physical network cannot form this mesh.
     """
+    compile_anew(devices)
     ici, dcn = (tuple(config[keys[axis]] for axis in MESH_AXES) for keys in (ICI, DCN))
     if devices[0].platform == "cpu":
         grid = _in_order(devices, ici, dcn)
