@@ -55,6 +55,7 @@ class Tokenizer(abc.ABC):
       own_template: the template for chats in its files; None if there is none.
       chat_template: the same, or another that a run trains with.
       beside: what lies beside its file.
+      note: a line for the user about what its file says and is not done; "" if there is nothing.
     """
 
     vocab_size: int
@@ -65,6 +66,7 @@ class Tokenizer(abc.ABC):
     own_template: "ChatTemplate | None" = None
     chat_template: "ChatTemplate | None" = None
     beside: Beside = Beside()
+    note: str = ""
 
     @property
     def largest(self) -> int:
@@ -164,6 +166,9 @@ class JsonTokenizer(Tokenizer):
         # Rows are as long as the configuration says, not as a file says.
         inner.no_truncation()
         inner.no_padding()
+        # Equal texts have equal tokens. Of all models, only BPE draws at random if its file says so.
+        if getattr(inner.model, "dropout", None):
+            inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
         self.special_names = {role: name for role, name in (("bos_token", bos), ("eos_token", eos)) if name is not None}
         ids = inner.get_vocab()
@@ -179,7 +184,7 @@ class JsonTokenizer(Tokenizer):
 
     def __reduce__(self) -> Any:
         # Through __init__, because pickling loses encode_special_tokens.
-        own = {"special_names", "own_template", "chat_template", "beside"}
+        own = {"special_names", "own_template", "chat_template", "beside", "note"}
         given = {name: value for name, value in vars(self).items() if name in own}
         return JsonTokenizer, (self._inner, *self._names), given
 

@@ -204,7 +204,10 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
                 f"tokenizer_path: {file} has no known special token for the start or end of a document; name bos_token "
                 f"and eos_token in a {CONFIG_FILE} next to it, or set {key}=false"
             )
+    dropout = getattr(inner.model, "dropout", None)
     tokenizer = JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
+    if dropout:
+        tokenizer.note = f"{file}: its dropout={dropout:.3g} is turned off, so that equal texts have equal tokens"
     known = {"bos_token": begin, "eos_token": end}
     tokenizer.special_names = {name: value for name, value in known.items() if value is not None}
     return tokenizer

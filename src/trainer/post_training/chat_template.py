@@ -166,6 +166,8 @@ class Template:
     def _compiled(self) -> jinja2.Template:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
+        # Equal conversations have equal texts.
+        del environment.filters["random"], environment.globals["lipsum"]
         environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:

@@ -172,6 +172,29 @@ def test_a_tokenizer_that_changes_text_counts_no_bytes(tmp_path: Path):
     assert load_tokenizer(path, "auto", **BOTH).bytes_per_token is None
 
 
+def test_a_tokenizer_that_drops_merges_at_random_does_not(tmp_path: Path):
+    from tokenizers import Tokenizer
+
+    train_bpe([document(i) for i in range(20)], 300).save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    text, wanted = document(1), load_tokenizer(str(tmp_path), "auto", **BOTH)
+    spec = json.loads(file.read_text())
+    spec["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(spec))
+    assert len({tuple(Tokenizer.from_file(str(file)).encode(text).ids) for _ in range(20)}) > 1
+    tokenizer = load_tokenizer(str(tmp_path), "auto", **BOTH)
+    assert tokenizer.fingerprint == wanted.fingerprint
+    again = pickle.loads(pickle.dumps(tokenizer))
+    for each in (tokenizer, again):
+        assert {tuple(each.encode(text)) for _ in range(20)} == {tuple(wanted.encode(text))}
+        assert each.note == f"{file}: its dropout=0.5 is turned off, so that equal texts have equal tokens"
+    lines: list[str] = []
+    config = config_of(tmp_path, tokenizer_type="auto", tokenizer_path=tmp_path)
+    open_tokenizer(config, [], [], tmp_path, lines.append)
+    assert lines == [tokenizer.note]
+    assert json.loads(tokenizer.saved_files()["tokenizer.json"]) == spec  # an export has the file as it is
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no known special token .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)

@@ -102,6 +102,7 @@ def test_the_default_template():
         ("{% for i in range(100001) %}x{% endfor %}", "Range"),
         ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ lipsum() }}", "lipsum"),  # random
     ],
 )
 def test_what_templates_cannot_do(text, said):
@@ -111,7 +112,9 @@ def test_what_templates_cannot_do(text, said):
         rendered(text)
 
 
-@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{ 'a", "{% generation %}", "{% nothing %}"])
+@pytest.mark.parametrize(
+    "text", ["{% for m in messages %}", "{{ 'a", "{% generation %}", "{% nothing %}", "{{ [1]|random }}"]
+)
 def test_a_text_that_is_no_template(text):
     with pytest.raises(UserError, match=r"here, line 1 is not a chat template in Jinja: "):
         Template(ChatTemplate(text, "here"), NAMES)
