@@ -10,7 +10,7 @@ from trainer.config.errors import UserError, nearest
 from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
-from trainer.data.readers import Columns, TablePart
+from trainer.data.readers import Columns, TablePart, arrow_errors
 from trainer.runtime.folders import check_folder
 
 Say = Callable[[str], None]
@@ -84,7 +84,7 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
             return table
     except UserError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (datasets.exceptions.DatasetsError, *arrow_errors()) as error:
         text = ": ".join(" ".join(str(reason).split())[:300] for reason in _reasons(error))
         raise UserError(f"hf_path={path}, {key}={split}: the dataset cannot be loaded: {text}") from error
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, shortened
 from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Record
 from trainer.data.text import GZIP, encoding_hint
@@ -253,16 +253,26 @@ class TablePart:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
+        where = f"{self.name}, row {index}"
         try:
             values = restored(self._table[int(index)], self._restored)
         except UnicodeDecodeError:
             (values,) = rows_of(self._table.with_format("arrow")[int(index) : int(index) + 1])
-        return pick(values, self._columns, f"{self.name}, row {index}")
+        except arrow_errors() as error:
+            raise UserError(f"{where}, cannot be read ({shortened(str(error))}); is it text?") from error
+        return pick(values, self._columns, where)
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         for first in range(cursor, len(self), _CHUNK):
             for index in range(first, min(first + _CHUNK, len(self))):
                 yield index + 1, (index + 1) / len(self), self[index]
+
+
+def arrow_errors() -> tuple[type[Exception], ...]:
+    """Returns what pyarrow and `datasets` raise for files that contradict what they say of themselves."""
+    import pyarrow
+
+    return pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:

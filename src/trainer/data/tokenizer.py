@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
+from trainer.config.words import visible
 from trainer.data.beside import Beside
 from trainer.data.rendered import (
     Encoded,
@@ -38,7 +39,26 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_NO_UNKNOWN = (
+    "; a tokenizer without a token for unknown text must have tokens for all text: take another tokenizer_path, or add "
+    "the token to its vocabulary"
+)
 JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
+
+
+class package_errors:
+    """A context that turns errors of the package tokenizers into a UserError: `text`, the reason, `advice`. The package
+    raises plain Exception and, where its own code fails, PanicException, which is a BaseException."""
+
+    def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
+        self._text, self._advice = text, advice
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is not None and (kind is Exception or kind.__name__ == "PanicException"):
+            raise UserError(f"{self._text} ({shortened(visible(str(error)))}){self._advice}") from error
 
 
 class Tokenizer(abc.ABC):
@@ -226,24 +246,21 @@ class JsonTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._batch(self._inner, texts, offsets=False)]
 
     def _batch(self, inner: "tokenizers.Tokenizer", texts: Sequence[str], offsets: bool = True) -> list[Any]:
+        failed = f"the tokenizer cannot encode the text {shortened(''.join(texts[:1]))!r}"
         try:
-            if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
-                return [inner.encode(texts[0], add_special_tokens=False)]
-            encode = inner.encode_batch if offsets else inner.encode_batch_fast
-            return encode(texts, add_special_tokens=False)
-        except Exception as error:  # the package raises plain Exception
-            if type(error) is not Exception:
+            with package_errors(failed, _NO_UNKNOWN):
+                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
+                    return [inner.encode(texts[0], add_special_tokens=False)]
+                encode = inner.encode_batch if offsets else inner.encode_batch_fast
+                return encode(texts, add_special_tokens=False)
+        except UserError:
+            if len(texts) == 1:
                 raise
-            if len(texts) > 1:
-                return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
-            raise UserError(
-                f"the tokenizer cannot encode the text {shortened(texts[0])!r} ({error}); a tokenizer without a token "
-                "for unknown text must have tokens for all text: take another tokenizer_path, or add the token to its "
-                "vocabulary"
-            ) from error
+            return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=True)
+        with package_errors("the tokenizer cannot make text of tokens"):
+            return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._inner.id_to_token(token) or ""

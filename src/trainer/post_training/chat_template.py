@@ -46,7 +46,7 @@ _MARK = re.compile(f"[{MARKS}]")
 # What an expression in a template can raise.
 _ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(RecursionError, MemoryError),
+    *(RuntimeError, NameError, MemoryError),
 )
 
 
@@ -155,12 +155,14 @@ class Template:
             for chunk in self._compiled.generate(**self._names, **given, documents=None, add_generation_prompt=prompt):
                 chunks.append(chunk)
                 _check_size(size := size + len(chunk))
+            text = "".join(chunks)
+            text.encode()  # no tokenizer takes half of a pair of surrogates
         except _ERRORS as error:
             raise TemplateFailed(
                 f"the chat template ({self.where}) cannot render the conversation: "
                 f"{shortened(visible(str(error))) or type(error).__name__}"
             ) from error
-        return _without_marks("".join(chunks))
+        return _without_marks(text)
 
     @functools.cached_property
     def _compiled(self) -> jinja2.Template:
@@ -172,9 +174,10 @@ class Template:
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+        except (*_ERRORS, SyntaxError) as error:  # a SyntaxError is Python's, of what Jinja wrote
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise UserError(f"{self.where}{line} is not a chat template in Jinja: {error}") from error
+            why = shortened(visible(error.msg if isinstance(error, SyntaxError) else str(error)))
+            raise UserError(f"{self.where}{line} is not a chat template in Jinja: {why}") from error
 
     @functools.cached_property
     def _takes_parts(self) -> bool:

@@ -167,6 +167,19 @@ def test_the_newest_version_of_tfds_is_taken(tmp_path: Path):
     assert tfds_folder(tmp_path, "name:1.2.0").name == "1.2.0"
 
 
+@pytest.mark.parametrize(
+    "features", [{"text": {"shape": [2, 2], "dtype": "int32", "_type": "Array2D"}}, {"text": None}, [1]]
+)
+def test_features_that_the_columns_are_not(tmp_path: Path, features):
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    info = tmp_path / "saved" / "dataset_info.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"features": features}))
+    with pytest.raises(UserError, match=r"saved, train_split=train: the dataset cannot be loaded: "):
+        source_of(tmp_path, dataset_type="hf", hf_path=tmp_path / "saved")
+
+
 def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     import datasets
 

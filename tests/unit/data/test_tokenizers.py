@@ -195,6 +195,22 @@ def test_a_tokenizer_that_drops_merges_at_random_does_not(tmp_path: Path):
     assert json.loads(tokenizer.saved_files()["tokenizer.json"]) == spec  # an export has the file as it is
 
 
+def test_where_the_package_itself_fails(tmp_path: Path):
+    """It raises a BaseException then."""
+    spec = json.loads(Path(json_tokenizer(tmp_path / "made", ["</s>"]), "tokenizer.json").read_text())
+    steps = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": ""}
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": []}
+    for field, value, message in (
+        ("normalizer", charsmap, "is not a tokenizer.json (.*Cannot parse precompiled_charsmap"),
+        ("post_processor", template | {"special_tokens": {}}, "is not a tokenizer.json (no entry found for key)"),
+        ("pre_tokenizer", steps, "cannot encode the text 'aaa.* (.*retry-limit-in-match over); a tokenizer without"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {field: value}))
+        with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
+            load_tokenizer(str(tmp_path), "auto", **BOTH).encode_many(["a" * 40 + "b"] * 2)
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no known special token .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)

@@ -103,6 +103,7 @@ def test_the_default_template():
         ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ lipsum() }}", "lipsum"),  # random
+        ("{{ '\\ud800' }}", "surrogates not a"),
     ],
 )
 def test_what_templates_cannot_do(text, said):
@@ -117,6 +118,23 @@ def test_what_templates_cannot_do(text, said):
 )
 def test_a_text_that_is_no_template(text):
     with pytest.raises(UserError, match=r"here, line 1 is not a chat template in Jinja: "):
+        Template(ChatTemplate(text, "here"), NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% continue %}",
+        "{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}",
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{{ f(a=1, a=2) }}",
+        "{% if x %}" * 120 + "{% endif %}" * 120,
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+    ],
+)
+def test_a_template_that_python_cannot_compile(text):
+    with pytest.raises(UserError, match=r"^here is not a chat template in Jinja: \S.{10,}"):
         Template(ChatTemplate(text, "here"), NAMES)
 
 
