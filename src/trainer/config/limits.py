@@ -11,3 +11,10 @@ FILE_BYTES = 1 << 28
 LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
 # quantization_config: groups, regular expressions, their characters, and digits of a number of repetitions in them.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
+# Templates of chats: characters of a template; of a text or list that it makes, and of all these together; digits in a
+# format, bits of an integer, operands of ** and digits of round; turns of its loops and calls; seconds. They hold for
+# one conversation. The time is looked at between the operations of a template, whose sizes are bounded.
+TEMPLATE_CHARACTERS = 1 << 17
+MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 22, 1 << 27, 1 << 26
+FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
+TURNS, SECONDS = 1 << 21, 2.0
