@@ -120,7 +120,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _look(self) -> None:
         if self._budget.turns <= 0 or time.monotonic() > self._budget.until > 0:
-            raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:.0f} s")
+            raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:g} s")
 
     def made(self, size: int) -> None:
         """Counts a text or list of this size, before it is made if it can be large."""

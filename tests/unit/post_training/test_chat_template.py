@@ -7,6 +7,7 @@ import pytest
 
 from trainer.config import UserError
 from trainer.data.chat_files import ChatTemplate
+from trainer.post_training import template_sandbox
 from trainer.post_training.chat_template import DEFAULT, Template, TemplateFailed
 
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -111,6 +112,54 @@ def test_what_templates_cannot_do(text, said):
         TemplateFailed, match=f"the chat template \\(here\\) cannot render the conversation: .*({said})"
     ):
         rendered(text)
+
+
+GROWN = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ 1.5|round(-999999999) }}", "round has"),
+        (GROWN % ("9", "n.x * n.x"), "bits"),
+        (GROWN % ("'a'.encode()", "n.x + n.x"), "it makes more"),
+        (GROWN % ("'a'", "n.x ~ n.x"), "it makes more"),
+        (GROWN % ("['a']", "[n.x, n.x]"), "it makes more"),
+        (GROWN % ("['a']", "(n.x, n.x)"), "it makes more"),
+        (GROWN % ("['a']", "{'a': n.x, 'b': n.x}"), "it makes more"),
+        (GROWN % ("['a']", "dict(a=n.x, b=n.x)"), "it makes more"),
+        ("{{ 'a'.encode() * 10000000000 }}", "it makes more"),
+        ("{{ 'a'.ljust(1000000000) }}", "it makes more"),
+        ("{{ (1).to_bytes(1000000000, 'big') }}", "it makes more"),
+        ("{{ 'a'|center(1000000000) }}", "it makes more"),
+        ("{{ [1]|map('center', 1000000000)|list }}", "it makes more"),
+        ("{{ [1]|batch(1000000000, 'x')|list }}", "it makes more"),
+        ("{{ [1]|tojson(indent=1000000000) }}", "tojson indents"),
+        ("{{ '{:>1000000000}'.format(1) }}", "three digits"),
+        ("{{ '{:>{}}'.format(1, 1000000000) }}", "three digits"),
+        ("{{ '%1000000000d'|format(1) }}", "three digits"),
+        ("{{ '%1000000000d'.encode() % 1 }}", "three digits"),
+        ("{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}", "it makes more"),
+        ("{% set a = 'a' * 1000000 %}{{ a|join(a) }}", "it makes more"),
+        ("{% set a = 'a' * 1000000 %}{{ a.translate({97: a}) }}", "it makes more"),
+        ("{% set a = 'a' * 4000000 %}" + "{% set b = a[1:] %}" * 40, "it makes more"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "it takes more"),
+    ],
+)
+def test_a_small_template_makes_no_large_text(text, said, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "SECONDS", 0.2)
+    with pytest.raises(TemplateFailed, match=f"{said}|it takes more"):
+        rendered(text)
+
+
+def test_limits_of_a_conversation_begin_again_with_the_next_one(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MADE_TOGETHER", 5_000_000)
+    monkeypatch.setattr(template_sandbox, "TURNS", 1000)
+    template = Template(ChatTemplate("{% for i in range(700) %}{% endfor %}{{ 'a' * 4000000 }}", "here"), NAMES)
+    assert {len(template.render(SAID).text) for _ in range(3)} == {4000000}
+    with pytest.raises(UserError, match=r"here: a chat template of more than 131,072 characters"):
+        Template(ChatTemplate("a" * (1 << 17) + "a", "here"), NAMES)
 
 
 @pytest.mark.parametrize(
