@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError, shortened
+from trainer.config.limits import TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Record
 from trainer.data.text import GZIP, encoding_hint
+from trainer.data.unpacked import rows_at_once
 from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
@@ -108,7 +110,10 @@ class JsonlPart(FilePart):
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path) as file:
             file.seek(cursor)
-            for line in file:
+            most = min(TEXT_BYTES, max(UNPACKED_BYTES, UNPACKED_RATIO * self.weight))
+            while line := file.readline(most + 1):
+                if len(line) > most:
+                    raise UserError(f"{Line(self.path, cursor)}, has more than {most:,} bytes")
                 where, cursor = Line(self.path, cursor), cursor + len(line)
                 if not line.strip():
                     continue
@@ -136,6 +141,7 @@ class ParquetPart(FilePart):
             names, self._rows = file.schema_arrow.names, file.metadata.num_rows
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
+            self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
     def _open(self):
@@ -153,8 +159,8 @@ class ParquetPart(FilePart):
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
         with self._errors(pyarrow), self._open() as file:
-            groups = list(range(first, len(self._groups)))
-            for batch in file.iter_batches(_CHUNK, row_groups=groups, columns=list(self.columns)) if groups else ():
+            left, columns = list(range(first, len(self._groups))), list(self.columns)
+            for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
@@ -278,12 +284,16 @@ def arrow_errors() -> tuple[type[Exception], ...]:
 def pick(values: Any, columns: Columns, where: Any) -> Record:
     """Returns the wanted columns of a dict. If one is missing, raises UserError that names the existing ones."""
     try:
-        return Record(where, tuple(values[name] for name in columns))
+        record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
         raise UserError(
             f"{where}, there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
             f"{', '.join(map(str, values))}"
         ) from error
+    for name, value in zip(columns, record.values, strict=True):
+        if isinstance(value, str | bytes) and len(value) > TEXT_BYTES:
+            raise UserError(f"{where}: column {name} has more than {TEXT_BYTES:,} bytes; cut the text")
+    return record
 
 
 def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:

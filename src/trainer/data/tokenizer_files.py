@@ -16,6 +16,7 @@ from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import SETTINGS, SPECIAL_TOKENS, TOKENIZER_FILES, VOCABULARIES, says_bytes
 from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
+from trainer.data.growth import growth_problem
 from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, package_errors
 from trainer.runtime.folders import check_folder, read_bounded
 
@@ -186,6 +187,8 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
         text = read_bounded(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{refused} ({error})") from error
+    if problem := growth_problem(text):
+        raise UserError(f"tokenizer_path: {file}: {problem}; take another tokenizer_path")
     with package_errors(refused, ""):
         inner = tokenizers.Tokenizer.from_str(text)
         inner.encode("")  # with what the post-processor adds

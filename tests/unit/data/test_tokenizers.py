@@ -211,6 +211,27 @@ def test_where_the_package_itself_fails(tmp_path: Path):
             load_tokenizer(str(tmp_path), "auto", **BOTH).encode_many(["a" * 40 + "b"] * 2)
 
 
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 12, "1,024 times as long"),
+        ([{"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"}] * 9, "1,024 times as long"),
+        ([{"type": "Prepend", "prepend": "a" * 1000}] * 2000, "adds 2,000,000 characters, more than 4,096"),
+        ([{"type": "Replace", "pattern": {"String": "``"}, "content": '"'}, {"type": "NFKD"}] * 2, ""),
+    ],
+)
+def test_a_normalizer_that_makes_texts_long_is_refused(tmp_path: Path, steps, message: str):
+    path = json_tokenizer(tmp_path / "made", ["</s>"])
+    file = Path(path, "tokenizer.json")
+    spec = json.loads(file.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    file.write_text(json.dumps(spec))
+    if not message:
+        assert load_tokenizer(path, "auto", **BOTH).encode("a``") == [ord("a") - 33, ord('"') - 33]
+        return
+    with pytest.raises(UserError, match=f"tokenizer.json: its normalizer .*{message}"):
+        load_tokenizer(path, "auto", **BOTH)
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no known special token .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)
