@@ -18,8 +18,9 @@ TEMPLATE_CHARACTERS = 1 << 17
 MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 22, 1 << 27, 1 << 26
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
 TURNS, SECONDS = 1 << 21, 2.0
-# A tokenizer.json: how many times as long its normalizer can make a text, and the characters that it can add to any.
-GROWTH, ADDED_CHARACTERS = 1024, 4096
+# A tokenizer.json: how many times as long its normalizer can make a text, the characters that it can add to any, and
+# its steps.
+GROWTH, ADDED_CHARACTERS, NORMALIZERS = 1024, 4096, 64
 # Parquet and Arrow: what is compressed may have this many bytes, or become this many times as large. Bytes of the
 # values that are read at once, if one may be repeated.
 UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 64 << 20, 200, 1 << 28

@@ -67,7 +67,8 @@ def _check(path: Path, packed: int, unpacked: int) -> None:
 def _page_size(header: bytes) -> int:
     """Returns the unpacked size of a Parquet page: the second field of its header, which has numbers as Thrift's
     compact protocol writes them."""
-    numbers, at = [], 0
+    numbers: list[int] = []
+    at = 0
     while len(numbers) < 2:
         number, shift, at = 0, 0, at + 1  # after the byte of the field
         while header[at] & 128:
