@@ -144,7 +144,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuses operands whose result would be too large."""
         if operator == "+" and isinstance(left, _TEXT) and isinstance(right, _TEXT):
-            self.made(len(left) + len(right))
+            if len(left) + len(right) > _SMALL:
+                self.made(len(left) + len(right))
         elif operator == "*" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**":
@@ -159,13 +160,17 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls what a template may call, and checks methods of texts and integers."""
-        __self.turn  # noqa: B018, counts
-        owner = getattr(__obj, "__self__", None)
-        if (args or kwargs) and isinstance(owner, (str, bytes, bytearray, int)):
+        budget = __self._budget
+        budget.turns -= 1
+        if budget.turns % _LOOKS == 0:
+            __self._look()
+        owner = getattr(__obj, "__self__", None) if args or kwargs else None
+        if owner is not None and isinstance(owner, (str, bytes, bytearray, int)):
             __self._check_method(owner, __obj.__name__, [*args, *kwargs.values()])
         elif __obj is dict:
             __self.weighed([args, kwargs])
-        return __self._result(super().call(__context, __obj, *args, **kwargs))
+        result = super().call(__context, __obj, *args, **kwargs)
+        return result if type(result) is str and len(result) <= _SMALL else __self._result(result)
 
     def _result(self, value: Any) -> Any:
         """Returns what a call or a filter returned, after `made`."""
