@@ -123,6 +123,8 @@ def _generate(
         opened = [open_adapters(path, average=False if raw else None) for path in adapters]
         engine = MaxEngine(loaded.config, sequences=len(prompts) * max(len(adapters), 1), adapters=opened)
         tokenizer = engine.get_tokenizer()
+        if tokenizer.note:
+            say(tokenizer.note)
         begin, longest = tokenizer.before_text, engine.max_prefill_length
         chat = _chat(loaded, tokenizer, say)
         tokens = [tokens_of(prompt, tokenizer, begin, longest, say, chat) for prompt in prompts]

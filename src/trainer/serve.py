@@ -103,6 +103,8 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
         opened = [open_adapters(path, average=False if raw else None) for path in paths]
         engine = MaxEngine(config, adapters=opened, controls=True)
         tokenizer = engine.get_tokenizer()
+        if tokenizer.note:
+            _say(tokenizer.note)
         chat = Prompts(config, tokenizer, _say)
         hand = {key for key, where in loaded.changed.items() if by_hand(where)}
         params = engine.load_params(say=_say, given=hand, average=average)

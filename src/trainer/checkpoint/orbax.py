@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,7 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    _silence_answers()
     try:
         yield
     except UserError:
@@ -162,8 +164,26 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
         cause = error.__cause__ if type(error) is Exception else error
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise
+        # Orbax leaves tasks whose errors nobody retrieves. asyncio logs them when they are freed, often at the end.
+        logging.getLogger("asyncio").addFilter(_is_retrieved)
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         where = f"{path}: {name}" if name else path
         raise gone(path) or UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error
     finally:
         logger.setLevel(level)
+
+
+def _is_retrieved(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
+
+
+@functools.cache
+def _silence_answers() -> None:
+    """Makes Python print no traceback where TensorStore's threads answer a loop that Orbax closed after an error."""
+    others = sys.unraisablehook
+
+    def hook(event: Any) -> None:
+        if not (isinstance(event.exc_value, RuntimeError) and str(event.exc_value) == "Event loop is closed"):
+            others(event)
+
+    sys.unraisablehook = hook

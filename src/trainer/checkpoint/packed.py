@@ -63,8 +63,7 @@ def with_matrices(
         elif last not in _OF_ACTIVATIONS:
             joined[name] = tensor
     problems: list[str] = []
-    for module, parts in modules.items():
-        scheme = recipe.scheme_of(module)
+    for (module, parts), scheme in zip(modules.items(), recipe.schemes_of(list(modules)), strict=True):
         if scheme is None:
             problems.append(f"{shortened(module)}: quantized, but no target of quantization_config matches it")
             continue

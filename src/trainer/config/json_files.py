@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError, shortened
+from trainer.config.limits import JSON_BYTES, JSON_DEPTH
 from trainer.config.schema import FLOAT32_MAX, INT32_MAX
 
-MAX_BYTES = 64 << 20  # for comparison: the index of a model of 100,000 tensors has 10 MB
-MAX_DEPTH = 64
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -72,13 +71,13 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file, with values of any type.
 
     Raises:
-      UserError: the file cannot be read, is not an object, is larger than MAX_BYTES or nested deeper than MAX_DEPTH.
+      UserError: the file cannot be read, is not an object, is larger than JSON_BYTES or nested deeper than JSON_DEPTH.
     """
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
+            data = file.read(JSON_BYTES + 1)
+        if len(data) > JSON_BYTES:
+            raise ValueError(f"more than {JSON_BYTES} bytes")
         content = parsed(data.decode("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -90,12 +89,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Returns `json.loads(text)`. Raises ValueError if it is not JSON, or nested deeper than MAX_DEPTH."""
+    """Returns `json.loads(text)`. Raises ValueError if it is not JSON, or nested deeper than JSON_DEPTH."""
     try:
         value = json.loads(text)
         _check_depth(value)
     except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
+        raise ValueError(f"nested deeper than {JSON_DEPTH}") from None
     return value
 
 
@@ -118,7 +117,7 @@ def _check_depth(value: Any) -> None:
     depth = 0
     while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
         depth += 1
-        if depth > MAX_DEPTH:
+        if depth > JSON_DEPTH:
             raise RecursionError
 
 

@@ -10,7 +10,8 @@ from trainer.config.errors import UserError, nearest
 from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
-from trainer.data.readers import Columns, TablePart
+from trainer.data.readers import Columns, TablePart, arrow_errors
+from trainer.data.unpacked import check_unpacked
 from trainer.runtime.folders import check_folder
 
 Say = Callable[[str], None]
@@ -59,6 +60,9 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
     if path in BUILDERS and not folder.is_dir() and not files:
         raise UserError(f"hf_path={path} reads plain files: name them with hf_train_files or hf_eval_files")
     try:
+        if folder.is_dir():
+            for file in folder.rglob("*"):
+                check_unpacked(file)
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
             if isinstance(loaded, datasets.Dataset):
@@ -74,8 +78,8 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
             "split": split or None,
             "cache_dir": str(cache),
         }
-        if folder.is_dir() and not files:
-            _check_files(datasets, folder, load)
+        if files or folder.is_dir():
+            _check_files(datasets, None if files else folder, load)
         try:
             return datasets.load_dataset(**load)
         except datasets.exceptions.DatasetGenerationError:
@@ -84,16 +88,20 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
             return table
     except UserError:
         raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (datasets.exceptions.DatasetsError, *arrow_errors()) as error:
         text = ": ".join(" ".join(str(reason).split())[:300] for reason in _reasons(error))
         raise UserError(f"hf_path={path}, {key}={split}: the dataset cannot be loaded: {text}") from error
 
 
-def _check_files(datasets: Any, folder: Path, load: dict[str, Any]) -> None:
-    """Raises UserError if the folder's own README.md names a file that is not in it."""
+def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> None:
+    """Raises UserError for a file that `check_unpacked` refuses, and if `folder`'s own README.md names one that is not
+    in it."""
     builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
     for names in (builder.config.data_files or {}).values():
         for name in names:
+            check_unpacked(Path(str(name)))
+            if folder is None:
+                continue
             if "://" in str(name) or not Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder)):
                 raise UserError(f"hf_path={folder}: it names {name} as its data, which is not in it")
 

@@ -43,6 +43,8 @@ def open_tokenizer(
     size = config.vocab_size
     if config.tokenizer_path or config.tokenizer_type == "bytes":
         tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_type, **settings)
+        if tokenizer.note:
+            say(tokenizer.note)
         if tokenizer.largest >= size:
             raise UserError(
                 f"vocab_size={size}, but the tokenizer {config.tokenizer_path or config.tokenizer_type} has "

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, shortened
+from trainer.config.limits import TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Record
 from trainer.data.text import GZIP, encoding_hint
+from trainer.data.unpacked import rows_at_once
 from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
@@ -115,7 +117,10 @@ class JsonlPart(FilePart):
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path) as file:
             file.seek(cursor)
-            for line in file:
+            most = min(TEXT_BYTES, max(UNPACKED_BYTES, UNPACKED_RATIO * self.weight))
+            while line := file.readline(most + 1):
+                if len(line) > most:
+                    raise UserError(f"{Line(self.path, cursor)}, has more than {most:,} bytes")
                 where, cursor = Line(self.path, cursor), cursor + len(line)
                 if not line.strip():
                     continue
@@ -144,6 +149,7 @@ class ParquetPart(FilePart):
             self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
+            self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
     def _open(self):
@@ -161,8 +167,8 @@ class ParquetPart(FilePart):
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
         with self._errors(pyarrow), self._open() as file:
-            groups = list(range(first, len(self._groups)))
-            for batch in file.iter_batches(_CHUNK, row_groups=groups, columns=list(self.columns)) if groups else ():
+            left, columns = list(range(first, len(self._groups))), list(self.columns)
+            for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
@@ -262,11 +268,14 @@ class TablePart:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
+        where = f"{self.name}, row {index}"
         try:
             values = restored(self._table[int(index)], self._restored)
         except UnicodeDecodeError:
             (values,) = rows_of(self._table.with_format("arrow")[int(index) : int(index) + 1])
-        return pick(values, self._columns, f"{self.name}, row {index}")
+        except arrow_errors() as error:
+            raise UserError(f"{where}, cannot be read ({shortened(str(error))}); is it text?") from error
+        return pick(values, self._columns, where)
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
         for first in range(cursor, len(self), _CHUNK):
@@ -274,15 +283,26 @@ class TablePart:
                 yield index + 1, (index + 1) / len(self), self[index]
 
 
+def arrow_errors() -> tuple[type[Exception], ...]:
+    """Returns what pyarrow and `datasets` raise for files that contradict what they say of themselves."""
+    import pyarrow
+
+    return pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError
+
+
 def pick(values: Any, columns: Columns, where: Any) -> Record:
     """Returns the wanted columns of a dict. If one is missing, raises UserError that names the existing ones."""
     try:
-        return Record(where, tuple(values[name] for name in columns))
+        record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
         raise UserError(
             f"{where}, there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
             f"{', '.join(map(str, values))}"
         ) from error
+    for name, value in zip(columns, record.values, strict=True):
+        if isinstance(value, str | bytes) and len(value) > TEXT_BYTES:
+            raise UserError(f"{where}: column {name} has more than {TEXT_BYTES:,} bytes; cut the text")
+    return record
 
 
 def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:

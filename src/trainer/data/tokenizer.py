@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES, WITH_TOOLS
+from trainer.config.words import visible
 from trainer.data.beside import EOT_TEXT, Beside
 from trainer.data.rendered import (
     Encoded,
@@ -37,7 +38,26 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_NO_UNKNOWN = (
+    "; a tokenizer without a token for unknown text must have tokens for all text: take another tokenizer_path, or add "
+    "the token to its vocabulary"
+)
 JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
+
+
+class package_errors:
+    """A context that turns errors of the package tokenizers into a UserError: `text`, the reason, `advice`. The package
+    raises plain Exception and, where its own code fails, PanicException, which is a BaseException."""
+
+    def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
+        self._text, self._advice = text, advice
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is not None and (kind is Exception or kind.__name__ == "PanicException"):
+            raise UserError(f"{self._text} ({shortened(visible(str(error)))}){self._advice}") from error
 
 
 class Tokenizer(abc.ABC):
@@ -54,6 +74,7 @@ class Tokenizer(abc.ABC):
       own_template: the template for chats in its files; None if there is none.
       chat_template: the same, or another that a run trains with.
       beside: what lies beside its file.
+      note: a line for the user about what its file says and is not done; "" if there is nothing.
     """
 
     vocab_size: int
@@ -64,6 +85,7 @@ class Tokenizer(abc.ABC):
     own_template: "ChatTemplate | None" = None
     chat_template: "ChatTemplate | None" = None
     beside: Beside = Beside()
+    note: str = ""
 
     @property
     def largest(self) -> int:
@@ -169,6 +191,9 @@ class JsonTokenizer(Tokenizer):
         # Rows are as long as the configuration says, not as a file says.
         inner.no_truncation()
         inner.no_padding()
+        # Equal texts have equal tokens. Of all models, only BPE draws at random if its file says so.
+        if getattr(inner.model, "dropout", None):
+            inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
         self.special_names = {role: name for role, name in (("bos_token", bos), ("eos_token", eos)) if name is not None}
         ids = inner.get_vocab()
@@ -184,7 +209,7 @@ class JsonTokenizer(Tokenizer):
 
     def __reduce__(self) -> Any:
         # Through __init__, because pickling loses encode_special_tokens.
-        own = {"special_names", "own_template", "chat_template", "beside"}
+        own = {"special_names", "own_template", "chat_template", "beside", "note"}
         given = {name: value for name, value in vars(self).items() if name in own}
         return JsonTokenizer, (self._inner, *self._names), given
 
@@ -226,24 +251,21 @@ class JsonTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._batch(self._inner, texts, offsets=False)]
 
     def _batch(self, inner: "tokenizers.Tokenizer", texts: Sequence[str], offsets: bool = True) -> list[Any]:
+        failed = f"the tokenizer cannot encode the text {shortened(''.join(texts[:1]))!r}"
         try:
-            if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
-                return [inner.encode(texts[0], add_special_tokens=False)]
-            encode = inner.encode_batch if offsets else inner.encode_batch_fast
-            return encode(texts, add_special_tokens=False)
-        except Exception as error:  # the package raises plain Exception
-            if type(error) is not Exception:
+            with package_errors(failed, _NO_UNKNOWN):
+                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
+                    return [inner.encode(texts[0], add_special_tokens=False)]
+                encode = inner.encode_batch if offsets else inner.encode_batch_fast
+                return encode(texts, add_special_tokens=False)
+        except UserError:
+            if len(texts) == 1:
                 raise
-            if len(texts) > 1:
-                return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
-            raise UserError(
-                f"the tokenizer cannot encode the text {shortened(texts[0])!r} ({error}); a tokenizer without a token "
-                "for unknown text must have tokens for all text: take another tokenizer_path, or add the token to its "
-                "vocabulary"
-            ) from error
+            return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._inner.decode(list(ids), skip_special_tokens=True)
+        with package_errors("the tokenizer cannot make text of tokens"):
+            return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._inner.id_to_token(token) or ""

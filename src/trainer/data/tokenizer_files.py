@@ -16,7 +16,8 @@ from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import SETTINGS, SPECIAL_TOKENS, TOKENIZER_FILES, VOCABULARIES, says_bytes
 from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
-from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from trainer.data.growth import growth_problem
+from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, package_errors
 from trainer.runtime.folders import check_folder, read_bounded
 
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
@@ -191,12 +192,16 @@ def _parts(text: str) -> Iterator[str]:
 def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, str]) -> JsonTokenizer:
     import tokenizers
 
+    refused = f"tokenizer_path: {file} is not a tokenizer.json"
     try:
-        inner = tokenizers.Tokenizer.from_str(read_bounded(file).decode("utf-8"))
-    except Exception as error:  # the package raises plain Exception
-        if type(error) is not Exception and not isinstance(error, UnicodeDecodeError):
-            raise
-        raise UserError(f"tokenizer_path: {file} is not a tokenizer.json ({error})") from error
+        text = read_bounded(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{refused} ({error})") from error
+    if problem := growth_problem(text):
+        raise UserError(f"tokenizer_path: {file}: {problem}; take another tokenizer_path")
+    with package_errors(refused, ""):
+        inner = tokenizers.Tokenizer.from_str(text)
+        inner.encode("")  # with what the post-processor adds
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
         raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
@@ -213,7 +218,10 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
                 f"tokenizer_path: {file} has no known special token for the start or end of a document; name bos_token "
                 f"and eos_token in a {CONFIG_FILE} next to it, or set {key}=false"
             )
+    dropout = getattr(inner.model, "dropout", None)
     tokenizer = JsonTokenizer(inner, begin if add_bos else None, end if add_eos else None)
+    if dropout:
+        tokenizer.note = f"{file}: its dropout={dropout:.3g} is turned off, so that equal texts have equal tokens"
     known = {"bos_token": begin, "eos_token": end}
     tokenizer.special_names = {name: value for name, value in known.items() if value is not None}
     return tokenizer

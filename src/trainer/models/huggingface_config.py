@@ -8,6 +8,7 @@ from trainer.config.errors import shortened
 from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
 from trainer.config.latent_keys import TYPE
+from trainer.config.limits import PERIOD
 from trainer.config.values import check
 from trainer.config.windows import has_window, period
 from trainer.models import FAMILIES
@@ -206,6 +207,8 @@ def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         return {}
     if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
         refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
+    if every > PERIOD:
+        refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
     window = said.get("sliding_window")
     if every > 1 and not window:
         refused.append(f"sliding_window={window} with layers of kind {_SLIDING}")

@@ -6,6 +6,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
+from trainer.config.limits import EXPERTS, LAYERS, MODULES, PERIOD
 from trainer.models.huggingface import HuggingFace
 from trainer.models.huggingface_quantized import FIELDS as QUANTIZED
 
@@ -29,19 +30,20 @@ _TOKEN = Field(int, null=True)
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
-    **dict.fromkeys(SIZES, _SIZE),
+    **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
     **dict.fromkeys(("num_key_value_heads", "head_dim", LONGEST), _OPTIONAL_SIZE),
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, null=True)),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, high=MODULES, null=True)),
     **{"is_causal": Field(bool)},
     **{"rms_norm_eps": Field(float, low=1e-37), "initializer_range": Field(float, low=0, null=True)},
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), _SIZE),
-    **dict.fromkeys(("n_routed_experts", "n_shared_experts", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
-    **dict.fromkeys(("qk_rope_head_dim", "v_head_dim", "moe_layer_freq"), _SIZE),
+    **dict.fromkeys((*COUNTS, "num_experts_per_tok", "n_shared_experts"), Field(int, low=1, high=EXPERTS)),
+    **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
+    **dict.fromkeys(("qk_rope_head_dim", "v_head_dim"), _SIZE),
+    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "no_rope_layer_interval"), Field(int, 1, PERIOD)),
     **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), _OPTIONAL_SIZE),
     **{"first_k_dense_replace": Field(int, low=0), "routed_scaling_factor": Field(float, low=1e-6)},
     **{"topk_method": Field(str, null=True), "scoring_func": Field(str, null=True)},
-    **{"decoder_sparse_step": Field(int, low=1), "mlp_only_layers": Field(list, null=True, item=int)},
+    "mlp_only_layers": Field(list, null=True, item=int),
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
@@ -50,7 +52,7 @@ _FIELDS = {
     "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
-    **{"no_rope_layers": Field(list, null=True, item=int), "no_rope_layer_interval": Field(int, low=1)},
+    "no_rope_layers": Field(list, null=True, item=int),
 }
 _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),

@@ -1,11 +1,15 @@
 """Reads `quantization_config` of config.json: how a folder of Hugging Face stores its quantized matrices."""
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
+from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITION_DIGITS
 
 FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors
 ADVICE = "load the folder with transformers, dequantize the model and save it"
@@ -13,8 +17,10 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _LINEAR = "Linear"  # the class of modules that all matrices count as
 _REGEX = "re:"
-# Bounds of a stranger's regular expression, so that matching takes no time: its length and its repetitions.
-_LONGEST, _REPETITIONS = 200, 5
+# An assertion at the beginning of a regular expression; and what a closing parenthesis can be searched in.
+_ASSERTION = re.compile(r"\^?\(\?([=!])")
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
+_COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")
 _MOST = 20  # lines of a message
 
 Layout = Literal["packed", "plain", "inverse", "gptq", "awq"]
@@ -90,13 +96,21 @@ class Recipe(NamedTuple):
     ignore: Sequence[str] = ()
     activations: bool = False
 
-    def scheme_of(self, module: str) -> Scheme | None:
-        """Returns the scheme of a module; None if no target matches it or it is ignored. A name takes precedence over
-        regular expressions, in alphabetic order, and these over the class, as in compressed-tensors."""
-        if any(_matches(target, module) for target in self.ignore):
-            return None
-        order = sorted(self.schemes, key=lambda target: (target == _LINEAR, target.startswith(_REGEX), target))
-        return next((self.schemes[target] for target in order if _matches(target, module)), None)
+    def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
+        """Returns the scheme of each module; None if no target matches it or it is ignored. A name takes precedence
+        over regular expressions, in alphabetic order, and these over the class, as in compressed-tensors."""
+        found = [self.schemes.get(_LINEAR)] * len(modules)
+        for target in sorted(filter(_is_regex, self.schemes), reverse=True):
+            for i in _matching(target, modules):
+                found[i] = self.schemes[target]
+        ignored = {i for target in filter(_is_regex, self.ignore) for i in _matching(target, modules)}
+        names = set(self.ignore)
+        if _LINEAR in names:
+            return [None] * len(modules)
+        return [
+            None if i in ignored or module in names else self.schemes.get(module, found[i])
+            for i, module in enumerate(modules)
+        ]
 
 
 def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
@@ -180,7 +194,9 @@ def _compressed_tensors(said: Mapping[str, Any], problems: list[str]) -> Recipe 
     schemes: dict[str, Scheme] = {}
     activations = False
     groups = said.get("config_groups") or {}
-    for name, group in groups.items():
+    if len(groups) > GROUPS:
+        problems.append(f"{len(groups):,} config_groups, more than {GROUPS:,}")
+    for name, group in itertools.islice(groups.items(), GROUPS):
         where = f"config_groups.{shortened(name)}"
         if not isinstance(group, Mapping):
             problems.append(f"{where}={shown(group)}, not an object")
@@ -232,24 +248,63 @@ def _block(said: Any, problems: list[str], name: str) -> tuple[int, int]:
     return 0, 0
 
 
-def _unusable(targets: Iterable[str]) -> list[str]:
+def _unusable(targets: Sequence[str]) -> list[str]:
     """Returns a line for each regular expression of `targets` that is none, or that could take long to match."""
+    patterns = list(filter(_is_regex, targets))
+    if len(patterns) > PATTERNS:
+        return [f"{len(patterns):,} regular expressions, more than {PATTERNS}"]
     lines = []
-    for target in targets:
-        pattern = target.removeprefix(_REGEX)
-        repeated = len(re.findall(r"[*+{]", re.sub(r"\\.|\[[^]]*\]", "x", pattern)))
+    for target in patterns:
+        if len(target) > PATTERN_CHARACTERS + len(_REGEX) or _COUNT.search(target):
+            lines.append(
+                f"target {shortened(target)}: more than {PATTERN_CHARACTERS} characters, or than {REPETITION_DIGITS} "
+                "digits of a number of repetitions"
+            )
+            continue
         try:
-            if target == pattern:
-                continue
-            if len(pattern) > _LONGEST or repeated > _REPETITIONS or re.search(r"\)[*+{]", pattern):
-                lines.append(f"target {shortened(target)}: too long, too many repetitions, or a repeated group")
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
+            _matching(target, [""])
+        except ValueError as error:
             lines.append(f"target {shortened(target)}: {shortened(str(error))}")
     return lines
 
 
-def _matches(target: str, module: str) -> bool:
-    if target.startswith(_REGEX):
-        return re.match(target.removeprefix(_REGEX), module) is not None
-    return target in (module, _LINEAR)
+def _is_regex(target: str) -> bool:
+    return target.startswith(_REGEX)
+
+
+def _matching(target: str, modules: Sequence[str]) -> list[int]:
+    """Returns the indices of the modules whose beginning a regular expression matches, in linear time: Arrow has RE2.
+
+    RE2 has no assertions about what follows. Here they may be at the beginning.
+
+    Raises:
+      ValueError: it is not such an expression.
+    """
+    import pyarrow
+    import pyarrow.compute
+
+    names = pyarrow.array([name.encode(errors="replace").decode() for name in modules], pyarrow.string())
+
+    def matches(pattern: str) -> np.ndarray:
+        found = pyarrow.compute.match_substring_regex(names, pattern=f"^(?:{pattern})")
+        return np.asarray(found.to_numpy(zero_copy_only=False), bool)
+
+    pattern, wanted = target.removeprefix(_REGEX), np.ones(len(modules), bool)
+    while assertion := _ASSERTION.match(pattern):
+        inner, pattern = _closed(pattern, assertion.end())
+        wanted &= matches(inner) == (assertion[1] == "=")
+    return np.flatnonzero(wanted & matches(pattern)).tolist()
+
+
+def _closed(pattern: str, start: int) -> tuple[str, str]:
+    """Returns what is between `start` and the parenthesis that closes there, and what follows it."""
+    depth, end = 1, -1
+    for token in _TOKEN.finditer(pattern, start):
+        depth += (token[0] == "(") - (token[0] == ")")
+        if end < 0 and depth == 0:
+            end = token.start()
+        if depth == 0 and token[0] == "|":
+            raise ValueError("alternatives beside an assertion: put them in parentheses")
+    if end < 0:
+        raise ValueError("missing )")
+    return pattern[start:end], pattern[end + 1 :]

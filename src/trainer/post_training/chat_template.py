@@ -1,8 +1,7 @@
 """Renders conversations with a chat template: Jinja in its sandbox, with what Hugging Face's tokenizers give templates.
 
 https://huggingface.co/docs/transformers/chat_templating_writing describes the functions and variables. Jinja's sandbox
-lets a template read only what it is given. In addition, the text has at most MOST_CHARACTERS, also that of an operator
-`+`, `*` or `%`. Not bounded are the time of nested loops, and the memory of text that `~`, methods or filters make.
+lets a template read only what it is given, and `template_sandbox` bounds what it makes and how long it takes.
 """
 
 import datetime
@@ -17,11 +16,12 @@ import jinja2.ext
 import jinja2.sandbox
 
 from trainer.config.errors import UserError, shortened
+from trainer.config.limits import RENDERED_CHARACTERS, TEMPLATE_CHARACTERS
 from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.rendered import Range, Rendered, pattern
+from trainer.post_training.template_sandbox import Sandbox
 
-MOST_CHARACTERS = 1 << 26
 # The date that templates print during training, so that a run that continues on another day sees the same text.
 TRAINING_DATE = datetime.datetime(2026, 1, 1)
 # For tokenizers without a template.
@@ -46,7 +46,7 @@ _MARK = re.compile(f"[{MARKS}]")
 # What an expression in a template can raise.
 _ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(RecursionError, MemoryError),
+    *(RuntimeError, NameError, MemoryError),
 )
 
 
@@ -85,28 +85,13 @@ class _Namespace(jinja2.utils.Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what is in it can be large
+
 
 def _check_name(name: Any) -> None:
     if str(name).startswith("_"):
         raise jinja2.sandbox.SecurityError(f"a namespace has no attribute {name}")
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuses operands whose result would be too large."""
-        sizes = [len(one) if isinstance(one, str | list | tuple) else one for one in (left, right)]
-        text = isinstance(left, str | list | tuple) or isinstance(right, str | list | tuple)
-        if operator == "*" and text and all(isinstance(size, int) for size in sizes):
-            _check_size(sizes[0] * sizes[1])
-        elif operator == "+" and text and all(isinstance(size, int) for size in sizes):
-            _check_size(sum(sizes))
-        elif operator == "%" and isinstance(left, str) and re.search(r"\d{4}|\*", left):
-            raise jinja2.sandbox.SecurityError("a width in a format has at most three digits")
-        elif operator == "**" and not all(isinstance(size, int | float) and abs(size) < 1000 for size in sizes):
-            raise jinja2.sandbox.SecurityError("operands of ** must be below 1000")
-        return super().call_binop(context, operator, left, right)
 
 
 class Template:
@@ -128,6 +113,8 @@ class Template:
           UserError: it is not a template in Jinja.
         """
         self.text, self.where, with_tools = template
+        if len(self.text) > TEMPLATE_CHARACTERS:
+            raise UserError(f"{self.where}: a chat template of more than {TEMPLATE_CHARACTERS:,} characters")
         self._names, self._special, self._today = dict(names), tuple(special), today
         other = ChatTemplate(with_tools, f"{self.where}, tool_use")
         self._with_tools = Template(other, names, special, today=today) if with_tools else None
@@ -151,28 +138,33 @@ class Template:
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool) -> Rendered:
         given = self._named({"messages": messages, "tools": tools})
         size, chunks = 0, []
+        self._compiled.environment.begin()  # type: ignore[attr-defined]
         try:
             for chunk in self._compiled.generate(**self._names, **given, documents=None, add_generation_prompt=prompt):
                 chunks.append(chunk)
-                _check_size(size := size + len(chunk))
+                if (size := size + len(chunk)) > RENDERED_CHARACTERS:
+                    raise jinja2.sandbox.SecurityError(f"the text has more than {RENDERED_CHARACTERS:,} characters")
+            text = "".join(chunks)
+            text.encode()  # no tokenizer takes half of a pair of surrogates
         except _ERRORS as error:
             raise TemplateFailed(
                 f"the chat template ({self.where}) cannot render the conversation: "
                 f"{shortened(visible(str(error))) or type(error).__name__}"
             ) from error
-        return _without_marks("".join(chunks))
+        return _without_marks(text)
 
     @functools.cached_property
     def _compiled(self) -> jinja2.Template:
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.tests["none"] = lambda value: value is None or isinstance(value, _NoContent)
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+        except (*_ERRORS, SyntaxError) as error:  # a SyntaxError is Python's, of what Jinja wrote
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise UserError(f"{self.where}{line} is not a chat template in Jinja: {error}") from error
+            why = shortened(visible(error.msg if isinstance(error, SyntaxError) else str(error)))
+            raise UserError(f"{self.where}{line} is not a chat template in Jinja: {why}") from error
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
@@ -248,14 +240,11 @@ def _without_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**dict.fromkeys(order), **message, "content": _NoContent(name="content")}
 
 
-def _check_size(size: int) -> None:
-    if size > MOST_CHARACTERS:
-        raise jinja2.sandbox.SecurityError(f"the text has more than {MOST_CHARACTERS:,} characters")
-
-
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
+    if max(one if isinstance(one, int) else len(one) for one in (indent or 0, separators or 0)) > 16:
+        raise jinja2.sandbox.SecurityError("tojson indents by at most 16 characters")
     given = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, default=_null, **given)
 

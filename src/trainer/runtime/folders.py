@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.limits import FILE_BYTES
 from trainer.runtime.storage import entries, is_remote
 
-# For comparison: the largest tokenizer.json of a published model has 33 MB.
-MAX_BYTES = 1 << 28
 _UNFINISHED = re.compile(r".+\.[0-9]+\.tmp")  # the name of a file that is being written
 
 
@@ -79,7 +78,7 @@ def _to_check(path: Path) -> list[Path]:
         return []  # whoever reads the folder says why
 
 
-def read_bounded(path: Any, most: int = MAX_BYTES) -> bytes:
+def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
     """Returns the content of a file of at most `most` bytes. A file with holes can be small on disk and fill memory.
 
     Raises:

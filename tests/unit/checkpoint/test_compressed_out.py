@@ -69,8 +69,8 @@ def test_several_schemes(tmp_path):
     schemes = [scheme_of(*CASES[case]) for case in ("int4 in groups", "int4 in groups", "fp8 per output")]
     matrices = {f"m.{i}.weight": (*random(it.kind, it.block, (6, 8), i), it) for i, it in enumerate(schemes)}
     tensors, found = written(tmp_path / "file", matrices)
-    assert [found.scheme_of(f"m.{i}").words for i in range(3)] == [it.words for it in schemes]
-    assert found.scheme_of("lm_head") is None
+    assert [it.words for it in found.schemes_of([f"m.{i}" for i in range(3)])] == [it.words for it in schemes]
+    assert found.schemes_of(["lm_head"]) == [None]
     assert [tensors[name].kind_of_codes for name in matrices] == ["int4", "int4", "fp8"]
 
 

@@ -109,7 +109,7 @@ def test_a_run(tmp_path, nnx, full, scanned):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_run_that_is_damaged_is_one_message(tmp_path):
+def test_a_run_that_is_damaged_is_one_message(tmp_path, caplog):
     config = config_of(decoder_block="llama2", **KEYS)
     run = maxtext_run(tmp_path / "run", maxtext_params(config, random_params(config), scanned=True))
     items = run / "checkpoints/10/items"
@@ -119,6 +119,7 @@ def test_a_run_that_is_damaged_is_one_message(tmp_path):
         (metadata, "[]", f"{metadata}: not a JSON object"),
         (items / "_METADATA", "{", f"{items / '_METADATA'}: cannot be read"),
         (items / "manifest.ocdbt", "", f"{items}: the checkpoint is damaged or incomplete"),
+        (next((items / "d").iterdir()), "", f"{items}: the checkpoint is damaged or incomplete"),
     ):
         whole = file.read_bytes()
         file.write_text(content)
@@ -126,7 +127,8 @@ def test_a_run_that_is_damaged_is_one_message(tmp_path):
             loaded(run, config)
         file.write_bytes(whole)
     loaded(run, config)
-    gc.collect()  # Orbax leaves futures whose errors nobody retrieves
+    gc.collect()  # Orbax leaves tasks whose errors nobody retrieves
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def on_axis(stored, axis):

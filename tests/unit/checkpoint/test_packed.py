@@ -292,8 +292,12 @@ def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
         (compressed(weights=INT4 | {"strategy": "tensor_group"}), "strategy=tensor_group"),
         (compressed(weights=INT4 | {"strategy": "block"}), "block_structure=null"),
         (compressed(targets=["re:("]), r"target re:\("),
-        (compressed(targets=["re:(a+)+$"]), "repeated group"),
-        (compressed(targets=["re:.*.*.*.*.*.*x"]), "too many repetitions"),
+        (compressed(targets=["re:" + "x" * 201]), "more than 200 characters"),
+        (compressed(targets=["re:x{0,100}"]), "2 digits of a number of repetitions"),
+        (compressed(targets=["re:(?!a)b|c"]), "alternatives beside an assertion"),
+        (compressed(targets=["re:(?!a"]), r"missing \)"),
+        (compressed() | {"ignore": [f"re:{i}" for i in range(5000)]}, "5,000 regular expressions, more than 100"),
+        (compressed() | {"config_groups": {str(i): {} for i in range(100_000)}}, "100,000 config_groups"),
     ],
 )
 def test_what_is_refused_by_name(said, words):
@@ -311,10 +315,32 @@ def test_targets():
     said = compressed() | {"config_groups": groups, "ignore": ["lm_head", "re:.*gate$"]}
     found = recipe_of(said)
     names = ("m.0.up_proj", "m.0.down_proj", "m.1.down_proj", "lm_head", "m.0.gate", "m.0.gate_proj")
-    schemes = [found.scheme_of(name) for name in names]
+    schemes = found.schemes_of(names)
     assert [scheme and scheme.block[1] for scheme in schemes] == [16, 8, 4, None, None, 16]
     assert recipe({"compression_config": {k: v for k, v in said.items() if k != "quant_method"}}, []) == found
     assert recipe({"quantization_config": None}, []) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (".?" * 90 + "Q", []),
+        ("(a*)*" * 30 + "Q", []),
+        (r".*mlp\.gate$", [1]),
+        (r"model\.layers\.\d+\..*", [0, 1, 2]),
+        (r"^(?!.*vision).*(q_proj|v_proj)$", [0]),
+        (r"(?=model)(?!.*[)]|.*\(|.*gate)model", [0, 2]),
+        (r".*\.(q_proj|v_proj)", [0, 2, 4]),
+        ("lm_head", [3]),
+    ],
+)
+def test_patterns_match_as_in_python_and_in_linear_time(pattern, matched):
+    names = ["layers.0.q_proj", "layers.12.mlp.gate", "layers.1.vision.v_proj"]
+    names = [*(f"model.{name}" for name in names), "lm_head", "x.q_proj_x", "\ud800"]
+    if "?" * 2 not in pattern and "Q" not in pattern:
+        assert [i for i, name in enumerate(names) if re.match(pattern, name)] == matched
+    schemes = recipe_of(compressed() | {"ignore": [f"re:{pattern}"]}).schemes_of(names)
+    assert [i for i, scheme in enumerate(schemes) if scheme is None] == matched
 
 
 def test_a_matrix_that_no_target_matches(tmp_path):

@@ -90,10 +90,21 @@ def test_rope_of_a_type_without_any_length_is_refused():
 
 
 def test_many_layers_are_not_counted_out():
-    data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 65536}
-    assert model_keys(data, "config.json")["base_num_decoder_layers"] == 65536
-    data["num_hidden_layers"] = 2**31 - 1  # a list with as many entries would take all memory
-    assert "base_num_decoder_layers=2147483647: out of range" in refusal(model_keys, data, "config.json")
+    data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 4096}
+    assert model_keys(data, "config.json")["base_num_decoder_layers"] == 4096
+    data["num_hidden_layers"] = 4097  # a model of more of them takes minutes
+    assert "num_hidden_layers=4097, not an integer in [1, 4096]" in refusal(model_keys, data, "config.json")
+
+
+def test_layers_whose_kinds_repeat_late_are_refused():
+    """Those of a period are compiled one by one."""
+    said = {"model_type": "gemma3_text", "sliding_window": 16, "num_hidden_layers": 65, "query_pre_attn_scalar": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    said |= sizes | {"vocab_size": 64, "head_dim": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
+    kinds = ["sliding_attention"] * 64 + ["full_attention"]
+    assert "65 layers until their kinds repeat" in refusal(model_keys, said | {"layer_types": kinds}, "config.json")
+    kinds = [*kinds[1:], kinds[1]]
+    assert model_keys(said | {"layer_types": kinds}, "config.json")["sliding_window_pattern"] == 64
 
 
 @pytest.fixture
@@ -161,12 +172,12 @@ def test_damaged_headers_of_safetensors(hugging_face, content):
 
 
 def test_more_layers_than_tensors(hugging_face):
-    data = json.loads((hugging_face / "config.json").read_text()) | {"num_hidden_layers": 65536}
+    data = json.loads((hugging_face / "config.json").read_text()) | {"num_hidden_layers": 4096}
     (hugging_face / "config.json").write_text(json.dumps(data))
     source = open_source(str(hugging_face))
     config = model_config(source.keys, [], str(source.path))
-    shapes = {"decoder/layers/mlp/wi_0/kernel": (65536, 2, 2)}
-    assert "too few for num_hidden_layers=65536" in refusal(source.leaves, config, shapes)
+    shapes = {"decoder/layers/mlp/wi_0/kernel": (4096, 2, 2)}
+    assert "too few for num_hidden_layers=4096" in refusal(source.leaves, config, shapes)
 
 
 def test_a_long_list_of_tensors_is_cut_short(hugging_face):

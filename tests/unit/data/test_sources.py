@@ -167,6 +167,48 @@ def test_the_newest_version_of_tfds_is_taken(tmp_path: Path):
     assert tfds_folder(tmp_path, "name:1.2.0").name == "1.2.0"
 
 
+@pytest.mark.parametrize(
+    "features", [{"text": {"shape": [2, 2], "dtype": "int32", "_type": "Array2D"}}, {"text": None}, [1]]
+)
+def test_features_that_the_columns_are_not(tmp_path: Path, features):
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    info = tmp_path / "saved" / "dataset_info.json"
+    info.write_text(json.dumps(json.loads(info.read_text()) | {"features": features}))
+    with pytest.raises(UserError, match=r"saved, train_split=train: the dataset cannot be loaded: "):
+        source_of(tmp_path, dataset_type="hf", hf_path=tmp_path / "saved")
+
+
+@pytest.mark.parametrize("way", ["parquet", "parquet of hf", "arrow", "dictionary", "gzip"])
+def test_a_small_file_of_a_large_text(tmp_path: Path, monkeypatch, way: str):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("trainer.data.unpacked.UNPACKED_BYTES", 1 << 22)
+    monkeypatch.setattr("trainer.data.unpacked.TOGETHER_BYTES", 1 << 24)
+    monkeypatch.setattr("trainer.data.readers.UNPACKED_BYTES", 1 << 22)
+    table = pyarrow.table({"text": ["a" * (8 << 20)] if way != "dictionary" else ["b" * (1 << 16)] * 400})
+    keys = {"dataset_type": "grain", "grain_file_type": "parquet", "grain_train_files": tmp_path / "a.parquet"}
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    if way == "dictionary":
+        part = source_of(tmp_path, **keys, held_out_share=0).train[0].parts[0]
+        assert part._chunk == 255  # 16 MiB together
+        return
+    if way == "arrow":
+        options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+        with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table)
+        keys = {"dataset_type": "hf", "hf_path": "arrow", "hf_train_files": tmp_path / "a.arrow"}
+    elif way == "parquet of hf":
+        keys = {"dataset_type": "hf", "hf_path": "parquet", "hf_train_files": tmp_path / "a.parquet"}
+    elif way == "gzip":
+        (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "' + b"a" * (8 << 20), 1))
+        keys = keys | {"grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}
+    with pytest.raises(UserError, match=r"a\.(arrow|parquet|jsonl).*(200 times as many|has more than .* bytes)"):
+        texts(source_of(tmp_path, **keys, held_out_share=0).train[0])
+
+
 def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     import datasets
 

@@ -172,6 +172,68 @@ def test_a_tokenizer_that_changes_text_counts_no_bytes(tmp_path: Path):
     assert load_tokenizer(path, "auto", **BOTH).bytes_per_token is None
 
 
+def test_a_tokenizer_that_drops_merges_at_random_does_not(tmp_path: Path):
+    from tokenizers import Tokenizer
+
+    train_bpe([document(i) for i in range(20)], 300).save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    text, wanted = document(1), load_tokenizer(str(tmp_path), "auto", **BOTH)
+    spec = json.loads(file.read_text())
+    spec["model"]["dropout"] = 0.5
+    file.write_text(json.dumps(spec))
+    assert len({tuple(Tokenizer.from_file(str(file)).encode(text).ids) for _ in range(20)}) > 1
+    tokenizer = load_tokenizer(str(tmp_path), "auto", **BOTH)
+    assert tokenizer.fingerprint == wanted.fingerprint
+    again = pickle.loads(pickle.dumps(tokenizer))
+    for each in (tokenizer, again):
+        assert {tuple(each.encode(text)) for _ in range(20)} == {tuple(wanted.encode(text))}
+        assert each.note == f"{file}: its dropout=0.5 is turned off, so that equal texts have equal tokens"
+    lines: list[str] = []
+    config = config_of(tmp_path, tokenizer_type="auto", tokenizer_path=tmp_path)
+    open_tokenizer(config, [], [], tmp_path, lines.append)
+    assert lines == [tokenizer.note]
+    assert json.loads(tokenizer.saved_files()["tokenizer.json"]) == spec  # an export has the file as it is
+
+
+def test_where_the_package_itself_fails(tmp_path: Path):
+    """It raises a BaseException then."""
+    spec = json.loads(Path(json_tokenizer(tmp_path / "made", ["</s>"]), "tokenizer.json").read_text())
+    steps = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": ""}
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": []}
+    for field, value, message in (
+        ("normalizer", charsmap, "precompiled_charsmap is damaged"),
+        ("post_processor", template | {"special_tokens": {}}, "is not a tokenizer.json (no entry found for key)"),
+        ("pre_tokenizer", steps, "cannot encode the text 'aaa.* (.*retry-limit-in-match over); a tokenizer without"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | {field: value}))
+        with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
+            load_tokenizer(str(tmp_path), "auto", **BOTH).encode_many(["a" * 40 + "b"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 12, "1,024 times as long"),
+        ([{"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"}] * 9, "1,024 times as long"),
+        ([{"type": "Prepend", "prepend": "a" * 1000}] * 9, "adds 9,000 characters, more than 4,096"),
+        ([{"type": "Prepend", "prepend": "a"}] * 2000, "2,000 normalizers, more than 64"),
+        ([{"type": "Precompiled", "precompiled_charsmap": "/////w=="}], "precompiled_charsmap is damaged"),
+        ([{"type": "Replace", "pattern": {"String": "``"}, "content": '"'}, {"type": "NFKD"}] * 2, ""),
+    ],
+)
+def test_a_normalizer_that_makes_texts_long_is_refused(tmp_path: Path, steps, message: str):
+    path = json_tokenizer(tmp_path / "made", ["</s>"])
+    file = Path(path, "tokenizer.json")
+    spec = json.loads(file.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    file.write_text(json.dumps(spec))
+    if not message:
+        assert load_tokenizer(path, "auto", **BOTH).encode("a``") == [ord("a") - 33, ord('"') - 33]
+        return
+    with pytest.raises(UserError, match=f"tokenizer.json: it.*{message}"):
+        load_tokenizer(path, "auto", **BOTH)
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"no known special token .* add_bos=false"):
         load_tokenizer(json_tokenizer(tmp_path / "none", []), "auto", **BOTH)

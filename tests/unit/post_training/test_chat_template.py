@@ -7,6 +7,7 @@ import pytest
 
 from trainer.config import UserError
 from trainer.data.chat_files import ChatTemplate
+from trainer.post_training import template_sandbox
 from trainer.post_training.chat_template import DEFAULT, Template, TemplateFailed
 
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -102,6 +103,8 @@ def test_the_default_template():
         ("{% for i in range(100001) %}x{% endfor %}", "Range"),
         ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ lipsum() }}", "lipsum"),  # random
+        ("{{ '\\ud800' }}", "surrogates not a"),
     ],
 )
 def test_what_templates_cannot_do(text, said):
@@ -111,9 +114,76 @@ def test_what_templates_cannot_do(text, said):
         rendered(text)
 
 
-@pytest.mark.parametrize("text", ["{% for m in messages %}", "{{ 'a", "{% generation %}", "{% nothing %}"])
+GROWN = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ 1.5|round(-999999999) }}", "round has"),
+        (GROWN % ("9", "n.x * n.x"), "bits"),
+        (GROWN % ("'a'.encode()", "n.x + n.x"), "it makes more"),
+        (GROWN % ("'a'", "n.x ~ n.x"), "it makes more"),
+        (GROWN % ("['a']", "[n.x, n.x]"), "it makes more"),
+        (GROWN % ("['a']", "(n.x, n.x)"), "it makes more"),
+        (GROWN % ("['a']", "{'a': n.x, 'b': n.x}"), "it makes more"),
+        (GROWN % ("['a']", "dict(a=n.x, b=n.x)"), "it makes more"),
+        ("{{ 'a'.encode() * 10000000000 }}", "it makes more"),
+        ("{{ 'a'.ljust(1000000000) }}", "it makes more"),
+        ("{{ (1).to_bytes(1000000000, 'big') }}", "it makes more"),
+        ("{{ 'a'|center(1000000000) }}", "it makes more"),
+        ("{{ [1]|map('center', 1000000000)|list }}", "it makes more"),
+        ("{{ [1]|batch(1000000000, 'x')|list }}", "it makes more"),
+        ("{{ [1]|tojson(indent=1000000000) }}", "tojson indents"),
+        ("{{ '{:>1000000000}'.format(1) }}", "three digits"),
+        ("{{ '{:>{}}'.format(1, 1000000000) }}", "three digits"),
+        ("{{ '%1000000000d'|format(1) }}", "three digits"),
+        ("{{ '%1000000000d'.encode() % 1 }}", "three digits"),
+        ("{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}", "it makes more"),
+        ("{% set a = 'a' * 1000000 %}{{ a|join(a) }}", "it makes more"),
+        ("{% set a = 'a' * 1000000 %}{{ a.translate({97: a}) }}", "it makes more"),
+        ("{% set a = 'a' * 4000000 %}" + "{% set b = a[1:] %}" * 40, "it makes more"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "it takes more"),
+    ],
+)
+def test_a_small_template_makes_no_large_text(text, said, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "SECONDS", 0.2)
+    with pytest.raises(TemplateFailed, match=f"{said}|it takes more"):
+        rendered(text)
+
+
+def test_limits_of_a_conversation_begin_again_with_the_next_one(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MADE_TOGETHER", 5_000_000)
+    monkeypatch.setattr(template_sandbox, "TURNS", 1000)
+    template = Template(ChatTemplate("{% for i in range(700) %}{% endfor %}{{ 'a' * 4000000 }}", "here"), NAMES)
+    assert {len(template.render(SAID).text) for _ in range(3)} == {4000000}
+    with pytest.raises(UserError, match=r"here: a chat template of more than 131,072 characters"):
+        Template(ChatTemplate("a" * (1 << 17) + "a", "here"), NAMES)
+
+
+@pytest.mark.parametrize(
+    "text", ["{% for m in messages %}", "{{ 'a", "{% generation %}", "{% nothing %}", "{{ [1]|random }}"]
+)
 def test_a_text_that_is_no_template(text):
     with pytest.raises(UserError, match=r"here, line 1 is not a chat template in Jinja: "):
+        Template(ChatTemplate(text, "here"), NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% continue %}",
+        "{% for m in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}",
+        "{% macro f(a, a) %}{% endmacro %}",
+        "{{ f(a=1, a=2) }}",
+        "{% if x %}" * 120 + "{% endif %}" * 120,
+        "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
+    ],
+)
+def test_a_template_that_python_cannot_compile(text):
+    with pytest.raises(UserError, match=r"^here is not a chat template in Jinja: \S.{10,}"):
         Template(ChatTemplate(text, "here"), NAMES)
 
 

@@ -1,0 +1,64 @@
+"""How much longer a normalizer of a tokenizer.json can make a text.
+
+The package applies it already while it reads the file, to the names of added tokens.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer.config.json_files import parsed
+from trainer.config.limits import ADDED_CHARACTERS, GROWTH, NORMALIZERS
+
+# The most characters that Unicode's forms and the package's own normalizers make of one.
+_FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 4}
+
+
+def growth_problem(text: str) -> str:
+    """Returns what is wrong with the normalizer in the `text` of a tokenizer.json; "" if nothing is, or if the package
+    will refuse the file."""
+    try:
+        steps = list(_steps(parsed(text)["normalizer"] or {}))
+        if len(steps) > NORMALIZERS:
+            return f"it has {len(steps):,} normalizers, more than {NORMALIZERS}"
+        factor = added = 1
+        for step in steps:
+            times = _times(step)
+            if times is None:
+                return "its precompiled_charsmap is damaged"
+            factor, added = factor * times, added * times + len(step.get("prepend") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    if factor > GROWTH:
+        return f"its normalizer can make a text more than {GROWTH:,} times as long"
+    if added - factor > ADDED_CHARACTERS:
+        return f"its normalizer adds {added - factor:,} characters, more than {ADDED_CHARACTERS:,}"
+    return ""
+
+
+def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the normalizers of one, in order."""
+    if spec.get("type") != "Sequence":
+        yield spec
+    for step in spec.get("normalizers") or ():
+        yield from _steps(step)
+
+
+def _times(spec: Mapping[str, Any]) -> int | None:
+    """Returns how many characters a step makes of one at most; None if it cannot be read."""
+    match spec:
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
+        case {"type": "Replace", "content": new}:  # a regular expression, which may match nothing between characters
+            return 1 + len(new)
+        case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+            return _longest(charsmap)
+    return _FORMS.get(spec.get("type", ""), 1)
+
+
+def _longest(charsmap: str) -> int | None:
+    """Returns the length of the longest text in a map of sentencepiece: the size of a trie, the trie, and texts that
+    end with 0. None if the trie is longer than the map."""
+    data = base64.b64decode(charsmap)
+    start = 4 + int.from_bytes(data[:4], "little")
+    return max(1, *map(len, data[start:].split(b"\0")), 1) if start <= len(data) else None

@@ -1,0 +1,119 @@
+"""Sizes that compressed Parquet and Arrow files say they will have, read before anything is unpacked.
+
+A file of a few kilobytes can hold a gigabyte. Both formats store the unpacked sizes, and their readers fail if a size
+is not true.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError
+from trainer.config.limits import TOGETHER_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
+
+_MAGIC = b"ARROW1\0\0"  # of Arrow's file format: a stream follows
+_RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # types of Arrow's messages
+_BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
+
+
+def check_unpacked(path: Path) -> None:
+    """Checks a file by its ending; others pass.
+
+    Raises:
+      UserError: it would become far larger than it is.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                rows_at_once(path, file.metadata, None, 1)
+        elif path.suffix == ".arrow":
+            for packed, unpacked in _arrow_sizes(path):
+                _check(path, packed, unpacked)
+    except (pyarrow.ArrowException, OSError, struct.error, IndexError):
+        pass  # whoever reads it says why it cannot be read
+
+
+def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
+    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if values are repeated that can
+    be large. `columns`: the first words of those that are read; None for all.
+
+    Raises:
+      UserError: see `check_unpacked`.
+    """
+    largest = 1
+    with path.open("rb") as file:
+        for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+            for column in (group.column(i) for i in range(group.num_columns)):
+                if columns is None or column.path_in_schema.partition(".")[0] in columns:
+                    _check(path, column.total_compressed_size, column.total_uncompressed_size)
+                    if column.has_dictionary_page and column.dictionary_page_offset:
+                        file.seek(column.dictionary_page_offset)
+                        largest = max(largest, _page_size(file.read(16)))
+    return max(1, min(most, TOGETHER_BYTES // largest))
+
+
+def _check(path: Path, packed: int, unpacked: int) -> None:
+    if unpacked > UNPACKED_BYTES and unpacked > UNPACKED_RATIO * packed:
+        raise UserError(
+            f"{path}: {packed:,} bytes of it unpack to {unpacked:,}, more than {UNPACKED_RATIO:,} times as many; store "
+            "it without compression if that is right"
+        )
+
+
+def _page_size(header: bytes) -> int:
+    """Returns the unpacked size of a Parquet page: the second field of its header, which has numbers as Thrift's
+    compact protocol writes them."""
+    numbers: list[int] = []
+    at = 0
+    while len(numbers) < 2:
+        number, shift, at = 0, 0, at + 1  # after the byte of the field
+        while header[at] & 128:
+            number, shift, at = number | (header[at] & 127) << shift, shift + 7, at + 1
+        numbers.append((number | header[at] << shift) >> 1)
+        at += 1
+    return numbers[1]
+
+
+def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
+    """Yields the packed and unpacked size of each batch of an Arrow file that is compressed."""
+    import pyarrow
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(str(path)) as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            file.seek(0)
+        for message in pyarrow.ipc.MessageReader.open_stream(file):
+            if message.body is not None and message.type in ("record batch", "dictionary"):
+                yield message.body.size, _unpacked(message.metadata.to_pybytes(), message.body)
+
+
+def _unpacked(header: bytes, body: Any) -> int:
+    """Returns the bytes that the buffers of a batch have without compression. `header` is a flatbuffer."""
+
+    def number(form: str, at: int) -> int:
+        return struct.unpack_from(form, header, at)[0]
+
+    def field(table: int, i: int) -> int:  # its position, 0 if it is absent
+        names = table - number("<i", table)
+        offset = number("<H", names + 4 + 2 * i) if 4 + 2 * i < number("<H", names) else 0
+        return table + offset if offset else 0
+
+    def follow(at: int) -> int:
+        return at + number("<I", at)
+
+    message = follow(0)
+    batch = follow(field(message, 2))
+    if header[field(message, 1)] == _DICTIONARY_BATCH:
+        batch = follow(field(batch, 1))
+    if not field(batch, _COMPRESSION):
+        return 0
+    buffers, total = follow(field(batch, _BUFFERS)), 0
+    for i in range(number("<I", buffers)):
+        start, size = struct.unpack_from("<qq", header, buffers + 4 + 16 * i)
+        if size >= 8:
+            total += max(0, struct.unpack("<q", body.slice(start, 8).to_pybytes())[0])
+    return total
