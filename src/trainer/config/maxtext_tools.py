@@ -32,7 +32,16 @@ from trainer.config.schema import schema
 _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
     KEY,
-    *("*dropout*", "init_weights_seed", "dtype", "weight_dtype", "scan_layers", "remat_policy", "decoder_layer_input"),
+    *(
+        "*dropout*",
+        "init_weights_seed",
+        "dtype",
+        "weight_dtype",
+        "weight_stochastic_rounding",
+        "scan_layers",
+        "remat_policy",
+        "decoder_layer_input",
+    ),
     *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", SCALE),
     *("*quantiz*", "*_calibration_method", BLOCK, ROUNDING, "weight_sparsity_*_step"),
 )
