@@ -43,7 +43,7 @@ NOT_RUN = {
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
     r"benchmark_generate": "needs transformers and torch, which the tests do without",
-    r"trainer\.serve |prove_serving|benchmark_serve": "a server runs until it is stopped",
+    r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",
     r"check_accelerator": "needs an accelerator; tests/integration runs it with tiny sizes",
 }
 TRAINING = (
