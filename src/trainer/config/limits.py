@@ -12,17 +12,17 @@ LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
 # quantization_config: groups, regular expressions, their characters, and digits of a number of repetitions in them.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
 # Templates of chats: characters of a template; of a text or list that it makes, and of all these together; digits in a
-# format, bits of an integer, operands of ** and digits of round; turns of its loops and calls; seconds. They hold for
-# one conversation. The time is looked at between the operations of a template, whose sizes are bounded.
+# format, bits of an integer, operands of ** and digits of round; turns of its loops and calls; seconds of CPU time.
+# They hold for one conversation.
 TEMPLATE_CHARACTERS = 1 << 17
-MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 22, 1 << 27, 1 << 26
+MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 26, 1 << 31, 1 << 26
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
-TURNS, SECONDS = 1 << 21, 5.0
+TURNS, SECONDS = 1 << 26, 2.5
 # A tokenizer.json: how many times as long its normalizer can make a text, the characters that it can add to any, and
 # its steps.
-GROWTH, ADDED_CHARACTERS, NORMALIZERS = 1024, 4096, 64
+GROWTH, ADDED_CHARACTERS, NORMALIZERS = 4096, 4096, 64
 # Parquet and Arrow: what is compressed may have this many bytes, or become this many times as large. Bytes of the
 # values that are read at once, if one may be repeated.
-UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 64 << 20, 200, 1 << 28
+UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 256 << 20, 200, 1 << 28
 # One text of a data set.
 TEXT_BYTES = 1 << 30

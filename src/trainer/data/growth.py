@@ -61,4 +61,5 @@ def _longest(charsmap: str) -> int | None:
     end with 0. None if the trie is longer than the map."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")
-    return max(1, *map(len, data[start:].split(b"\0")), 1) if start <= len(data) else None
+    texts = (len(text.decode(errors="replace")) for text in data[start:].split(b"\0"))
+    return max(1, *texts) if start <= len(data) else None

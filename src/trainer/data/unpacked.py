@@ -4,6 +4,7 @@ A file of a few kilobytes can hold a gigabyte. Both formats store the unpacked s
 is not true.
 """
 
+import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most:
                     _check(path, column.total_compressed_size, column.total_uncompressed_size)
                     if column.has_dictionary_page and column.dictionary_page_offset:
                         file.seek(column.dictionary_page_offset)
-                        largest = max(largest, _page_size(file.read(16)))
+                        with contextlib.suppress(IndexError):  # a header that cannot be read: pyarrow says so
+                            largest = max(largest, _page_size(file.read(16)))
     return max(1, min(most, TOGETHER_BYTES // largest))
 
 

@@ -207,7 +207,7 @@ def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         return {}
     if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
         refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
-    if every > PERIOD:
+    if PERIOD < every <= layers:
         refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
     window = said.get("sliding_window")
     if every > 1 and not window:

@@ -17,7 +17,8 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
 _LINEAR = "Linear"  # the class of modules that all matrices count as
 _REGEX = "re:"
-# An assertion at the beginning of a regular expression; and what a closing parenthesis can be searched in.
+# An assertion at the beginning of a regular expression; and the units in which its closing parenthesis is found: an
+# escape, a class of characters, a character.
 _ASSERTION = re.compile(r"\^?\(\?([=!])")
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")

@@ -52,7 +52,7 @@ def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
 
 def _remove(folder: Any, first: int) -> None:
     for path in [*unfinished(folder), *(path for number, path in _numbers(folder).items() if number >= first)]:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _numbers(folder: Any) -> dict[int, Any]:

@@ -111,7 +111,7 @@ class RunDir(NamedTuple):
         config = self.path / CONFIG_FILE
         with writing(config):
             for path in unfinished(self.path):
-                path.unlink()
+                path.unlink(missing_ok=True)
             if not resumed:
                 if (self.path / METRICS_FILE).exists():
                     self._keep_earlier(config_yml, say)

@@ -46,7 +46,7 @@ _MARK = re.compile(f"[{MARKS}]")
 # What an expression in a template can raise.
 _ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(RuntimeError, NameError, MemoryError),
+    *(RuntimeError, NameError, MemoryError, AssertionError),
 )
 
 

@@ -1,12 +1,14 @@
 """Jinja's sandbox with limits on what a template can make, and on its time (`config/limits.py`).
 
-Jinja's own sandbox lets a template read only what it is given. Here, loops, macros, calls, filters and operators count
-as turns, and whatever can make a text, a list or an integer that is larger than its operands is checked before. Nothing
-nested is larger than the limit either, however often it has the same list: so what Python does with it takes no time.
+Jinja's own sandbox lets a template read only what it is given. Here, loops, macros, calls and filters also count as
+turns. An operation whose result can be larger than its operands is checked first: a text, a list or an integer has a
+largest size. Of a list in a list, all values count each time that it occurs, because printing and comparing visit them.
 """
 
+import contextlib
 import functools
 import re
+import string
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,9 @@ _VALUE = 16  # characters as which a value in a list counts
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
-_WIDE = re.compile(rf"\d{{{FORMAT_DIGITS + 1}}}|\*|\{{[^}}]*\{{")
+_WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
+_WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # in what follows the colon of a field
 
 
 class _Budget(threading.local):
@@ -66,12 +70,6 @@ class _Code(jinja2.compiler.CodeGenerator):
             self._checked("weighed", "(", node.items, ",)", frame)
         else:
             super().visit_Tuple(node, frame)
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Any) -> None:
-        part = isinstance(node.arg, nodes.Slice)
-        self.write("environment.weighed(" if part else "")
-        super().visit_Getitem(node, frame)
-        self.write(")" if part else "")
 
     def visit_Dict(self, node: nodes.Dict, frame: Any) -> None:
         self.write("environment.weighed(")
@@ -108,7 +106,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def begin(self) -> None:
         """Gives the whole budget to a conversation."""
         self._budget.turns, self._budget.made = TURNS, MADE_TOGETHER
-        self._budget.until = time.monotonic() + SECONDS
+        self._budget.until = time.thread_time() + SECONDS
 
     @property
     def turn(self) -> None:
@@ -119,8 +117,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._look()
 
     def _look(self) -> None:
-        if self._budget.turns <= 0 or time.monotonic() > self._budget.until > 0:
-            raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:g} s")
+        if self._budget.turns <= 0 or time.thread_time() > self._budget.until > 0:
+            raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:g} s of CPU time")
 
     def made(self, size: int) -> None:
         """Counts a text or list of this size, before it is made if it can be large."""
@@ -152,9 +150,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if not all(isinstance(one, int | float) and abs(one) < OPERAND for one in (left, right)):
                 raise _refused(f"operands of ** must be below {OPERAND}")
         elif operator == "%" and isinstance(left, _TEXT):
-            self._check_format(left, right)
+            self._check_percent(left, right)
         elif not (isinstance(left, int | float) and isinstance(right, int | float)):
-            sizes = [one if isinstance(one, int) else _weight(one) for one in (left, right)]
+            sizes = [one if isinstance(one, int) else _length_of(one) for one in (left, right)]
             self.made(sizes[0] * sizes[1] if operator == "*" else sizes[0] + sizes[1])
         return self.binop_table[operator](left, right)
 
@@ -190,7 +188,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return None
 
         def checked(*args: Any, **kwargs: Any) -> str:
-            self._check_format(value.__self__, [args, kwargs])
+            form = value.__self__
+            with contextlib.suppress(ValueError):  # which `function` raises
+                specs = [spec for _, _, spec, _ in string.Formatter().parse(form) if spec]
+                self._check_format(form, form.count("{"), any(map(_WIDE_FIELD.search, specs)), [args, kwargs])
             return function(*args, **kwargs)
 
         return checked
@@ -213,12 +214,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(items, str | list | tuple | dict):
             self.made(_weight(items) + _length(separator) * len(items))
 
-    def _check_format(self, form: Any, given: Any) -> None:
+    def _check_percent(self, form: Any, given: Any) -> None:
         text = form.decode("latin-1") if isinstance(form, bytes | bytearray) else form
-        if _WIDE.search(text):
+        self._check_format(text, text.count("%"), _WIDE_PERCENT.search(text), given)
+
+    def _check_format(self, form: str, fields: int, wide: Any, given: Any) -> None:
+        if wide:
             raise _refused(f"a width in a format has at most {['no', 'one', 'two', 'three'][FORMAT_DIGITS]} digits")
-        fields = text.count("%") + text.count("{")
-        self.made(len(text) + fields * (10**FORMAT_DIGITS + _weight(given)))
+        self.made(len(form) + fields * (10**FORMAT_DIGITS + _weight(given)))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         passed = hasattr(function, "jinja_pass_arg")  # the first argument is the environment or the context
@@ -239,7 +242,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             elif name == "join":
                 self._check_join(more[0] if more and isinstance(more[0], str) else "", value)
             elif name == "format" and isinstance(value, str):
-                self._check_format(value, more)
+                self._check_percent(value, more)
             return self._result(function(*args, **kwargs))
 
         return guarded
@@ -260,6 +263,11 @@ def _weight(value: Any) -> int:
             level += one
         total += _VALUE
     return total
+
+
+def _length_of(value: Any) -> int:
+    """Returns the size of what + and * copy: the characters of a text, and references of a list."""
+    return len(value) * _VALUE if isinstance(value, list | tuple) else _weight(value)
 
 
 def _length(value: Any) -> int:

@@ -15,7 +15,7 @@ from trainer.config import UserError
 from trainer.config.limits import FILE_BYTES
 from trainer.runtime.storage import entries, is_remote
 
-_UNFINISHED = re.compile(r".+\.[0-9]+\.tmp")  # the name of a file that is being written
+_UNFINISHED = re.compile(r".+\.([0-9]+)\.tmp")  # the name of a file that is being written
 
 
 def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
@@ -103,9 +103,21 @@ def not_through_a_link(path: str, flags: int) -> int:
 
 
 def unfinished(folder: Any) -> list[Any]:
-    """Returns what a process that was killed in `replace_file` left in a folder. Another process may be writing, unless
-    the caller alone owns the folder."""
-    return [path for path in entries(folder) if _UNFINISHED.fullmatch(path.name)]
+    """Returns the files that a process that was killed in `replace_file` left in a folder. Processes of other machines
+    must not write there now; those of other processes that live here are left out."""
+    found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
+    return [path for path, name in found if name and not path.is_dir() and not _lives(int(name[1]))]
+
+
+def _lives(number: int) -> bool:
+    """Returns whether another process with this number runs here."""
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return number != os.getpid()
 
 
 def replace_file(path: Path, data: str | bytes) -> None:

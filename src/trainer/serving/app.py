@@ -111,7 +111,7 @@ class Routes:
             raise ApiError(415, f"content-type={kind[:80] or 'none'}: allowed: application/json")
         most, body = self._config.max_body_bytes, bytearray()
         too_large = ApiError(413, f"the body has more than max_body_bytes={most} bytes")
-        size, left = request.headers.get("content-length", ""), _MOST_DISCARDED
+        size, left = request.headers.get("content-length", ""), max(most, _MOST_DISCARDED)
         large = size.isdecimal() and int(size[:20]) > most
         if large and (int(size[:20]) > left or "expect" in request.headers):
             raise too_large

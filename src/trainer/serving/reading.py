@@ -5,9 +5,11 @@ this work would hold up the event loop and every other request, because Python r
 """
 
 import asyncio
+import contextlib
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from trainer.config import UserError
@@ -15,10 +17,11 @@ from trainer.data.documents import Record
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference import Sampling
 from trainer.post_training.chat_encoder import Prompts
-from trainer.serving.errors import ApiError
+from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.queries import Query, as_api_error, query, read_json
 
 LARGE = 1 << 13  # bytes of a body; a thread reads smaller ones within about 20 ms
+_MOST_WAITING, _START_SECONDS = 64, 120
 
 Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts
 
@@ -79,38 +82,74 @@ class OneAside:
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
         """`seconds`: how long it may read one body. `check`: raises ApiError if no body is read any more."""
         self._reader, self._seconds, self._check = reader, seconds, check
-        self._lock = asyncio.Lock()
-        self._pool: Any = None
+        self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
+        self._waiting = 0
+        self._process: Any = None
+        self._ours: Any = None  # a pipe to the process
 
     async def read(self, body: bytes, chat: bool) -> Read:
-        """See `Reader.read`. Raises ApiError also if it takes too long; the process is then replaced."""
-        async with self._lock:
-            self._check()
-            if self._pool is None:  # a fork would copy the locks of this process's threads
-                self._pool = multiprocessing.get_context("spawn").Pool(1, _begin, (self._reader,))
-                await asyncio.to_thread(self._pool.apply, int)  # it has loaded what it needs
-            result = self._pool.apply_async(_read, (body, chat))
-            try:
-                return await asyncio.to_thread(result.get, self._seconds)
-            except multiprocessing.TimeoutError:
-                self.close()
-                said = f"the request could not be read within receive_seconds={self._seconds:g}: it is too complex"
-                raise ApiError(400, said) from None
+        """See `Reader.read`. Raises ApiError also if too many wait, or if it takes too long: the process is then
+        ended."""
+        if self._waiting >= _MOST_WAITING:
+            raise unavailable(f"{_MOST_WAITING} large requests wait to be read", 429)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, body, chat)
+        finally:
+            self._waiting -= 1
+
+    def _read(self, body: bytes, chat: bool) -> Read:
+        self._check()
+        try:
+            if self._process is None:
+                self._start()
+            self._ours.send((body, chat))
+            in_time = self._ours.poll(self._seconds)
+            found: Any = self._ours.recv() if in_time else None
+        except (OSError, EOFError) as error:
+            self._end()
+            raise unavailable("the process that reads large requests has ended") from error
+        if not in_time:
+            self._end()
+            said = f"the request could not be read within receive_seconds={self._seconds:g}: it is too complex"
+            raise ApiError(400, said)
+        if isinstance(found, ApiError):
+            raise found
+        return found
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would copy the locks of this process's threads
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._reader), daemon=True)
+        self._process.start()
+        theirs.close()
+        if not self._ours.poll(_START_SECONDS):
+            raise EOFError
+        self._ours.recv()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._ours.close()
+            self._process = None
 
     def close(self) -> None:
         """Ends the process."""
-        if self._pool is not None:
-            self._pool.terminate()
-            self._pool = None
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for it gets the end of the pipe
+        self._thread.shutdown(cancel_futures=True)
+        self._end()
 
 
-_READER: list[Reader] = []
-
-
-def _begin(reader: Reader) -> None:
+def _serve(pipe: Any, reader: Reader) -> None:
+    """Reads bodies until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
-    _READER[:] = [reader]
-
-
-def _read(body: bytes, chat: bool) -> Read:
-    return _READER[0].read(body, chat)
+    pipe.send(None)  # all is loaded
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            body, chat = pipe.recv()
+            try:
+                pipe.send(reader.read(body, chat))
+            except ApiError as error:
+                pipe.send(error)

@@ -287,7 +287,7 @@ def test_a_run_that_starts_over_has_no_sample_of_the_earlier_one(tmp_path):
 def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     path = begun(tmp_path, "mine")
     (path / "rollouts").mkdir()
-    left = [path / "starts.json.4321.tmp", path / "rollouts/000001.jsonl.4321.tmp"]
+    left = [path / "starts.json.4999999.tmp", path / "rollouts/000001.jsonl.4999999.tmp"]
     kept = [path / "mine.tmp", path / "rollouts/000000.jsonl"]
     for file in [*left, *kept]:
         file.write_text("{}\n")

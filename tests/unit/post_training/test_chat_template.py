@@ -104,6 +104,7 @@ def test_the_default_template():
         ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{{ lipsum() }}", "lipsum"),  # random
+        ("{{ 'abcdef' | truncate(1) }}", "expected length"),
         ("{{ '\\ud800' }}", "surrogates not a"),
     ],
 )
@@ -142,7 +143,6 @@ GROWN = "{%% set n = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set n.x = 
         ("{% set a = 'a' * 1000000 %}{{ a.replace('a', a) }}", "it makes more"),
         ("{% set a = 'a' * 1000000 %}{{ a|join(a) }}", "it makes more"),
         ("{% set a = 'a' * 1000000 %}{{ a.translate({97: a}) }}", "it makes more"),
-        ("{% set a = 'a' * 4000000 %}" + "{% set b = a[1:] %}" * 40, "it makes more"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more"),
         ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}", "it takes more"),
     ],
@@ -151,6 +151,33 @@ def test_a_small_template_makes_no_large_text(text, said, monkeypatch):
     monkeypatch.setattr(template_sandbox, "SECONDS", 0.2)
     with pytest.raises(TemplateFailed, match=f"{said}|it takes more"):
         rendered(text)
+
+
+LONG = "a few words, " * 400_000  # 5 MB
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("{{ messages[0].content | trim }}", LONG.strip()),
+        ("{{ '<tool>' ~ messages[0].content }}", "<tool>" + LONG),
+        ("{{ '%s: %s' % ('x', messages[0].content) }}", "x: " + LONG),
+        ("{{ messages[0].content.split(' ') | length }}", str(len(LONG.split(" ")))),
+        ("{% for m in messages[1:] + messages[::-1] %}{{ m.role }}{% endfor %}", "assistantassistantuser"),
+        (
+            "{% set n = namespace(t=[]) %}{% for m in messages %}{% set n.t = n.t + [m] %}{% endfor %}{{ n.t|length }}",
+            "2",
+        ),
+        ("{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}", ""),
+        ("{{ '**%s**: %s' % ('a', 1) }}", "**a**: 1"),
+        ("{{ 'Cutoff 2023-10, today {}'.format('x') }}", "Cutoff 2023-10, today x"),
+        ("{{ 'Copyright 2024 %s' | format('x') }}", "Copyright 2024 x"),
+        ("{{ '{{\"name\": \"{}\"}}'.format('n') }}", '{"name": "n"}'),
+    ],
+)
+def test_a_long_conversation_is_no_bomb(text, made):
+    said = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]
+    assert Template(ChatTemplate(text, "here"), NAMES).render(said).text == made
 
 
 def test_limits_of_a_conversation_begin_again_with_the_next_one(monkeypatch):

@@ -368,6 +368,9 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
         body = json.dumps({"prompt": "ab", "temperature": 0}) + padding
         _, _, large = call(port, body=body.encode())
         assert json.loads(large)["choices"] == complete(port, temperature=0)["choices"]
+        port.server._front._large._process.kill()
+        assert "has ended" in refusal(port, 503, body=body.encode())[0]
+        assert json.loads(call(port, body=body.encode())[2])["choices"] == json.loads(large)["choices"]
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + padding
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(call, port, "/v1/chat/completions", body.encode())
