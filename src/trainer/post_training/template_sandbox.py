@@ -32,7 +32,7 @@ from trainer.config.limits import (
 
 _LOOKS = 256  # turns between two looks at the clock
 _SMALL = 1 << 12  # smaller texts do not count together
-_VALUE = 16  # characters as which a value in a list counts
+_VALUE, _REFERENCE = 64, 16  # characters as which a value counts that is visited, or that is referred to
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
@@ -176,7 +176,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if len(value) > _SMALL:
                 self.made(len(value))
         elif isinstance(value, list):
-            self.made(len(value) * _VALUE)
+            self.made(len(value) * _REFERENCE)
         elif isinstance(value, int):
             _check_bits(value.bit_length())
         return value
@@ -267,7 +267,7 @@ def _weight(value: Any) -> int:
 
 def _length_of(value: Any) -> int:
     """Returns the size of what + and * copy: the characters of a text, and references of a list."""
-    return len(value) * _VALUE if isinstance(value, list | tuple) else _weight(value)
+    return len(value) * _REFERENCE if isinstance(value, list | tuple) else _weight(value)
 
 
 def _length(value: Any) -> int:
