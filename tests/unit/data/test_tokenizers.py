@@ -214,8 +214,8 @@ def test_where_the_package_itself_fails(tmp_path: Path):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 12, "1,024 times as long"),
-        ([{"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"}] * 9, "1,024 times as long"),
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 12, "4,096 times as long"),
+        ([{"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"}] * 9, "4,096 times as long"),
         ([{"type": "Prepend", "prepend": "a" * 1000}] * 9, "adds 9,000 characters, more than 4,096"),
         ([{"type": "Prepend", "prepend": "a"}] * 2000, "2,000 normalizers, more than 64"),
         ([{"type": "Precompiled", "precompiled_charsmap": "/////w=="}], "precompiled_charsmap is damaged"),
