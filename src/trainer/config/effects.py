@@ -43,19 +43,19 @@ class Inert:
 def _of_optimizer(name: str) -> list[Inert]:
     keys, momentum = TRAITS[name].reads, TRAITS[name].momentum
     decays = [key for key in keys if key.endswith("_weight_decay")]
-    return [
+    rows = [
         Inert(
             [key for key in OF_OPTIMIZERS if key not in keys],
             lambda c: c.opt_type == name,
             f"opt_type={name} does not read it",
-        ),
-        Inert(
-            ["adamw_mask"],
-            lambda c: c.opt_type == name and not any(c[key] for key in decays),
-            " and ".join(f"{key}=0" for key in decays),
-        ),
-        Inert(["mu_dtype"], lambda c: c.opt_type == name and not has_first_moment(c), f"{momentum}=0"),
+        )
     ]
+    if decays:
+        none = " and ".join(f"{key}=0" for key in decays)
+        rows.append(Inert(["adamw_mask"], lambda c: c.opt_type == name and not any(c[key] for key in decays), none))
+    if momentum:
+        rows.append(Inert(["mu_dtype"], lambda c: c.opt_type == name and not has_first_moment(c), f"{momentum}=0"))
+    return rows
 
 
 INERT = (
