@@ -265,7 +265,8 @@ def _unusable(targets: Sequence[str]) -> list[str]:
         try:
             _matching(target, [""])
         except ValueError as error:
-            lines.append(f"target {shortened(target)}: {shortened(str(error))}")
+            where = "; (?=...) and (?!...) may stand at its beginning only" if "perl operator" in str(error) else ""
+            lines.append(f"target {shortened(target)}: {shortened(str(error))}{where}")
     return lines
 
 

@@ -294,6 +294,7 @@ def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
         (compressed(targets=["re:("]), r"target re:\("),
         (compressed(targets=["re:" + "x" * 201]), "more than 200 characters"),
         (compressed(targets=["re:x{0,100}"]), "2 digits of a number of repetitions"),
+        (compressed(targets=["re:a(?!b)c"]), "may stand at its beginning only"),
         (compressed(targets=["re:(?!a)b|c"]), "alternatives beside an assertion"),
         (compressed(targets=["re:(?!a"]), r"missing \)"),
         (compressed() | {"ignore": [f"re:{i}" for i in range(5000)]}, "5,000 regular expressions, more than 100"),
