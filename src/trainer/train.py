@@ -17,7 +17,7 @@ from trainer.config.invariant_keys import unchecked
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
-from trainer.runtime.preemption import EXIT_CODE
+from trainer.runtime.preemption import NAMES, exit_code
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -85,7 +85,6 @@ class _Silence(io.StringIO):
 
 
 def _run(loaded: Loaded, kind: Kind, started: float) -> None:
-    from trainer.checkpoint import newest
     from trainer.observe import open_run
     from trainer.runtime.agreement import agreed
 
@@ -94,22 +93,17 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
-        try:
-            end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
-        except KeyboardInterrupt:
-            if run.config.enable_checkpointing:
-                last = newest(run_dir.folder)
-                then = f"continues from {last}" if last else f"starts over: {run_dir.folder} has no checkpoint yet"
-                console.say(f"Ctrl-C: the same command {then}")
-            raise
+        end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
         if end is None:
             console.say(_FINISHED.format(run_dir.folder))
             return
         run_dir.upload()
-        if end.preempted:
+        if end.signal:
             saved = "saved; the same command continues from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.folder})")
-            raise SystemExit(EXIT_CODE)
+            lost = "stopped; nothing is saved, because enable_checkpointing=false"
+            saved_or_lost = saved if run.config.enable_checkpointing else lost
+            console.say(f"{NAMES[end.signal]}: {saved_or_lost} ({run_dir.folder})")
+            raise SystemExit(exit_code(end.signal))
         run_dir.finish()
         console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
         if prompt.tokens:
