@@ -271,8 +271,8 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
 
     parents = {frame: _number(row, "parent_frame_id") - 1 for frame, row in tables["StackFrames"].items()}
     frames = {}
-    for frame in parents:
-        stack, outer = [source(frame)], parents[frame]
+    for frame, outer in parents.items():
+        stack = [source(frame)]
         while outer in parents and "site-packages" in stack[-1][0]:
             stack.append(source(outer))
             outer = parents[outer]
