@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, Loaded, UserError, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
+from trainer.config import (
+    Config,
+    Loaded,
+    UserError,
+    begin,
+    command_line,
+    eval_batch_rows,
+    exit_on_user_error,
+    prints_usage,
+    to_yaml,
+)
 from trainer.config.chat_keys import other_command
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
@@ -28,6 +38,7 @@ class Kind:
     """What commands that train differ in.
 
     Attributes:
+      command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
       prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
@@ -38,6 +49,7 @@ class Kind:
         None if it must not write, with lines to the function. It is opened before the step is compiled.
     """
 
+    command: str
     check: Callable[[Config], None]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
@@ -55,7 +67,7 @@ def _of_documents(config: Config) -> None:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    run_command(command_line(argv), Kind(_of_documents))
+    run_command(command_line(argv), Kind("train", _of_documents))
 
 
 def run_command(words: Sequence[str], kind: Kind) -> None:
@@ -64,6 +76,8 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     Raises:
       UserError: it cannot; RunStopped: the run ended by its own rules.
     """
+    if prints_usage(kind.command, words):
+        return
     started = time.perf_counter()
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
