@@ -116,7 +116,7 @@ def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
     running = [index for index, process in enumerate(processes) if process.poll() is None]
     if code == -signal.SIGABRT and running:
         index, how = running[0], "does not answer: it is stopped, or it hangs"
-    if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+    if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT):
         print(
             f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr, flush=True
         )

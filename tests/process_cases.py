@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,11 +36,21 @@ def words(**changes):
 
 
 @contextlib.contextmanager
+def as_on_a_terminal():
+    """A process that is started within takes Ctrl-C, even if a script has started the tests in the background."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
 def launched(folder, processes, devices, **changes):
     """Starts processes that train in `folder`. Yields them and the file of their output."""
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words(**changes)]
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices)}
-    with (folder / "log.txt").open("w") as log:
+    with as_on_a_terminal(), (folder / "log.txt").open("w") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment)
     try:
         yield launcher, folder / "log.txt"

@@ -35,7 +35,7 @@ def _encoder() -> Any:
     return pair_encoder
 
 
-DPO = Kind(_check, DPO_DEFAULTS, with_tokenizer, _encoder, prompts)
+DPO = Kind("dpo", _check, DPO_DEFAULTS, with_tokenizer, _encoder, prompts)
 
 if __name__ == "__main__":
     main()

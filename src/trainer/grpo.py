@@ -46,7 +46,7 @@ def _sample(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     return prompts(config, tokenizer, say) if config.use_chat_template else None
 
 
-GRPO = Kind(_check, RL_DEFAULTS, with_tokenizer, prompts=_sample, dataset=_dataset, source=_source)
+GRPO = Kind("grpo", _check, RL_DEFAULTS, with_tokenizer, prompts=_sample, dataset=_dataset, source=_source)
 
 if __name__ == "__main__":
     main()

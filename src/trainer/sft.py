@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import Config, UserError, begin, command_line, exit_on_user_error
+from trainer.config import Config, UserError, begin, command_line, exit_on_user_error, question
 from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.errors import report
 from trainer.train import Kind, run_command
@@ -29,7 +29,7 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
       UserError: it cannot.
     """
     words, count = _without_show(words)
-    if count is None:
+    if count is None or question(words):
         run_command(words, kind)
         return
     begun = begin(words, os.environ, kind.defaults)
@@ -100,7 +100,7 @@ def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     return Prompts(config, tokenizer, say)
 
 
-SFT = Kind(_check, SFT_DEFAULTS, with_tokenizer, _encoder, prompts)
+SFT = Kind("sft", _check, SFT_DEFAULTS, with_tokenizer, _encoder, prompts)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import Begun, Config, Loaded, UserError, command_line, exit_on_user_error
+from trainer.config import Begun, Config, Loaded, UserError, command_line, exit_on_user_error, prints_usage
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -19,6 +19,8 @@ from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
+    if prints_usage("shardings", words):
+        return
     as_json = "--json" in words
     sides = load_sides([word for word in words if word != "--json"], os.environ, _models)
     for side in sides:

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, Loaded, UserError, begin, command_line, eval_batch_rows, exit_on_user_error, to_yaml
+from trainer.config import (
+    Config,
+    Loaded,
+    UserError,
+    begin,
+    command_line,
+    eval_batch_rows,
+    exit_on_user_error,
+    prints_usage,
+    to_yaml,
+)
 from trainer.config.chat_keys import other_command
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
@@ -17,7 +27,7 @@ from trainer.config.invariant_keys import unchecked
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
-from trainer.runtime.preemption import EXIT_CODE
+from trainer.runtime.preemption import NAMES, exit_code
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -28,6 +38,7 @@ class Kind:
     """What commands that train differ in.
 
     Attributes:
+      command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
       prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
@@ -38,6 +49,7 @@ class Kind:
         None if it must not write, with lines to the function. It is opened before the step is compiled.
     """
 
+    command: str
     check: Callable[[Config], None]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
@@ -55,7 +67,7 @@ def _of_documents(config: Config) -> None:
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    run_command(command_line(argv), Kind(_of_documents))
+    run_command(command_line(argv), Kind("train", _of_documents))
 
 
 def run_command(words: Sequence[str], kind: Kind) -> None:
@@ -64,6 +76,8 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     Raises:
       UserError: it cannot; RunStopped: the run ended by its own rules.
     """
+    if prints_usage(kind.command, words):
+        return
     started = time.perf_counter()
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
@@ -85,7 +99,6 @@ class _Silence(io.StringIO):
 
 
 def _run(loaded: Loaded, kind: Kind, started: float) -> None:
-    from trainer.checkpoint import newest
     from trainer.observe import open_run
     from trainer.runtime.agreement import agreed
 
@@ -94,22 +107,17 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
         run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
     ) as run_dir:
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
-        try:
-            end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
-        except KeyboardInterrupt:
-            if run.config.enable_checkpointing:
-                last = newest(run_dir.folder)
-                then = f"continues from {last}" if last else f"starts over: {run_dir.folder} has no checkpoint yet"
-                console.say(f"Ctrl-C: the same command {then}")
-            raise
+        end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
         if end is None:
             console.say(_FINISHED.format(run_dir.folder))
             return
         run_dir.upload()
-        if end.preempted:
+        if end.signal:
             saved = "saved; the same command continues from here"
-            console.say(f"SIGTERM: {saved if run.config.enable_checkpointing else 'stopped'} ({run_dir.folder})")
-            raise SystemExit(EXIT_CODE)
+            lost = "stopped; nothing is saved, because enable_checkpointing=false"
+            saved_or_lost = saved if run.config.enable_checkpointing else lost
+            console.say(f"{NAMES[end.signal]}: {saved_or_lost} ({run_dir.folder})")
+            raise SystemExit(exit_code(end.signal))
         run_dir.finish()
         console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
         if prompt.tokens:

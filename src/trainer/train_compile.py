@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import Config, UserError, begin, command_line, exit_on_user_error
+from trainer.config import Config, UserError, begin, command_line, exit_on_user_error, prints_usage
 from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
@@ -32,7 +32,10 @@ class Compilation(NamedTuple):
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    begun = begin(command_line(argv), os.environ)
+    words = command_line(argv)
+    if prints_usage("train_compile", words):
+        return
+    begun = begin(words, os.environ)
     prepare_to_compile(begun.config.compile_topology)
     # The command line has been checked by itself. What follows loads JAX.
     from trainer.aot import executable

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from compiler import xla_flags
+from process_cases import as_on_a_terminal
 from run_cases import RUN, SETTINGS, kill_rounds, rows_of, train
 from support import pinned
 
@@ -43,20 +44,22 @@ def wait_for(text, log, process):
 
 def begun(folder):
     command = [sys.executable, "-m", "trainer.train", "base.yml", *WORDS, "run_name=run-0001"]
-    with (folder / "log.txt").open("w") as log:
+    with as_on_a_terminal(), (folder / "log.txt").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=os.environ)
 
 
-def terminated(process, log):
-    """Sends SIGTERM and returns the output. The process must end within seconds."""
+def interrupted_once(process, log):
+    """Sends Ctrl-C, which must end the process within seconds, by the signal: a loop in a shell ends, too."""
     started = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143, log.read_text()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT, log.read_text()
     assert time.monotonic() - started < 20  # a second or two on an idle machine
-    assert "SIGTERM: saved; the same command continues from here (runs/run-0001)" in log.read_text()
+    said = log.read_text()
+    assert "Ctrl-C: the run saves and ends after this update; Ctrl-C again ends it at once" in said
+    assert said.endswith("Ctrl-C: saved; the same command continues from here (runs/run-0001)\n")
 
 
-def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path, monkeypatch):
+def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, monkeypatch):
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
@@ -64,7 +67,7 @@ def test_sigterm_in_training_and_in_an_evaluation(one_device, tmp_path, monkeypa
     if process.poll() is None:  # it was alive all the time
         assert code == 2
         assert "run_name=run-0001: another process is running in runs/run-0001" in output
-    terminated(process, log)
+    interrupted_once(process, log)
     first = int(newest(run).name)
     assert 12 < first < 300
     assert not (run / "finished").exists()

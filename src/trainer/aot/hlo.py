@@ -127,7 +127,7 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
-    frames: dict[int, tuple[str, int]]  # stack_frame_id -> (file, line) of the innermost frame
+    frames: dict[int, tuple[str, int]]  # stack_frame_id -> (file, line), see `_frames`
 
     def source(self, instruction: Instruction) -> str:
         """Returns the `file:line` that traced `instruction`, or ""."""
@@ -251,7 +251,8 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 def _frames(text: str) -> dict[int, tuple[str, int]]:
     """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
 
-    Takes the innermost frame of the call stack outside installed packages, or the innermost frame if there is none.
+    Takes the innermost frame of the call stack outside installed packages, or the innermost frame if there is none. XLA
+    writes the number of a frame's parent plus 1, so that 1 is no parent.
     """
     tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}
     rows: dict[int, str] = {}
@@ -268,15 +269,14 @@ def _frames(text: str) -> dict[int, tuple[str, int]]:
         file = tables["FileNames"].get(_number(location, "file_name_id"), "")
         return file.strip('"'), _number(location, "line")
 
+    parents = {frame: _number(row, "parent_frame_id") - 1 for frame, row in tables["StackFrames"].items()}
     frames = {}
-    for frame in tables["StackFrames"]:
-        chain = [frame]
-        while (parent := _number(tables["StackFrames"][chain[-1]], "parent_frame_id")) in tables["StackFrames"]:
-            if parent in chain:  # the outermost frame is its own parent
-                break
-            chain.append(parent)
-        stack = [source(number) for number in chain]
-        frames[frame] = next((source for source in stack if "site-packages" not in source[0]), stack[0])
+    for frame, outer in parents.items():
+        stack = [source(frame)]
+        while outer in parents and "site-packages" in stack[-1][0]:
+            stack.append(source(outer))
+            outer = parents[outer]
+        frames[frame] = stack[0] if "site-packages" in stack[-1][0] else stack[-1]
     return frames
 
 

@@ -85,6 +85,30 @@ class Comparison:
         """The first difference that makes the sides unequal, with its quantity."""
         return next((f"{quantity.name}: {quantity.first}" for quantity in self.quantities if not quantity.equal), None)
 
+    @property
+    def first_within(self) -> str | None:
+        """The first difference of bits, with its quantity, if it is within the tolerance; None otherwise."""
+        quantity, entry = self._first_bits
+        return f"{quantity.name}: {entry.where}" if quantity and entry and entry.equal else None
+
+    @property
+    def unsown(self) -> Difference | None:
+        """The first difference of bits, if it is in the output of a layer in which nothing else is compared."""
+        quantity, entry = self._first_bits
+        if not (quantity and entry) or quantity.name != "activations" or entry.layer is None:
+            return None
+        block, _, last = entry.name.rpartition("/")
+        inner = (d for d in quantity.differences if d.layer == entry.layer and d.name.startswith(f"{block}/"))
+        return entry if last == "output" and list(inner) == [entry] else None
+
+    @property
+    def _first_bits(self) -> tuple[Quantity | None, Difference | None]:
+        """The first quantity whose bits differ, and its first such array; the array is None if a note says more."""
+        quantity = next((quantity for quantity in self.quantities if not quantity.bits), None)
+        if quantity is None or quantity.notes:
+            return quantity, None
+        return quantity, next(difference for difference in quantity.differences if not difference.bits)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -117,6 +141,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "equal": comparison.equal,
         "bits": comparison.bits,
         "first": comparison.first,
+        "first_within": comparison.first_within,
         "quantities": {quantity.name: _quantity(quantity) for quantity in comparison.quantities},
         "facts": {name: fact if isinstance(fact, str) else list(fact) for name, fact in comparison.facts.items()},
     }

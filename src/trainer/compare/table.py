@@ -32,16 +32,22 @@ def table(report: Report) -> str:
 
 def _verdict(report: Report) -> str:
     apart = [comparison for comparison in report.comparisons if not comparison.equal]
+    tolerance = " and ".join(f"{name}={value:g}" for name, value in report.tolerance._asdict().items() if value)
     if apart:
-        lines = [f"{report.left} and {other.right} differ first in {other.first}{_numbers(other)}" for other in apart]
+        lines = []
+        for other in apart:
+            if other.first_within:
+                lines.append(f"the first difference within {tolerance} is in {other.first_within}")
+            if other.unsown:
+                where = f"layer {other.unsown.layer}"
+                lines.append(f"{where} sows only its output; docs/guides/parity.md says how to narrow the place down")
+            lines.append(f"{report.left} and {other.right} differ first in {other.first}{_numbers(other)}")
         if any(map(_numbers, apart)):
             lines.append(f"{report.left} has checksums; record with arrays=true to get the sizes of differences")
         return "\n".join(lines)
     sides = ", ".join([report.left, *(comparison.right for comparison in report.comparisons[:-1])])
     sides = f"{sides} and {report.comparisons[-1].right} are equal"
-    if all(comparison.bits for comparison in report.comparisons):
-        return f"{sides} in every bit"
-    return f"{sides} within {' and '.join(f'{n}={v:g}' for n, v in report.tolerance._asdict().items() if v)}"
+    return f"{sides} in every bit" if all(one.bits for one in report.comparisons) else f"{sides} within {tolerance}"
 
 
 def _numbers(comparison: Comparison) -> str:

@@ -13,7 +13,7 @@ from trainer.config.errors import (
     nearest,
 )
 from trainer.config.flags import COMBINATIONS, combination, flags_of, linen_stack
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import explanation, help_text, prints_usage, question
 from trainer.config.keys import Config
 from trainer.config.load import Begun, Description, Loaded, begin, load
 from trainer.config.resolve import resolve
@@ -62,6 +62,7 @@ __all__ = [
     "microbatch_rows",
     "nearest",
     "parse_mixture",
+    "prints_usage",
     "question",
     "read_saved",
     "resets",

@@ -19,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_INTERRUPTED = 130  # the exit code after Ctrl-C: 128 + 2
 # The maximum size of a message.
 SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
@@ -65,7 +66,11 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
             print("interrupted", file=sys.stderr)
             if default_action:
                 _end_as_interrupted()
-            raise SystemExit(130) from None
+            raise SystemExit(_INTERRUPTED) from None
+        except SystemExit as end:
+            if default_action and end.code == _INTERRUPTED:  # a run that has saved
+                _end_as_interrupted()
+            raise
         except BrokenPipeError:
             # Python flushes stdout again at exit. This flush must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,17 +18,30 @@ from trainer.config.schema import Key, plain_name, schema
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
 _WIDTH = 116
 
+# Commands that train, and those that show what training would run: their options, and what they do.
+_COMMANDS = {
+    "train": ("[--dry-run]", "Trains a language model."),
+    "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
+    "dpo": ("[--dry-run | --show N]", "Trains a language model to prefer one answer to another."),
+    "grpo": ("[--dry-run]", "Improves a language model by its own answers, which reward functions judge."),
+    "train_compile": ("", "Compiles the training step for compile_topology; reports memory, FLOPs and time."),
+    "shardings": ("[left.key=value ... right.key=value ...] [--json]", "Prints the sharding of every tensor."),
+}
+_OPTIONS = {
+    "--dry-run": "everything that the command does before its first step: what it would run, and what a step needs",
+    "--show N": "the first N records that the command would train on, with what it learns of them",
+    "--json": "the tables as JSON",
+}
 _HEAD = """\
-usage: python -m trainer.train [FILE.yml] [key=value ...] [--dry-run]
-       python -m trainer.sft [FILE.yml] [key=value ...] [--dry-run | --show N]
-       python -m trainer.train [...] --help [SECTION | all]
-       python -m trainer.train [...] --explain KEY
+usage: python -m trainer.{command} [FILE.yml] [key=value ...] {options}
+       python -m trainer.{command} [...] --help [SECTION | all]
+       python -m trainer.{command} [...] --explain KEY
+
+{does}
 
 --help SECTION   the keys of one section with their meaning; --help all: of every section
 --explain KEY    one key, the value that it has in this command, and where that comes from
---dry-run        everything that the command does before its first step: what it would run, and what a step needs
---show N         the first N conversations that trainer.sft would train on, with what it learns of them
-
+{lines}
 FILE.yml is any YAML file with `base_config: base.yml`, or with another such file as its base_config. Without it, or
 with base.yml, the defaults of base.yml apply. Precedence, lowest first: these defaults, the preset of model_name,
 FILE.yml, key=value. An environment variable M_KEY=value is the same as key=value. Lists are written [a,b].
@@ -68,16 +81,31 @@ def _is_plain(word: str) -> bool:
     return "=" not in word and not word.startswith("-") and not word.endswith(YML_ENDINGS)
 
 
-def help_text(section: str = "") -> str:
-    """Returns the names of all keys by section, or the text of base.yml about one section or every section ("all").
+def prints_usage(command: str, words: Sequence[str]) -> bool:
+    """Prints the usage of a command of `_COMMANDS` if its words ask for it, without a section. Returns whether they
+    do."""
+    asked = question(words)
+    if asked is None or asked.section != "":
+        return False
+    print(help_text(command=command))
+    return True
+
+
+def help_text(section: str = "", command: str = "train") -> str:
+    """Returns the usage of `command` with the names of all keys by section, or the text of base.yml about one section
+    or every section ("all").
 
     Raises:
       UserError: there is no such section.
     """
     if not section:
-        head = _HEAD.format(presets=", ".join(preset_names()))
+        options, does = _COMMANDS[command]
+        lines = "".join(f"{name:<17}{text}\n" for name, text in _OPTIONS.items() if name in options)
+        presets = ", ".join(preset_names())
+        head = _HEAD.format(command=command, options=options, does=does, lines=lines, presets=presets)
         return "\n".join(
-            [textwrap.fill(line, _WIDTH) if len(line) > _WIDTH else line for line in head.split("\n")] + _index()
+            [textwrap.fill(line, _WIDTH) if len(line) > _WIDTH else line.rstrip() for line in head.split("\n")]
+            + _index()
         )
     asked = None if section.lower() == _ALL else _section(section)
     parts = [line for name, keys in _sections().items() if asked in (None, name) for line in _in_full(name, keys)]

@@ -200,7 +200,8 @@ class Begun:
             reader.mistakes += data_not_asked_for(config, where, self._changed, base)
         if reader.mistakes:
             raise report(reader.mistakes)
-        notes = [*self._notes, *_other_defaults(self._yml, files, config, where, self._notes)]
+        other_defaults = _other_defaults(self._yml, files, config, where, self._notes, reader.accepted)
+        notes = [*self._notes, *other_defaults]
         notes += described.notes if described else _changes(preset, values)
         notes += [*growth(values, sized), *maxtext.notes_of(reader.accepted)]
         if notice := removal(config):
@@ -277,10 +278,16 @@ def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setti
 
 
 def _other_defaults(
-    yml: str, files: Sequence[YmlFile], config: Config, where: Mapping[str, str], notes: Sequence[str]
+    yml: str,
+    files: Sequence[YmlFile],
+    config: Config,
+    where: Mapping[str, str],
+    notes: Sequence[str],
+    accepted: Sequence[Any],
 ) -> list[str]:
     """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml,
-    with a preset, or with the user's own data."""
+    with a preset, or with the user's own data. It is one line if nothing else is MaxText's: no yml (`notes`) and no
+    `accepted` key."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):
@@ -290,7 +297,12 @@ def _other_defaults(
     differing = maxtext_base.differing(config, unset)
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
     begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]
-    return [*begin, *differing, f"for MaxText's defaults {_how_to_use_them(yml, files)}"] if differing else begin
+    if not differing:
+        return begin
+    if not (base or notes or accepted):
+        how = _how_to_use_them(yml, files)
+        return [f"other defaults than MaxText's apply (docs/from-maxtext.md); for MaxText's, {how}"]
+    return [*begin, *differing, f"for MaxText's defaults {_how_to_use_them(yml, files)}"]
 
 
 def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:

@@ -12,7 +12,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import Served, for_decoding, longest_prompt
-from trainer.inference.text import Chat, tokens_of
+from trainer.inference.text import Chat, TextStream, tokens_of
 from trainer.models.caches import takes_cache
 from trainer.models.families import stacks
 from trainer.models.stages import to_layers
@@ -24,11 +24,13 @@ class SamplePrompt(NamedTuple):
       tokens: of a prompt; [] without a sample.
       stop: the tokens that end its continuation.
       taught: of these, those with which the texts of the training end.
+      asked: the user's message in a chat, which the tokens contain; "" if the tokens are the text to continue.
     """
 
     tokens: list[int]
     stop: Sequence[int] = ()
     taught: Sequence[int] = ()
+    asked: str = ""
 
 
 def sample_prompt(
@@ -47,11 +49,12 @@ def sample_prompt(
         say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
         return SamplePrompt([], (), taught)
     tokens = tokens_of(config.prompt, tokenizer, tokenizer.before_text, longest_prompt(config), say, chat)
-    return SamplePrompt(tokens, [*eos, *taught], taught)
+    return SamplePrompt(tokens, [*eos, *taught], taught, config.prompt if chat else "")
 
 
 def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
-    """Returns the prompt and its continuation up to the end of the document.
+    """Returns the prompt and its continuation up to the end of the document; of a chat, the user's message and below it
+    the answer, as `trainer.generate` prints them.
 
     Args:
       run: a `training.Run`. Its parameters are those of `Computation.trained`: averages with `ema_decay`.
@@ -71,4 +74,7 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt
     scheduler = Scheduler(engine, weights)
     scheduler.submit(prompt.tokens, stop=prompt.stop)
     drawn = [event.token for event in scheduler.run() if event.token is not None]
-    return tokenizer.decode([*prompt.tokens, *drawn])
+    if not prompt.asked:
+        return tokenizer.decode([*prompt.tokens, *drawn])
+    answer = TextStream(tokenizer, prompt.tokens)
+    return "".join([prompt.asked, "\n", *map(answer.add, drawn), answer.end()])

@@ -13,7 +13,16 @@ from trainer.config import Config
 from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
 from trainer.observe.bar import BottomLine, bar
-from trainer.observe.lines import Pace, Work, evaluation_fields, evaluation_line, step_fields, step_line
+from trainer.observe.lines import (
+    Pace,
+    Work,
+    evaluation_fields,
+    evaluation_line,
+    has_loss,
+    last_rewards,
+    step_fields,
+    step_line,
+)
 from trainer.observe.text import Field, clock, fit, short_time, si
 
 _MANY = 0.5  # the share of lost updates that is worth a warning
@@ -157,9 +166,11 @@ class Console:
             rows.append(("skipped", f"{counted(self._without_loss, 'update')} whose batch had no token with a loss"))
         if pace.steps:
             step_time, rate = pace.medians()
+            rows += last_rewards(self._last, self._evaluated).items()
             rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))
-            rows.append(("last loss", f"{self._last['loss']:.4f}"))
-        if self._evaluated:
+            if has_loss(self._last):
+                rows.append(("last loss", f"{self._last['loss']:.4f}"))
+        if self._evaluated and has_loss(self._last):
             text = f"loss {self._evaluated['eval_loss']:.4f}"
             if "eval_bits_per_byte" in self._evaluated:
                 text += f", {self._evaluated['eval_bits_per_byte']:.4f} bits per byte"

@@ -4,8 +4,9 @@ import math
 import statistics
 from array import array
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from trainer.observe.series import number
 from trainer.observe.text import Field, clock, perplexity, short_time, si
 
 # The first steps of a process are not timed, because they wait for compilation and for the first batches.
@@ -14,6 +15,22 @@ FIRST_STEPS = 2
 SMOOTHING = 0.05
 # Rewards, by their fields in a row: the word and the form for a terminal.
 _REWARDS = {"reward": ("reward", ".3f"), "reward_margin": ("margin", ".2g"), "reward_accuracy": ("accuracy", ".0%")}
+
+
+def last_rewards(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a run with rewards is about, by name: those of its last step and of its last evaluation."""
+    lines = {}
+    for name, (word, form) in _REWARDS.items():
+        if name in row:
+            held_out = evaluated.get(f"eval_{name}")
+            more = "" if held_out is None else f"; {number(held_out):{form}} in the last evaluation"
+            lines[word] = f"{number(row[name]):{form}}{more}"
+    return lines
+
+
+def has_loss(row: Mapping[str, Any]) -> bool:
+    """Returns whether the loss in the row of a step says how good the model is. That of a policy is always near 0."""
+    return "reward" not in row
 
 
 class Work(NamedTuple):

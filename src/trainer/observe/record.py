@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import UserError, read_saved
+from trainer.observe.lines import has_loss, last_rewards
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
@@ -41,7 +42,8 @@ class Record:
         self._rates = array("d")
         self.sums = {"tokens": 0.0, "skipped": 0.0}
         self._last: Mapping[str, Any] = {}  # the last row of a step
-        self._evaluations: list[tuple[float, int]] = []  # the last and the best one
+        self._evaluated: Mapping[str, Any] = {}  # the last row of an evaluation
+        self._evaluations: list[tuple[float, int]] = []  # the losses of the last and the best one
         self._unlike_loss: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -64,6 +66,7 @@ class Record:
         if "loss" in row:
             self._last = row
         if "eval_loss" in row:
+            self._evaluated = row
             newest = number(row["eval_loss"]), step
             best = [evaluation for evaluation in (*self._evaluations[1:], newest) if math.isfinite(evaluation[0])]
             self._evaluations = [newest, *([min(best)] if best else [])]
@@ -80,14 +83,17 @@ class Record:
         lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
         if not self._last:
             return lines
+        lines |= last_rewards(self._last, self._evaluated)
         lines["tokens"] = f"{self.sums['tokens']:,.0f}"
         if self.step_times and self._rates:
             speed, each = float(np.median(self._rates)), float(np.median(self.step_times))
             lines["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
-        lines["last loss"] = f"{number(self._last['loss']):.4f}"
+        if has_loss(self._last):
+            lines["last loss"] = f"{number(self._last['loss']):.4f}"
         if self.sums["skipped"]:
             lines["skipped updates"] = f"{self.sums['skipped']:,.0f}"
-        for name, (loss, step) in zip(("last evaluation", "best evaluation"), self._evaluations, strict=False):
+        evaluations = self._evaluations if has_loss(self._last) else []
+        for name, (loss, step) in zip(("last evaluation", "best evaluation"), evaluations, strict=False):
             lines[name] = f"{loss:.4f} after step {step}"
         if resumed := self.resumed_at():
             shown = ", ".join(f"{step:,}" for step in resumed[-5:])

@@ -17,10 +17,10 @@ from trainer.observe.series import INTERVALS, Series, number
 
 # (title, field of a row, unit, scale to that unit)
 _CHARTS = (
+    ("Reward", "reward", "mean of a round", 1),
     ("Loss", "loss", "nats per token or pair, all terms", 1),
     ("Evaluation loss", "eval_loss", "nats per token or pair", 1),
     ("Evaluation", "eval_bits_per_byte", "bits per byte", 1),
-    ("Reward", "reward", "mean of a round", 1),
     ("Learning rate", "learning_rate", "", 1),
     ("Gradient norm", "grad_norm", "before clipping", 1),
     ("Throughput", "tokens_per_second", "tokens per second", 1),

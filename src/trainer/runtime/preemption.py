@@ -1,6 +1,7 @@
-"""Handles SIGTERM as a request to end after the current step, the same step in all processes; and handles Ctrl-C."""
+"""Handles SIGTERM and Ctrl-C as requests to end after the current step, the same step in all processes."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -8,28 +9,36 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-EXIT_CODE = 143  # the shell's exit code for a process that SIGTERM ended: 128 + 15
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
+def exit_code(number: int) -> int:
+    """Returns the shell's exit code for a process that the signal `number` ended."""
+    return 128 + number
 
 
 class Preemption:
-    """A context in which SIGTERM only requests the end of the run. Outside, SIGTERM ends a single process immediately.
+    """A context in which SIGTERM and the first Ctrl-C only request the end of the run. Outside, both end a single
+    process immediately, and so does the second Ctrl-C.
 
-    Inside, Ctrl-C raises KeyboardInterrupt. Outside, with the system's default action, it ends the process immediately.
+    If Ctrl-C does not have the system's default action, it belongs to the program that calls this one, and stays as it
+    is.
 
     With several processes, JAX handles SIGTERM after `jax.distributed.initialize`, and a signal to one process is a
-    request to all processes.
+    request to all processes. Ctrl-C is passed on as SIGTERM.
 
     Attributes:
       requested: whether the run should end. With several processes this is the last result of `check`; with a single
         process it is always current.
+      number: the first signal that requested it; 0 if there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        """`saves`: whether the run saves a checkpoint when it ends. The answer to Ctrl-C says so."""
         import jax
 
-        self.requested = False
-        self._interrupted = False
-        self._alone = jax.process_count() == 1
+        self.requested, self.number = False, 0
+        self._alone, self._saves = jax.process_count() == 1, saves
 
     def check(self, updates: int) -> bool:
         """Returns whether to end before the next update. Every process calls it after each update; all get the same
@@ -37,18 +46,13 @@ class Preemption:
 
         It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
         a number when it saves, which is `updates`, so `updates + 1` is always the next number.
-
-        Raises:
-          KeyboardInterrupt: after a Ctrl-C whose exception was lost. Python drops an exception in a callback of its
-            garbage collector, and JAX has such a callback.
         """
-        if self._interrupted:
-            raise KeyboardInterrupt
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 
             self.requested = reached_preemption_sync_point(updates + 1)
             if self.requested:
+                self.number = self.number or signal.SIGTERM
                 # A second SIGTERM must not end the process during the save that the first one requested.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return self.requested
@@ -56,7 +60,7 @@ class Preemption:
     def __enter__(self) -> Self:
         if self._alone:
             self._before: Any = signal.signal(signal.SIGTERM, self._request)
-        self._takes_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        self._takes_sigint = _is_the_systems(signal.SIGINT)
         if self._takes_sigint:
             signal.signal(signal.SIGINT, self._interrupt)
         return self
@@ -70,46 +74,61 @@ class Preemption:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted = True
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        how = "saves and ends" if self._saves else "ends without saving (enable_checkpointing=false)"
+        with contextlib.suppress(OSError):  # not `print`, which the signal may have interrupted
+            os.write(2, f"Ctrl-C: the run {how} after this update; Ctrl-C again ends it at once\n".encode())
+        self.number = self.number or number
+        if self._alone:
+            self.requested = True
+        else:
+            signal.raise_signal(signal.SIGTERM)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.requested, self.number = True, self.number or number
+
+
+def _is_the_systems(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_DFL
 
 
 @contextlib.contextmanager
-def ends_at_sigterm(text: str) -> Iterator[None]:
-    """A context in which SIGTERM prints `text` and ends the process immediately, with `EXIT_CODE`.
+def ends_at_signals(text: str) -> Iterator[None]:
+    """A context in which SIGTERM and Ctrl-C print their name and `text` and end the process immediately, SIGTERM with
+    its exit code.
 
     It is for compilations, which may take minutes. With some backends, a Python signal handler or an exception would
     wait for the end of the compilation. So the signal wakes a thread through a file descriptor, and the thread ends the
-    process. With several processes, JAX handles the signal, and this context does nothing.
+    process. With several processes, JAX handles SIGTERM. For Ctrl-C of another program see `Preemption`.
     """
     import jax
 
-    if jax.process_count() > 1:
-        yield
-        return
+    taken = [signal.SIGTERM] if jax.process_count() == 1 else []
+    taken += [signal.SIGINT] if _is_the_systems(signal.SIGINT) else []
     received, sent = os.pipe()
     os.set_blocking(sent, False)
     fd_before = signal.set_wakeup_fd(sent)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    thread = threading.Thread(target=_exit_at_sigterm, args=(received, text), daemon=True)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in taken}
+    thread = threading.Thread(target=_exit_at_signal, args=(received, taken, text), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.set_wakeup_fd(fd_before)
         os.close(sent)
         thread.join()
         os.close(received)
 
 
-def _exit_at_sigterm(received: int, text: str) -> None:
+def _exit_at_signal(received: int, taken: list[signal.Signals], text: str) -> None:
     while number := os.read(received, 1):
-        if number[0] == signal.SIGTERM:
+        if number[0] in taken:
             try:
-                print(text, flush=True)
+                print(f"{NAMES[signal.Signals(number[0])]}: {text}", flush=True)
             finally:  # even if nobody reads the output any more
-                os._exit(EXIT_CODE)
+                if number[0] == signal.SIGINT:  # by its default action, so that a surrounding loop in a shell ends, too
+                    ctypes.CDLL(None).signal(signal.SIGINT, None)  # Python's function is only for the main thread
+                    os.kill(os.getpid(), signal.SIGINT)
+                os._exit(exit_code(number[0]))

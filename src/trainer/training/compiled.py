@@ -10,7 +10,7 @@ from trainer.aot.report import memory_of
 from trainer.config.paths import local_path
 from trainer.observe import Needs
 from trainer.runtime.agreement import agreed, from_first
-from trainer.runtime.preemption import ends_at_sigterm
+from trainer.runtime.preemption import ends_at_signals
 from trainer.training.memory import device_memory
 from trainer.training.run import Run
 
@@ -34,7 +34,7 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles the step and returns it. `place` is the run's folder, which the message at SIGTERM names.
+    """Compiles the step and returns it. `place` is the run's folder, which the message at SIGTERM or Ctrl-C names.
 
     Raises:
       UserError: `dump_hlo_local_dir` is not writable.
@@ -47,8 +47,8 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 
     from_first(find_folder)
     say("compiling the training step")
-    ended = f"SIGTERM: stopped before the first update; the same command starts over ({place})"
-    with tiles_fit(), ends_at_sigterm(ended):
+    ended = f"stopped before the first update; the same command starts over ({place})"
+    with tiles_fit(), ends_at_signals(ended):
         if not found:
             return run.compile_on_leaves()
         with dump.uncached():

@@ -47,11 +47,11 @@ class Reports(NamedTuple):
 
 
 class End(NamedTuple):
-    """The final native train state, whether a signal ended the run before its last update and evaluation, and the
-    tokens with which a text of the model ends (`About.ends`)."""
+    """The final native train state, the signal that ended the run before its last update and evaluation (0: none), and
+    the tokens with which a text of the model ends (`About.ends`)."""
 
     state: Any
-    preempted: bool
+    signal: int
     ends: Sequence[int]
 
 
@@ -82,7 +82,7 @@ def fit(
         batch of a new run, or no batch of an evaluation, has a loss-bearing token.
     """
     steps = run.config.steps
-    with Preemption() as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
+    with Preemption(manager is not None) as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
         loop = _Loop(run, start, dataset, batches, reports, manager, preemption)
         if not start.resumed:
             loop.save(initial=True)
@@ -104,8 +104,8 @@ def fit(
             loop.save(force=True)
         if manager is not None:
             manager.wait()  # a second SIGTERM must not end the process during the save that the first one requested
-    preempted = preemption.requested and (loop.done < steps or not loop.evaluated)
-    return End(loop.state, preempted, start.about.ends)
+    whole = loop.done == steps and loop.evaluated
+    return End(loop.state, 0 if whole else preemption.number, start.about.ends)
 
 
 class _Loop:

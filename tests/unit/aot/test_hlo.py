@@ -20,7 +20,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
 
 %body (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
   %p = (s32[]{:T(128)}, f32[8,16]{1,0:T(8,128)S(1)}) parameter(0)

@@ -63,3 +63,26 @@ def test_the_verdict():
     within = Comparison("linen", [Quantity("loss", [apart("loss", equal=True)])])
     assert table(report(bits)).endswith("nnx and linen are equal in every bit")
     assert table(report(within, tolerance=Tolerance(rtol=1e-5))).endswith("nnx and linen are equal within rtol=1e-05")
+
+
+def layer(*names, equal=True):
+    return Quantity("activations", [apart(f"decoder/layers/{name}", 0, equal) for name in names])
+
+
+def test_the_verdict_names_the_first_difference_within_the_tolerance_and_the_first_beyond_it():
+    gradients = Quantity("gradients", [apart("wq")])
+    within = Comparison("linen", [Quantity("parameters", [same("a")]), layer("mlp_input", "output"), gradients])
+    lines = table(report(within, tolerance=Tolerance(rtol=0.5))).splitlines()
+    assert lines[-1] == "nnx and linen differ first in gradients: wq"
+    assert lines[-2] == "the first difference within rtol=0.5 is in activations: decoder/layers/mlp_input, layer 0"
+    assert within.first_within == "activations: decoder/layers/mlp_input, layer 0"
+    assert Comparison("linen", [layer("mlp_input", equal=False), gradients]).first_within is None
+    renamed = Quantity("parameters", [], notes=["logical axes of a: x against y"])
+    assert Comparison("linen", [renamed, layer("mlp_input")]).first_within is None
+
+
+def test_a_block_that_sows_nothing_gets_a_hint():
+    text = table(report(Comparison("linen", [layer("output", equal=False)])))
+    assert "layer 0 sows only its output; docs/guides/parity.md says how to narrow the place down" in text
+    for other in (layer("attention_output", "output", equal=False), Quantity("parameters", [apart("a")])):
+        assert "sows" not in table(report(Comparison("linen", [other, layer("output")])))

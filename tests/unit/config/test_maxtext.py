@@ -303,17 +303,23 @@ def test_compiling_ahead_needs_no_data(kind):
 # ---- Defaults, if a user of MaxText would expect others
 
 
-def test_a_preset_with_our_defaults_says_which_they_are():
-    *differing, last = notes("model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64")
+@pytest.mark.parametrize(
+    "words", [["model_name=llama2-7b", "dataset_type=synthetic"], ["dataset_type=hf", "hf_path=x"]]
+)
+def test_a_command_that_may_be_of_a_user_of_maxtext_has_one_line_on_defaults(words):
+    others = "other defaults than MaxText's apply (docs/from-maxtext.md)"
+    assert notes(*words) == [f"{others}; for MaxText's, give maxtext.yml as the first argument"]
+    assert notes("dataset_type=synthetic") == []
+
+
+def test_a_key_of_maxtext_lists_the_other_defaults():
+    words = ["model_name=llama2-7b", "dataset_type=synthetic", "steps=10", "max_target_length=64"]
+    *differing, last, _ = notes(*words, "save_config_to_gcs=true")
     assert last == "for MaxText's defaults give maxtext.yml as the first argument"
     note = "\n".join(differing)
     assert "learning_rate=0.006 (3.0e-05)" in note
     assert "max_target_length" not in note
-    assert notes("dataset_type=synthetic") == []
-
-
-def test_data_of_ones_own_say_which_defaults_differ():
-    note = "\n".join(notes("dataset_type=hf", "hf_path=x"))
+    note = "\n".join(notes("dataset_type=hf", "hf_path=x", "save_config_to_gcs=true"))
     assert "held_out_share=0.01 (0.0)" in note
     assert "grain_worker_count" not in note  # data_pipeline=prepared does not use these workers
 

@@ -217,6 +217,31 @@ def test_summary():
     ]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        (
+            {"reward": 0.25},
+            ["done", "reward       0.250; 0.500 in the last evaluation", "speed", "run"],
+        ),
+        (
+            {"reward_margin": 0.25, "reward_accuracy": 0.75},
+            ["done", "margin       0.25", "accuracy     75%", "speed", "last loss", "evaluation", "run"],
+        ),
+    ],
+)
+def test_the_summary_of_a_run_with_rewards_leads_with_them(rewards, expected):
+    def run(console):
+        console.step(ROW | {"step": 0, "loss": -0.0} | rewards, 1)
+        console.evaluation(
+            EVALUATION | {f"eval_{name}": 2 * value for name, value in rewards.items() if name == "reward"}
+        )
+        console.summary(1.0)
+
+    lines = written(run).splitlines()[-len(expected) :]
+    assert all(line.startswith(begin) for line, begin in zip(lines, expected, strict=True)), lines
+
+
 def test_updates_that_were_left_out_are_warned_of_once_and_counted():
     def run(console):
         for step, skipped in enumerate([0, 1, 0, 1]):

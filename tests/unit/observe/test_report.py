@@ -258,6 +258,15 @@ def test_the_last_and_the_best_of_several_evaluations(losses, last, best):
     assert run.facts().get("best evaluation") == best
 
 
+def test_the_facts_of_a_run_with_rewards_lead_with_them():
+    run = Record("run", {}, [])
+    run.add({"step": 0, "loss": -0.0, "reward": 0.25})
+    run.add({"step": 0, "eval_loss": 0.0, "eval_reward": 0.5})
+    assert list(run.facts())[:2] == ["updates", "reward"]
+    assert run.facts()["reward"] == "0.250; 0.500 in the last evaluation"
+    assert not [name for name in run.facts() if name in ("last loss", "last evaluation", "best evaluation")]
+
+
 def test_the_newest_samples_come_first_and_no_more_than_three(tmp_path):
     run = make_run(tmp_path / "run", 0.5)
     samples = [{"step": step, "prompt": "", "text": f"text {step}"} for step in range(5)]

@@ -1,6 +1,5 @@
-"""SIGTERM as a request to end."""
+"""SIGTERM and Ctrl-C as requests to end."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import threading
 
 import pytest
 
-from trainer.runtime.preemption import EXIT_CODE, Preemption, ends_at_sigterm
+from trainer.runtime.preemption import Preemption, ends_at_signals, exit_code
 
 
 @pytest.fixture(autouse=True)
@@ -56,36 +55,40 @@ def test_outside_it_ends_the_process():
 
 def test_the_exit_code_is_what_a_shell_reports():
     done = subprocess.run(["sh", "-c", "sh -c 'kill -TERM $$'; echo $?"], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == EXIT_CODE
+    assert int(done.stdout) == exit_code(signal.SIGTERM)
 
 
 def test_a_signal_while_python_is_away_is_told_by_a_thread(monkeypatch, capsys):
     """The main thread is then in a compiler; a wait simulates that."""
     ended, codes = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
-    with ends_at_sigterm("ended while it compiled"):
+    with ends_at_signals("ended while it compiled"):
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.wait(60)
-    assert codes == [EXIT_CODE]
-    assert capsys.readouterr().out == "ended while it compiled\n"
+    assert codes == [143]
+    assert capsys.readouterr().out == "SIGTERM: ended while it compiled\n"
 
 
 def test_no_signal_leaves_nothing_behind(capsys):
     threads = threading.active_count()
-    with ends_at_sigterm("not said"):
+    with ends_at_signals("not said"):
         pass
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(-1) == -1
     assert capsys.readouterr().out == ""
 
 
-def test_a_signal_in_a_compilation_ends_it_though_nobody_reads_the_output():
-    code = (
-        "import os, signal, threading; from trainer.runtime.preemption import ends_at_sigterm\n"
-        "with ends_at_sigterm('x'): os.close(1); os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait(60)"
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
+def test_a_signal_in_a_compilation_ends_it_though_nobody_reads_the_output(name, code):
+    """A sleep in C, which the main thread repeats, simulates the compiler."""
+    program = (
+        "import os, signal; from trainer.runtime.preemption import ends_at_signals\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "import ctypes; libc = ctypes.CDLL(None)\n"
+        f"with ends_at_signals('x'): os.close(1); os.kill(os.getpid(), signal.{name}); [libc.sleep(60) for _ in 'ab']"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == EXIT_CODE
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == code
 
 
 @pytest.fixture
@@ -96,16 +99,40 @@ def sigint_of_the_system():
 
 
 @pytest.mark.usefixtures("sigint_of_the_system")
-def test_ctrl_c_is_an_exception_inside_and_is_not_lost():
-    """Python drops the exception if it comes in a callback of its garbage collector."""
+@pytest.mark.parametrize(("saves", "how"), [(True, "saves and ends"), (False, "ends without saving")])
+def test_the_first_ctrl_c_is_a_request_and_leaves_the_second_to_the_system(saves, how, capfd):
+    """No exception: Python would drop one in a callback of its garbage collector, and JAX has such a callback."""
+    with Preemption(saves) as preemption:
+        signal.raise_signal(signal.SIGINT)
+        assert (preemption.requested, preemption.number) == (True, signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.number == signal.SIGINT
+    said = capfd.readouterr().err
+    assert said.startswith(f"Ctrl-C: the run {how}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("sigint_of_the_system")
+def test_with_several_processes_ctrl_c_reaches_all_as_sigterm(monkeypatch, capfd):
+    from jax.experimental import multihost_utils
+
+    told = []
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda update: bool(told))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # JAX's
     with Preemption() as preemption:
-        with contextlib.suppress(KeyboardInterrupt):  # dropped
-            signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            preemption.check(1)
+        assert not preemption.check(1)
+        signal.raise_signal(signal.SIGINT)
+        assert not preemption.requested, "all processes end after the same update"
+        assert preemption.check(2)
+    signal.signal(signal.SIGTERM, before)
+    assert (told, preemption.number) == ([signal.SIGTERM], signal.SIGINT)
 
 
 def test_ctrl_c_stays_with_a_program_that_has_a_handler():
     handler = signal.getsignal(signal.SIGINT)
     with Preemption():
+        assert signal.getsignal(signal.SIGINT) is handler
+    with ends_at_signals("x"):
         assert signal.getsignal(signal.SIGINT) is handler

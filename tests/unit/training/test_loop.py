@@ -42,7 +42,7 @@ class Loop:
 
     def fit(self, source=None, start=None, manager=None, earlier=((), False)):
         reports = Reports(self.steps.append, self.evaluations.append, lambda: None, *earlier)
-        fit(self.run, self._step, start or Start([]), self.dataset, reports, manager, source)
+        return fit(self.run, self._step, start or Start([]), self.dataset, reports, manager, source)
 
     def _now(self):
         self.clock += 1e-3  # so that no two readings are equal
@@ -95,6 +95,23 @@ def test_a_signal_within_an_evaluation_takes_no_further_batch(monkeypatch, asked
     loop.batches = -1000
     assert evaluate(loop.run, [], held_out_batches(loop.run, loop.dataset), None, 0, Asked()) is not None
     assert loop.batches + 1000 > 3, "there are more batches than that"
+
+
+def test_the_first_ctrl_c_saves_and_ends(monkeypatch):
+    loop, step = Loop(monkeypatch, steps=9, eval_interval=-1, checkpoint_period=100), Loop._step
+
+    def interrupted(*args):
+        if len(loop.steps) == 2:  # reported one step late
+            signal.raise_signal(signal.SIGINT)
+        return step(loop, *args)
+
+    monkeypatch.setattr(loop, "_step", interrupted)
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        end = loop.fit()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert (list(loop.saved), end.signal) == ([4], signal.SIGINT)
 
 
 def test_batches_may_come_from_a_source_that_looks_at_the_state(monkeypatch):
