@@ -19,12 +19,13 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
-from trainer.config.maxtext_command import Command, as_text, has_variable
+from trainer.config.maxtext_command import Command, as_text
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
 from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.config.schema import plain_name, schema
+from trainer.config.shell_words import has_variable
 from trainer.config.values import read_text
 
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"

@@ -215,7 +215,7 @@ def test_keys_of_post_training_have_verdicts(line, kinds):
 
 def test_the_parts_of_a_command():
     text = """# how we train
-    cd src && RUN=a M_STEPS=3 XLA_FLAGS="--x --y" \\
+    cd src && RUN=a && M_STEPS=3 XLA_FLAGS="--x --y" \\
       python3 -m MaxText.train MaxText/configs/base.yml run_name=$RUN-1 \\
       prompt='I love' base_output_directory="gs://b/$(date +%F '%H')" > log 2>&1; echo done"""
     command = parse([text])
