@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.command import malformed
-from trainer.config.data_keys import OWN_KEYS
+from trainer.config.data_keys import OWN_KEYS, without_rows
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
@@ -179,6 +179,8 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
+    if runs == EXPORT:
+        checked += [f"{name}={value}" for name, value in without_rows(checked).items()]
     problems: list[str] = []
     notes: list[str] = []
     loaded: Loaded | None = None
