@@ -21,6 +21,8 @@ from trainer.config.maxtext_command import as_text, parse
 from trainer.config.maxtext_convert import UNKNOWN, Row, program
 from trainer.config.maxtext_tools import converted
 from trainer.config.maxtext_version import versions
+from trainer.config.shell_words import Unfinished
+from trainer.config.shell_words import commands as commands_of
 
 ENDINGS = (".md", ".rst", ".sh", ".py", ".ipynb", ".yml", ".yaml", ".txt")
 _START = re.compile(r"python3?\S* +(-m +)?[\"']?\S*maxtext[\w$/{}]*[./]", re.IGNORECASE)
@@ -39,7 +41,10 @@ class Outcome(NamedTuple):
 
 def outcome(command: str, version: str = "") -> Outcome:
     """Converts one command of MaxText's `version`, "" if its keys have to tell it."""
-    read = parse([command])
+    try:
+        read = parse([command])
+    except UserError as error:
+        return Outcome("refused", (str(error).rpartition(": ")[2],))
     found = program(read.module)
     if found is None or not found.runs:
         return Outcome("no program here", (found.why if found else "a program that is not known",))
@@ -115,9 +120,9 @@ def _commands(text: str) -> Iterator[str]:
 
 def _complete(line: str) -> bool:
     try:
-        parse([line])
-    except UserError:
-        return False
+        list(commands_of(line))
+    except UserError as error:
+        return not isinstance(error, Unfinished)
     return True
 
 

@@ -19,6 +19,7 @@ from trainer.config import (
     resolve,
     schema,
 )
+from trainer.config.data_keys import without_rows
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
@@ -138,7 +139,8 @@ def _configuration(config: Config, words: Sequence[str]) -> Config:
     from trainer.checkpoint.description import ORDER, described
 
     keys = described(config) | {name: config[name] for name in (ORDER, *FLAGS)}
-    loaded = load(["base.yml", *as_words(keys), *words])
+    given = [*as_words(keys), *words]
+    loaded = load(["base.yml", *given], defaults=without_rows(given))
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
+from trainer.config.data_keys import without_rows
 from trainer.config.dump import as_words, to_flow
 from trainer.config.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
 from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
@@ -205,7 +206,8 @@ def load_model_keys(
     given = [word.partition("=")[0] for word in words]
     if code := code_of_checkpoint(keys, given, where):
         raise UserError("\n  ".join(code))
-    loaded = load(["base.yml", "dataset_type=synthetic", *flags, *as_words(keys), *words])
+    all_words = [*flags, *as_words(keys), *words]
+    loaded = load(["base.yml", "dataset_type=synthetic", *all_words], defaults=without_rows(all_words))
     # The mesh and other arguments may need devices that this comparison does not have.
     of_model = [word for word in words if word.partition("=")[0] in {*MODEL, _PRESET, LENGTH, *FLAGS}]
     config = resolved_alone([*flags, *as_words(keys), *of_model])
@@ -269,5 +271,6 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
 
 def resolved_alone(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
     """Returns the configuration of `words`, resolved for one device, without data. Imports no code that they name."""
-    loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False)
+    defaults = without_rows(words)
+    loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False, defaults=defaults)
     return resolve(loaded.config, device_count=1, platform="cpu")

@@ -123,10 +123,12 @@ class MaxTextSource:
         if refused := maxtext(config.decoder_block).refuses(config):
             lines.append(f"warning: {self.path}: MaxText's block computes something else: {'; '.join(refused)}")
         if self.modules and config.mtp_num_layers:
+            own = any(is_final_norm(name) for name in self._headers)  # since 0.2.5
+            norm = "" if own else " and end with the model's norm"
+            copy = "" if own else " and end with their own norm, which starts as a copy"
             lines.append(
                 f"warning: {self.path}: MaxText's modules of multi-token prediction read hidden states before the "
-                "final norm and end with the model's norm; here they read them after it and end with their own norm, "
-                "which starts as a copy: their loss differs at first"
+                f"final norm{norm}; here they read them after it{copy}: their loss differs at first"
             )
         if self.modules > config.mtp_num_layers:
             left = ", ".join(str(k) for k in range(config.mtp_num_layers + 1, self.modules + 1))
@@ -137,13 +139,13 @@ class MaxTextSource:
         return lines
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`. The final norm of a module is the model's, so it does not count."""
+        """See `Source.held`. The model's norm, read as the final norm of a module, does not count."""
         of = {name: place(stacks(config), name) for name in shapes}
         stored = {name: self._stored(config, name, shape, of[name], 1) for name, shape in shapes.items()}
         return [
             name
             for name, tensors in stored.items()
-            if not is_final_norm(name) and not tensors.keys().isdisjoint(self._headers)
+            if not self._shares_norm(name) and not tensors.keys().isdisjoint(self._headers)
         ]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
@@ -207,6 +209,10 @@ class MaxTextSource:
             )
         return 0 if fits[0] > fits[1] else 1
 
+    def _shares_norm(self, name: str) -> bool:
+        """Returns whether `name` is the final norm of a module that ends with the model's, as before MaxText 0.2.5."""
+        return is_final_norm(name) and name not in self._headers
+
     def _axis(self, name: str, axis: int) -> int:
         return 0 if name in self._biases else axis
 
@@ -215,7 +221,7 @@ class MaxTextSource:
     ) -> dict[str, tuple[int, ...]]:
         """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
-            return {_FINAL_NORM + name.rpartition("/")[2] if is_final_norm(name) else name: shape}
+            return {_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name: shape}
         # If there are more layers than tensors, one is missing. It can be found without generating that many names.
         few = where._replace(layers=where.layers[: len(self._headers) + 1])
         stacked, each = names_of(config, name, few)

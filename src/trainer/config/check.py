@@ -249,6 +249,12 @@ def _profiled(config: Config) -> str | None:
     return "the run ends before the first step to profile; skip fewer steps"
 
 
+def _profiled_again(config: Config) -> str | None:
+    if not config.profiler or not 0 < config.profile_periodically_period < config.profiler_steps:
+        return None
+    return "a trace would begin before the last one ends"
+
+
 def _regexes(key: str) -> Callable[[Any], str | None]:
     def problem(config: Config) -> str | None:
         for pattern in config[key] or ():
@@ -343,6 +349,7 @@ CHECKS = (
     Check(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
     Check(("steps", "learning_rate_schedule_steps"), _steps),
     Check(("profiler", "skip_first_n_steps_for_profiler", "steps"), _profiled),
+    Check(("profile_periodically_period", "profiler_steps"), _profiled_again),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
     Check((UNQUANTIZED,), _regexes(UNQUANTIZED)),

@@ -4,7 +4,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from trainer.config.environment import variables
+from trainer.config.environment import variables, without_prefix
 from trainer.config.errors import shortened
 from trainer.config.files import ENVIRONMENT, YML_ENDINGS
 from trainer.config.paths import is_file
@@ -37,10 +37,12 @@ def read_words(reader: Reader, words: Sequence[str], source: str) -> dict[str, S
 def read_by_hand(
     reader: Reader, words: Sequence[str], source: str, environment: Mapping[str, str]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of the command line and of the environment, and warnings about variables without a key."""
+    """Returns the settings of the command line and of the environment, and warnings about variables that are not
+    read."""
     settings = read_words(reader, words, source)
     texts = dict(word.partition("=")[::2] for word in words)
     given, unknown = variables(environment)
+    unknown += without_prefix(environment, texts.keys() | given.keys())
     for name, (variable, text) in given.items():
         read = functools.partial(read_text, text=text)
         ours = reader.setting(name, text, ENVIRONMENT + variable, read)

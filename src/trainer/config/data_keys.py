@@ -1,7 +1,7 @@
 """Checks of the data keys: contradictory settings, and settings without effect."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -336,3 +336,13 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         "grain_packing_type=concat_then_split",
     ),
 )
+
+
+def without_rows(words: Iterable[str]) -> dict[str, int]:
+    """Returns the default of max_target_length for a command without rows: one that the learned positions in `words`,
+    key=value, allow."""
+    given = dict(word.partition("=")[::2] for word in words)
+    positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default
+    if "max_target_length" in given or not positions.isdecimal():
+        return {}
+    return {"max_target_length": min(int(positions), default)}

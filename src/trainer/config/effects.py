@@ -195,7 +195,11 @@ INERT = (
         lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0,
         "eval_interval disables evaluation",
     ),
-    Inert(("skip_first_n_steps_for_profiler", "profiler_steps"), lambda c: not c.profiler, "profiler is empty"),
+    Inert(
+        ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_periodically_period"),
+        lambda c: not c.profiler,
+        "profiler is empty",
+    ),
     Inert(("dump_hlo_local_dir",), lambda c: not c.dump_hlo, "dump_hlo=false"),
     *(Inert(keys, when, reason) for keys, when, reason in DECODING_INERT),
     *(Inert(keys, when, reason) for keys, when, reason in RL_INERT),

@@ -1,6 +1,6 @@
 """Keys from the environment: the variable M_STEPS=10 is the same as steps=10 on the command line."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from trainer.config import maxtext
 from trainer.config.errors import nearest
@@ -20,7 +20,20 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
         name = variable.removeprefix(PREFIX)
         if name in keys:
             known[keys[name]] = variable, text
+        elif name.upper() in keys:
+            unknown.append(f"{variable} in the environment is ignored: write it in capitals, {variable.upper()}")
         else:
             near = nearest(name.lower(), schema().keys)
             unknown.append(f"{variable} in the environment is ignored: there is no key {name.lower()}{near}")
     return known, unknown
+
+
+def without_prefix(environment: Mapping[str, str], given: Container[str]) -> list[str]:
+    """Returns a warning about variables with the name of a key that is not among the keys `given`, in capitals and
+    without M_. Names of one word, such as PORT, are other programs' variables; people write STEPS."""
+    keys = [name for name in schema().keys if name not in given and ("_" in name or name == "steps")]
+    found = [name.upper() for name in keys if environment.get(name.upper())]
+    if not found:
+        return []
+    shown = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return [f"not read from the environment: {shown}; the variable of a key begins with {PREFIX}: {PREFIX}{found[0]}"]

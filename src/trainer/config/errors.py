@@ -120,7 +120,8 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """Returns the arguments of the command: `argv`, or the arguments of the process.
+    """Returns the arguments of the command: `argv`, or the arguments of the process. Prints a line for each key that is
+    given again with another value.
 
     Raises:
       UserError: the arguments are not UTF-8.
@@ -135,6 +136,12 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
+    given: dict[str, str] = {}
+    for name, equals, text in (word.partition("=") for word in words):
+        if equals and given.get(name, text) != text:
+            before, counts = shortened(f"{name}={given[name]}"), shortened(f"{name}={text}")
+            print(f"warning: {before} has no effect: a later word counts, {counts}", file=sys.stderr)
+        given[name] = text
     return words
 
 

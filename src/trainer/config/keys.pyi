@@ -257,6 +257,7 @@ class Config(Mapping[str, Any]):
     prefix_caching_by_token: bool
     prefix_caching_hbm_byte: int
     process_id: int
+    profile_periodically_period: int
     profiler: str
     profiler_steps: int
     prompt: str

@@ -324,17 +324,20 @@ def _not_known(names: Sequence[str]) -> list[str]:
 
 
 def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
-    name = model_name.value
-    if name not in preset_names():
+    name, known = model_name.value, preset_names()
+    own = {"model_name": name} if name in known else maxtext.alias(name)
+    if own is None:
         shown = f"model_name={shortened(name)} ({model_name.where})"
-        allowed = f"there is no such preset; allowed: {', '.join(preset_names())}{nearest(name, preset_names())}"
+        allowed = f"there is no such preset; allowed: {', '.join(known)}{nearest(name, known)}"
         message = f"{shown}: {maxtext.on_preset(name) or allowed}"
         reader.mistakes.append(Unbuilt(message) if "not supported yet" in message else message)
-    if name == "default" or name not in preset_names():
+    if own is None or name == "default":
         return {}
-    entries, problem, _ = read_file(PRESETS / f"{name}.yml")
+    path = PRESETS / f"{own['model_name']}.yml"
+    entries, problem, _ = read_file(path)
     assert problem is None, problem
-    return reader.file(YmlFile(PRESETS / f"{name}.yml", entries))
+    differs = {key: Setting(value, f"preset {name}") for key, value in own.items() if key != "model_name"}
+    return reader.file(YmlFile(path, entries)) | differs
 
 
 def _changes(preset: dict[str, Setting], values: dict[str, Setting]) -> list[str]:

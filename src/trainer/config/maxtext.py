@@ -119,6 +119,13 @@ def on_preset(name: str) -> str | None:
     return next((row["why"] for row in table()["presets"] if name in row["names"]), None)
 
 
+def alias(name: str) -> dict[str, Any] | None:
+    """Returns the preset, as model_name, and the keys that differ from it, of what MaxText calls `name`; None if there
+    is no such preset."""
+    found: dict[str, Any] | None = table()["aliases"].get(name)
+    return found
+
+
 def nearest_name(word: str) -> str | None:
     """Returns the MaxText key that contains `word`, is similar to it, or starts with it."""
     names = list(verdicts())

@@ -1,28 +1,20 @@
 """Parses a MaxText command, as pasted from a shell or a script."""
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.config.environment import PREFIX
-from trainer.config.errors import UserError, shortened
+from trainer.config.errors import UserError
 from trainer.config.files import YML_ENDINGS
+from trainer.config.shell import Shell
+from trainer.config.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
 
-_OPERATORS = ";|&"
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_REDIRECTION = re.compile(r"[0-9&]*[<>]")
-_SUBSTITUTION = re.compile(r"\$\(\((?:[^()]|\([^()]*\))*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}")
-_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\)){1,200})\)\)")
-_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_ROUNDED = {ast.Div: operator.floordiv, ast.Mod: operator.mod}  # of negative numbers they differ from a shell's
 # A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".
 _INNER = re.compile(r"python\S* +(-m )?\S*maxtext", re.IGNORECASE)
-_INNER_NAME = re.compile(r"-*([A-Za-z_][\w-]*)=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\??\})")
-_HELD = re.compile("\0([0-9]+)\0")
+_INNER_NAME = re.compile(r"-*[A-Za-z_][\w-]*=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
 _WIDTH = 116
 
 
@@ -46,48 +38,90 @@ def parse(arguments: Sequence[str]) -> Command:
     """Returns the command in `arguments`. A single argument is text that a shell would read; several are its words.
 
     Raises:
-      UserError: there is no command, or its quotes do not match.
+      UserError: there is no command, its quotes do not match, or a part of it would not be read as bash reads it.
     """
-    return _parsed(_shell_words(arguments[0]) if len(arguments) == 1 else list(arguments), {})
+    reader = _Reader()
+    reader.read(arguments[0] if len(arguments) == 1 else " ".join(map(_in_quotes, arguments)))
+    return reader.command()
 
 
-def _parsed(words: Sequence[str], environment: dict[str, str]) -> Command:
-    parts = _parts(words)
-    if not any(parts):
-        raise UserError("give a MaxText command: python -m trainer.from_maxtext 'python3 -m maxtext... key=value ...'")
-    inner: list[str] = []
-    commands: dict[str, list[str]] = {}  # a variable's value, if that is a command
-    while parts:
-        part = [word for given in parts.pop(0) for word in commands.get(_variable(given), [given])]
-        begin, module, rest = _at_module(part)
-        at = next((i for i, word in enumerate(part) if " " in word and _INNER.search(word)), None)
-        name = _INNER_NAME.match(part[at]) if at is not None else None
-        quoted = _shell_words(part[at][name.end() if name else 0 :]) if at is not None else []
-        # `$(python3 -m maxtext...)` is one word, quoted or not.
-        if at is not None and len(quoted) > 1 and "maxtext" not in module.lower():
-            inner = quoted
-            if name is None or part[at].startswith("-"):
-                break
-            commands[name.group(1)] = inner
-            begin = _assignments(part[:at])
-            parts = [rest for rest in (part[at + 1 :], *parts) if rest]
-        elif module:
-            inner = []
-        environment |= dict(word.partition("=")[::2] for word in begin)
-        # Such as `python3 -m pip install ... && python3 -m maxtext...`.
-        later = "maxtext" not in module.lower() and any(_INNER.search(" ".join(part)) for part in parts)
-        if module and not inner and not later:
-            break
-    if inner:
-        return _parsed(inner, environment)
-    environment, rest = _expanded(environment, rest)
-    has_yml = bool(rest) and rest[0].endswith(YML_ENDINGS) and "=" not in rest[0]
-    return Command(module, environment, rest[0] if has_yml else "", rest[1:] if has_yml else rest)
+class _Reader:
+    """Reads commands up to the first one that runs a module of MaxText."""
 
+    def __init__(self) -> None:
+        self._shell = Shell()
+        self._module = ""
+        self._given: dict[str, str] = {}  # by words before the module
+        self._words: list[str] = []  # after it; of the last command if there is no module
+        self._refused: UserError | None = None
+        self._done = False
 
-def _variable(word: str) -> str:
-    match = _VARIABLE.fullmatch(word)
-    return (match.group(1) or match.group(2)) if match else ""
+    def read(self, text: str) -> None:
+        self._done = self._shell.run(text, self._run)
+
+    def command(self) -> Command:
+        """Returns the command that was read.
+
+        Raises:
+          UserError: there is none, or a part of it is not known.
+        """
+        shell = self._shell
+        values = {name: value[0] for name, value in shell.values.items() if isinstance(value, list) and value}
+        inner = next((text for text in values.values() if _INNER.search(text)), "")
+        if inner and not self._done and not self._module:  # CMD="python3 ..." alone
+            self.read(unquoted(inner, as_code=True))
+        if self._refused and not self._done:
+            raise self._refused
+        if not self._words and not self._module:  # assignments alone
+            self._given = {name: text for name, text in values.items() if _of_environment(name)}
+            self._words = [f"{name}={text}" for name, text in values.items() if name not in self._given]
+            shell.exported = set(values)
+        if not self._words and not self._module and not self._given:
+            example = "python -m trainer.from_maxtext 'python3 -m maxtext... key=value ...'"
+            raise UserError(f"give a MaxText command: {example}")
+        left = [name for name in shell.values if name not in shell.used | self._given.keys()]
+        hidden = next((name for name in left if name.startswith(PREFIX) and name not in shell.exported), "")
+        if hidden:
+            raise UserError(f"{hidden} is not exported, so that MaxText does not see it; write export {hidden}=...")
+        given = {name: "".join(shell.known(name)[:1]) for name in left if name in shell.exported} | self._given
+        environment = {name: unquoted(text) for name, text in given.items()}
+        # A line break that was pasted as a backslash and a space leaves white space in front of the next word.
+        words = [unquoted(word).lstrip() for word in self._words if word.strip()]
+        has_yml = bool(words) and words[0].endswith(YML_ENDINGS) and "=" not in words[0]
+        return Command(self._module, environment, words[0] if has_yml else "", words[1:] if has_yml else words)
+
+    def _run(self, assignments: Sequence[Word], words: Sequence[Word]) -> bool:
+        """Reads one command, and returns whether it runs a module of MaxText."""
+        shell, used, values = self._shell, set(self._shell.used), dict(self._shell.values)
+        try:
+            given = {name: "".join(shell.known(name)[:1]) for name in map(shell.assign, assignments)}
+            late = {name: f"${name}: {name}= before a command is set after its words; end it with ;" for name in given}
+            assigned, shell.values = shell.values, {**late, **values}
+            fields = [field for word in words for field in shell.fields(word)]
+        except UserError as error:
+            if any("maxtext" in word.source.lower() for word in words):
+                raise
+            self._refused = self._refused or error
+            shell.values, shell.used = values, used
+            return False
+        before, module, rest = _at_module(fields)
+        at = next((i for i, field in enumerate(fields) if _INNER.search(field) and _has_words(field)), None)
+        if fields[:1] == ["eval"] or (at is not None and "maxtext" not in module.lower()):
+            shell.values = assigned
+            shell.exported |= given.keys()
+            inner = " ".join(fields[1:]) if fields[0] == "eval" else fields[at or 0]
+            name = _INNER_NAME.match(inner)
+            return shell.run(unquoted(inner[name.end() if name else 0 :], as_code=True), self._run)
+        shell.values = values
+        done = "maxtext" in module.lower()
+        if done or not self._module:  # before it may be such as `python3 -m pip install ...`
+            keys = {} if module else {name: text for name, text in given.items() if not _of_environment(name)}
+            self._given = {name: text for name, text in given.items() if name not in keys}
+            self._given |= dict(word.partition("=")[::2] for word in before)
+            self._module, self._words = module, [*(f"{name}={text}" for name, text in keys.items()), *rest]
+        else:
+            shell.used = used
+        return done
 
 
 def as_text(words: Sequence[str]) -> str:
@@ -100,123 +134,24 @@ def as_text(words: Sequence[str]) -> str:
     return " \\\n".join(lines)
 
 
-def has_variable(text: str) -> bool:
-    """Returns whether a shell would replace a part of `text`, so that its value is not known here."""
-    return bool(re.search(r"\$[A-Za-z_{(]|`", text))
-
-
-def _shell_words(text: str) -> list[str]:
-    # Substitutions may contain spaces, quotes and operators. They are taken out while the words are split.
-    held: list[str] = []
-
-    def hold(match: re.Match[str]) -> str:
-        held.append(match.group())
-        return f"\0{len(held) - 1}\0"
-
-    text = re.sub(r"(?m)^\s*#.*$|(?<=\s)#[^'\"\n]*$", "", text)
-    text = re.sub(r"\\[ \t]*\r?\n", "", text)
-    while (shorter := _SUBSTITUTION.sub(hold, text)) != text:
-        text = shorter
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        words = list(lexer)
-    except ValueError as error:
-        raise UserError(f"{shortened(text)}: not a command of a shell: {str(error).lower()}") from error
-    for i in range(len(words)):
-        while match := _HELD.search(words[i]):
-            words[i] = words[i].replace(match.group(), held[int(match.group(1))])
-    # A line break that was pasted as a backslash and a space leaves white space in front of the next word.
-    return [word.lstrip() for word in words if word.strip()]
-
-
-def _parts(words: Sequence[str]) -> list[list[str]]:
-    """Returns the commands between operators, without redirections and shell prompts."""
-    parts: list[list[str]] = [[]]
-    skip = False
-    for word in words:
-        if word.strip(_OPERATORS) == "":
-            parts.append([])
-        elif skip:
-            skip = False
-        elif _REDIRECTION.match(word):
-            skip = _REDIRECTION.fullmatch(word.removesuffix(">")) is not None or word.endswith((">", "<"))
-        elif parts[-1] or word not in ("$", "!", "%"):
-            parts[-1].append(word)
-    return [part for part in parts if part]
-
-
-def _at_module(part: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def _at_module(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Returns the assignments before a command, its module, and the words after the module."""
-    for i, word in enumerate(part):
+    for i, word in enumerate(words):
         script = word.endswith(".py") and "=" not in word
-        if (word == "-m" and i + 1 < len(part)) or script:
-            module = word.removesuffix(".py").replace("/", ".").lstrip(".") if script else part[i + 1]
-            return _assignments(part[:i]), module, list(part[i + (1 if script else 2) :])
-    if part[0] == "export":
-        return _assignments(part), "", []
-    begin = 0
-    while begin < len(part) and _ASSIGNMENT.match(part[begin]) and _of_environment(part[begin]):
-        begin += 1
-    return list(part[:begin]), "", list(part[begin:])
+        if (word == "-m" and i + 1 < len(words)) or script:
+            module = word.removesuffix(".py").replace("/", ".").lstrip(".") if script else words[i + 1]
+            before = [word for word in words[:i] if _ASSIGNMENT.match(word)]
+            return before, module, list(words[i + (1 if script else 2) :])
+    return [], "", list(words)
 
 
-def _of_environment(word: str) -> bool:
-    name = word.partition("=")[0]
+def _has_words(text: str) -> bool:
+    """Returns whether a shell reads `text` as several words: `$(python3 -m maxtext...)` is one, quoted or not."""
+    return len(next(commands(unquoted(text, as_code=True)))[0]) > 1
+
+
+def _of_environment(name: str) -> bool:
     return name.startswith(PREFIX) or name.isupper()
-
-
-def _expanded(environment: dict[str, str], words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns `words` with assigned variables replaced by their values, and the other variables."""
-    used: set[str] = set()
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1) or match.group(2)
-        if name not in environment:
-            return match.group()
-        used.add(name)
-        return environment[name]
-
-    words = [
-        _ARITHMETIC.sub(_computed, _in_arithmetic(_VARIABLE.sub(value, word), environment, used)) for word in words
-    ]
-    return {name: text for name, text in environment.items() if name not in used}, words
-
-
-def _in_arithmetic(word: str, environment: Mapping[str, str], used: set[str]) -> str:
-    """Returns `word` with the values of names within `$((...))`, which need no dollar sign there."""
-
-    def value(match: re.Match[str]) -> str:
-        used.update({match.group()} & environment.keys())
-        return environment.get(match.group(), match.group())
-
-    return _ARITHMETIC.sub(lambda match: re.sub(r"[A-Za-z_]\w*", value, match.group()), word)
-
-
-def _computed(match: re.Match[str]) -> str:
-    """Returns the value of `$((...))`, or the text if only a shell knows it."""
-    try:
-        return str(_number(ast.parse(match.group(1).strip(), mode="eval").body))
-    except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError):
-        return match.group()
-
-
-def _number(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)) if type(value) is int:
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _number(left), _number(right)
-            if type(op) in _OPERATIONS or (type(op) in _ROUNDED and min(a, b) >= 0):
-                return int((_OPERATIONS | _ROUNDED)[type(op)](a, b))
-    raise ValueError("a shell's arithmetic")
-
-
-def _assignments(words: Sequence[str]) -> list[str]:
-    return [word for word in words if _ASSIGNMENT.match(word)]
 
 
 def _quoted(word: str) -> str:
@@ -224,4 +159,16 @@ def _quoted(word: str) -> str:
         return shlex.quote(word)
     if re.fullmatch(r"(?:[\w@%+=:,./-]|\$\w+|\$\{\w+\})+", word):
         return word
-    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
+    return _in_quotes(word)
+
+
+def _in_quotes(word: str) -> str:
+    """Returns `word` in double quotes, in which a shell still replaces variables and commands."""
+    name = _ASSIGNMENT.match(word)
+    at = name.end() if name and name.group().isupper() else 0
+    text = word[:at] + '"'
+    while at < len(word):
+        end = max(end_of_expansion(word, at) if word[at] in "$`" else at, at + 1)
+        text += word[at:end] if end > at + 1 else re.sub(r'["\\]', r"\\\g<0>", word[at])
+        at = end
+    return text + '"'

@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.command import malformed
-from trainer.config.data_keys import OWN_KEYS
+from trainer.config.data_keys import OWN_KEYS, without_rows
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
-from trainer.config.maxtext_command import Command, as_text, has_variable
+from trainer.config.maxtext_command import Command, as_text
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
 from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.config.schema import plain_name, schema
+from trainer.config.shell_words import has_variable
 from trainer.config.values import read_text
 
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
@@ -178,6 +179,8 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
+    if runs == EXPORT:
+        checked += [f"{name}={value}" for name, value in without_rows(checked).items()]
     problems: list[str] = []
     notes: list[str] = []
     loaded: Loaded | None = None

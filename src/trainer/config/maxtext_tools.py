@@ -11,7 +11,7 @@ from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
 from trainer.config.errors import shortened
 from trainer.config.invariant_keys import KEY
-from trainer.config.maxtext_command import Command, has_variable
+from trainer.config.maxtext_command import Command
 from trainer.config.maxtext_convert import (
     DECIDING,
     DIFFERS,
@@ -27,6 +27,7 @@ from trainer.config.maxtext_convert import (
 from trainer.config.quantization_keys import BLOCK, ROUNDING
 from trainer.config.scale import SCALE, factors
 from trainer.config.schema import schema
+from trainer.config.shell_words import has_variable
 
 # Keys of the section Model that say how a model is computed. The others say what its parameters are.
 _COMPUTED = (

@@ -10,8 +10,8 @@ from trainer.config.dump import to_flow
 from trainer.config.files import MAXTEXT_YML, Entry, is_maxtexts_base, read_chain
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.load import Loaded
-from trainer.config.maxtext_command import has_variable
 from trainer.config.schema import schema
+from trainer.config.shell_words import has_variable
 
 WITHOUT_LINEN = "0.2.5"
 NO_DATA = "dataset_type=synthetic"  # the default of that version

@@ -64,6 +64,7 @@ AROUND = (
     "profiler",
     "skip_first_n_steps_for_profiler",
     "profiler_steps",
+    "profile_periodically_period",
     "dump_hlo",
     "dump_hlo_local_dir",
     "log_period",

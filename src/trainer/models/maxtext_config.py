@@ -84,8 +84,8 @@ def _inexpressible(config: Config) -> list[str]:
     refused, there = [], maxtext(config.decoder_block)
     if config.mtp_num_layers:
         refused.append(
-            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, and have "
-            "no final norm; mtp_num_layers=0 writes the model without them"
+            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, here after "
+            "it; mtp_num_layers=0 writes the model without them"
         )
     if config.use_qk_norm and not there.norms_heads:
         refused.append("use_qk_norm=True: it has no such norm")

@@ -23,21 +23,23 @@ class Profiler:
         self, config: Config, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True
     ):
         """Plans a trace of `profiler_steps` steps, which skips the first `skip_first_n_steps_for_profiler` steps
-        counted from `first_step`. A line to `say` tells where the trace is, or that the run ends earlier. Without
-        `traces` it only waits."""
+        counted from `first_step`, and one every `profile_periodically_period` steps. A line to `say` tells where each
+        trace is, or that the run ends earlier. Without `traces` it only waits."""
         self._folder, self._say, self._traces = folder, say, traces
-        self._first = first_step + config.skip_first_n_steps_for_profiler
-        self._last = min(self._first + config.profiler_steps, config.steps) - 1
+        self._period, self._steps, self._end = config.profile_periodically_period, config.profiler_steps, config.steps
+        self._first = first_step + config.skip_first_n_steps_for_profiler  # of the trace that is next, or that runs
+        self._last = self._end - 1
         self._inside = False  # whether the current step is part of the trace
         if self._first > self._last and first_step < config.steps:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
     def before(self, step: int, finish: Callable[[], None]) -> bool:
         """Call it before `step` is dispatched. Returns whether a trace starts. `finish()` waits for earlier steps."""
-        if step != self._first or step > self._last:
+        if step != self._first or step >= self._end:
             return False
         import jax
 
+        self._last = min(step + self._steps, self._end) - 1
         finish()
         self._inside = True
         if self._traces:
@@ -58,7 +60,8 @@ class Profiler:
     def _stop(self, last: int | None = None) -> None:
         import jax
 
-        self._inside = False
+        first, self._inside = self._first, False
+        self._first += self._period  # -1: never
         if not self._traces:
             return
         jax.profiler.stop_trace()
@@ -67,8 +70,8 @@ class Profiler:
         if last is None:
             self._say(f"the profile of the run's last steps is in {traces}")
         else:
-            steps = counted(last - self._first + 1, "step")
-            self._say(f"the profile of {steps} from step {self._first} on is in {traces}")
+            steps = counted(last - first + 1, "step")
+            self._say(f"the profile of {steps} from step {first} on is in {traces}")
 
     def __enter__(self) -> Self:
         return self

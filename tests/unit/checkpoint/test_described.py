@@ -14,9 +14,12 @@ from checkpoint_cases import (
     write_hf,
 )
 
+from trainer import quantize
 from trainer.checkpoint import open_source, with_model
-from trainer.checkpoint.description import described
+from trainer.checkpoint.description import described, model_config
 from trainer.config import UserError, begin, resolve
+from trainer.config.maxtext_command import parse
+from trainer.config.maxtext_convert import EXPORT, convert
 from trainer.config.quantization_keys import OF_STORED
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -175,3 +178,15 @@ def test_a_tokenizer_that_leads_out_of_the_folder_is_refused(hf, tmp_path):
     (hf / "tokenizer.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(UserError, match="leads out of"):
         loaded(*TEXT, f"load_parameters_path={hf}")
+
+
+@pytest.mark.parametrize("words", [[], ["max_target_length=32"]])
+def test_a_short_table_of_positions_needs_no_length_without_rows(words):
+    """Nothing that only reads or writes parameters has rows."""
+    trained = ["trainable_position_size=64", "max_target_length=64", "model_name=gpt3-52k"]
+    keys = described(model_config({}, trained, "somewhere"))
+    config = model_config(keys, words, "somewhere")
+    assert config.max_target_length == (32 if words else 64)
+    assert quantize._configuration(config, []).trainable_position_size == 64
+    line = "python3 -m maxtext.checkpoint_conversion.to_huggingface model_name=gpt3-52k trainable_position_size=64 "
+    assert convert(parse([line]), EXPORT).runs

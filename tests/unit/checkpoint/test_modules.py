@@ -148,20 +148,22 @@ def test_new_modules_begin_as_drawn(tmp_path):
     assert lines[-1] == f"{path}: absent, with initial values: {new}"
 
 
-@pytest.mark.parametrize("scanned", [True, False])
-def test_maxtext(tmp_path, scanned):
+@pytest.mark.parametrize(("scanned", "own_norm"), [(True, True), (True, False), (False, False)])
+def test_maxtext(tmp_path, scanned, own_norm):
+    """Modules of MaxText 0.2.4 end with the model's norm, those of 0.2.5 with their own."""
     cfg = config()
     params = random_params(cfg)
     stored = maxtext_params(cfg, params, scanned=scanned)
-    # MaxText's modules end with the model's norm.
-    stored = {name: value for name, value in stored.items() if "final_norm" not in name}
+    stored = {name: value for name, value in stored.items() if own_norm or "final_norm" not in name}
     lines = []
     wanted = {
-        name: params["decoder/decoder_norm/scale"] if "final_norm" in name else value for name, value in params.items()
+        name: params["decoder/decoder_norm/scale"] if "final_norm" in name and not own_norm else value
+        for name, value in params.items()
     }
     path = write_maxtext(tmp_path / "items", stored)
     assert_same(loaded(path, cfg, say=lines.append), wanted)
     assert "before the final norm" in lines[-1]
+    assert ("starts as a copy" in lines[-1]) != own_norm
     assert not any("left out" in line for line in lines)
     for modules, left in {0: "1, 2", 1: "2"}.items():
         lines = []

@@ -74,6 +74,9 @@ CASES = {
         {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.5}
     ],
     "steps learning_rate_schedule_steps": [{"steps": -1, "learning_rate_schedule_steps": -1}],
+    "profile_periodically_period profiler_steps": [
+        {"profiler": "xplane", "profile_periodically_period": 2, "profiler_steps": 3}
+    ],
     "profiler skip_first_n_steps_for_profiler steps": [
         {"profiler": "xplane", "skip_first_n_steps_for_profiler": 5, "steps": 5}
     ],

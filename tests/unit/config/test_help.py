@@ -183,6 +183,24 @@ def test_a_variable_beats_a_yml_and_an_unknown_one_is_a_warning(tmp_path):
     assert loaded.warnings == ["M_STEPZ in the environment is ignored: there is no key stepz; nearest: steps"]
 
 
+def test_a_variable_that_is_almost_one_of_a_key_is_told():
+    known = {"PORT": "80", "PROMPT": "$", "HOST": "h", "HOME": "/", "DTYPE": "x", "RUN_NAME": ""}
+    assert load([], environment=known).warnings == []
+    (line,) = load([], environment={"M_learning_rate": "3e-4"}).warnings
+    assert line == "M_learning_rate in the environment is ignored: write it in capitals, M_LEARNING_RATE"
+    bare = {"LEARNING_RATE": "1e-3", "STEPS": "9", "MODEL_NAME": "llama2-7b", "RUN_NAME": "r"}
+    (line,) = load(["run_name=r"], environment={**known, **bare, "M_MODEL_NAME": "default"}).warnings
+    assert line == (
+        "not read from the environment: STEPS, LEARNING_RATE; the variable of a key begins with M_: M_STEPS"
+    )
+
+
+def test_a_key_given_twice_is_told(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["steps=3", "learning_rate=1", "steps=x", "learning_rate=1"])
+    assert capsys.readouterr().err.splitlines()[0] == "warning: steps=3 has no effect: a later word counts, steps=x"
+
+
 def test_the_commands_read_the_environment(monkeypatch, capsys):
     monkeypatch.setenv("M_STEPS", "7")
     for module in (train, train_compile, shardings, parity):

@@ -192,10 +192,6 @@ def test_a_folder_or_bytes_for_a_yml(tmp_path):
             "model_name=llama2-7 (command line): there is no such preset; allowed: default, deepseek2-16b",
         ),
         ("model_name=gemma4-e2b", "model_name=gemma4-e2b (command line): not supported yet: the family gemma4"),
-        (
-            "model_name=qwen3-8b-base",
-            "model_name=qwen3-8b-base (command line): write the name without -base: the sizes",
-        ),
     ],
 )
 def test_mistakes_on_the_command_line(word, line):

@@ -213,9 +213,34 @@ def test_keys_of_post_training_have_verdicts(line, kinds):
     assert kinds.items() <= {row.given: row.kind for row in made.rows}.items()
 
 
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("train_fraction=0.5", maxtext.NOT_YET),
+        ("train_fraction=1", maxtext.NEEDLESS),
+        ("muon_include_routers=true", maxtext.NOT_YET),
+        ("muon_include_routers=false", maxtext.NEEDLESS),
+        ("hf_subset=socratic", maxtext.NOT_YET),
+        ("stop_strings=END", maxtext.NOT_YET),
+        ("dataset_processor_path=/p.py", maxtext.NOT_YET),
+        ("normalization_layer_epsilon=1e-5", DIFFERS),
+        ("tokenizer_path=meta-llama/Llama-2-7b-hf", DIFFERS),
+        ("tokenizer_path=/models/tokenizer", SAME),
+        ("tokenizer_path=$DIR/tokenizer", SAME),
+        ("qkv_proj=device", maxtext.NEEDLESS),
+        ("fsdp_shard_on_exp=true", maxtext.NEEDLESS),
+        ("model_name=qwen3-8b-base", SAME),
+        ("profile_periodically_period=100", SAME),
+    ],
+)
+def test_verdicts_agree_with_what_maxtext_does(word, kind):
+    (row,) = convert(parse(["base.yml", word, "profiler=xplane"]), TRAIN).rows[:-1]
+    assert row.kind == kind
+
+
 def test_the_parts_of_a_command():
     text = """# how we train
-    cd src && RUN=a M_STEPS=3 XLA_FLAGS="--x --y" \\
+    cd src && RUN=a && M_STEPS=3 XLA_FLAGS="--x --y" \\
       python3 -m MaxText.train MaxText/configs/base.yml run_name=$RUN-1 \\
       prompt='I love' base_output_directory="gs://b/$(date +%F '%H')" > log 2>&1; echo done"""
     command = parse([text])

@@ -14,7 +14,7 @@ PAGE = """Run `python3 -m maxtext.trainers.pre_train.train run_name=x` now.
 export MODEL='llama2-7b'
 python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml \\
     model_name=$MODEL dataset_type=synthetic run_name=<your run>
-python3 -m pytest; xpk workload create --command "python3 -m MaxText.train base.yml
+python3 -m pytest; xpk workload create --command "python3 -m MaxText.train base.yml \\
     dataset_type=synthetic enable_wandb=true"
 ```
 """

@@ -27,8 +27,8 @@ def log(monkeypatch):
 
     def stop():
         happened.append("stop")
-        ((folder, _),) = [each for each in happened if isinstance(each, tuple)]
-        (folder.parent / TRACES / "2026").mkdir(parents=True)
+        folder = next(each[0] for each in happened if isinstance(each, tuple))
+        (folder.parent / TRACES / "2026").mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(
         jax.profiler, "start_trace", lambda folder, profiler_options: happened.append((folder, profiler_options))
@@ -88,6 +88,22 @@ def test_steps_are_skipped_from_where_a_run_resumes_and_end_with_it(log, tmp_pat
     assert shown(log)[:3] == ["step 3", "row 3", "start"]
     assert shown(log)[-2:] == ["stop", "memory"]
     assert said.startswith("the profile of 2 steps from step 4 on")
+
+
+def test_a_trace_begins_every_few_steps(log, tmp_path):
+    keys = {"steps": 9, "skip_first_n_steps_for_profiler": 1, "profiler_steps": 2, "profile_periodically_period": 3}
+    said = profiled(log, tmp_path, **keys)
+    assert [f"{each} at {shown(log)[i + 1]}" for i, each in enumerate(shown(log)) if each == "start"] == [
+        *("start at step 1", "start at step 4", "start at step 7"),
+    ]
+    assert shown(log).count("stop") == 3
+    assert [line.partition(" is in ")[0] for line in said] == [
+        f"the profile of 2 steps from step {first} on" for first in (1, 4, 7)
+    ]
+    log.clear()
+    assert len(profiled(log, tmp_path, **keys | {"profile_periodically_period": -1})) == 1
+    with pytest.raises(UserError, match="a trace would begin before the last one ends"):
+        load(arguments("nnx", profiler="xplane", profile_periodically_period=4))
 
 
 def test_an_interrupted_run_keeps_its_profile(log, tmp_path):
