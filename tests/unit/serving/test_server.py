@@ -169,6 +169,7 @@ def test_what_is_refused(made):
     port = made[2]
     said, _ = refusal(port, 404, body={"prompt": "a", "model": "gpt"})
     assert said == "model=gpt: there is tiny"
+    refusal(port, 404, body={"prompt": "a" * 200, "model": "gpt"})  # before the prompt is encoded
     assert "LICENSE" in refusal(port, 404, "/LICENSE", method="GET")[0]
     refusal(port, 405, method="GET")
     assert "application/json" in refusal(port, 415, body=b"prompt=a", content_type="text/plain")[0]
