@@ -125,9 +125,10 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
             slots, length = engine.max_concurrent_decodes, config.max_target_length
             seconds = time.perf_counter() - started
             print(f"ready after {seconds:.1f} s: {', '.join(names)}; {slots} slots of {length} tokens", flush=True)
-            print(_banner(url_of(at), next(iter(names)), config, bool(tokens)), flush=True)
+            text = config.prompt if "prompt" in hand else ""
+            print(_banner(url_of(at), next(iter(names)), config, text, chat.own_template, bool(tokens)), flush=True)
 
-        Server(model, at, tokens).run(ready)
+        Server(model, at, tokens, _say).run(ready)
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
@@ -150,15 +151,19 @@ def _name(path: str) -> str:
     return visible(run[-1]) if run else "model"
 
 
-def _banner(url: str, name: str, config: Config, token: bool) -> str:
-    """Returns the address and a command that works there."""
+def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
+    """Returns the address and a command that works there: a chat or a completion of `text` or, if it is empty, of an
+    example."""
     from trainer.serving import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"
     header = f' -H "Authorization: Bearer {where}"' if token else ""
-    body = json.dumps({"model": name, "prompt": config.prompt or "Once", "max_tokens": 32}, ensure_ascii=False)
+    path = "chat/completions" if chat else "completions"
+    prompt = {"prompt": text or config.prompt or "Once"}
+    said = {"messages": [{"role": "user", "content": text or "Hello"}]} if chat else prompt
+    body = json.dumps({"model": name, **said, "max_tokens": 32}, ensure_ascii=False)
     content = "-H 'Content-Type: application/json'"
-    return f"{url}\n  curl {url}/v1/completions {content}{header} -d {shlex.quote(body)}"
+    return f"{url}\n  curl {url}/v1/{path} {content}{header} -d {shlex.quote(body)}"
 
 
 def _say(text: str) -> None:

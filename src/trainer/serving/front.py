@@ -124,7 +124,8 @@ class Front:
       state: STARTING until the programs are compiled, then READY; DRAINING and FAILED accept nothing.
     """
 
-    def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None]):
+    def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
+        """`say`: see `Service`."""
         self.model, self.metrics, self.names = model, metrics, Names(model.tokenizer)
         self.state, self.created = STARTING, int(time.time())
         self.ready = asyncio.Event()
@@ -141,6 +142,7 @@ class Front:
             model.scheduler,
             lambda events: in_loop(self._dispatch, events, time.perf_counter()),
             lambda error: in_loop(self._thread_ended, error),
+            say,
         )
 
     @property

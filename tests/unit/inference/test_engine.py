@@ -107,6 +107,21 @@ def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
     assert places == {KINDS[kind].get("sliding_window_size", LENGTH)}
 
 
+def test_the_first_token_does_not_wait_for_decode_steps():
+    """Their program may have to be compiled. If nobody waits for a text, prompts are prefilled together instead."""
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    first = scheduler.submit(PROMPT, limit=3)
+    second = scheduler.submit([9], limit=3)
+    assert [event.request for event in scheduler.turn()] == [first]
+    assert not scheduler._unread
+    assert scheduler.turn() == []  # `second` is prefilled, and both are in the step that runs now
+    assert [event.request for event in scheduler.turn()] == [second, first, second]
+    filled = Scheduler(engine, params, fill=True)
+    filled.submit(PROMPT, limit=3)
+    assert filled.turn() == []
+
+
 def test_what_the_window_hides_is_far_beyond_the_tolerance():
     assert np.abs(log_probs_after(PROMPTS["long"]) - log_probs_after(PROMPTS["long"], "window")).max() > 1e-2
 
