@@ -12,7 +12,7 @@ from trainer.config import Config, Loaded, UserError, command_line, exit_on_user
 from trainer.config.files import by_hand
 from trainer.config.help import explanation, help_text, question
 from trainer.config.words import visible
-from trainer.generate import NO_MODEL, WEIGHTS, of_checkpoint, read_words
+from trainer.generate import NO_MODEL, WEIGHTS, read_words
 from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
     if loaded is None:
+        from trainer.checkpoint import of_checkpoint
+
         loaded, average = of_checkpoint(model_path, keys, options.get("weights"))
     _check(loaded)
     paths = [path for path in options.get("adapters", "").split(",") if path]
