@@ -44,7 +44,6 @@ key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_targe
 
 Standard output has the texts alone, each after its prompt, or the lines of JSON; messages are on standard error.
 --help Generation lists the keys of generation, --explain KEY explains one."""
-_LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
 
 
 @exit_on_user_error
@@ -75,10 +74,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     average = options.get("weights") == "ema"
     adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
+        from trainer.checkpoint import of_checkpoint
+
         _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
+            from trainer.checkpoint import of_checkpoint
+
             loaded, average = agreed(lambda: of_checkpoint(model_path, keys, options.get("weights")))
         raw = options.get("weights") == "raw"
         _generate(loaded, prompts, adapters, average, raw, as_json, started)
@@ -275,29 +278,6 @@ def read_words(
     if mistakes:
         raise UserError("\n  ".join([f"cannot {program}:", *mistakes, f"see python -m trainer.{program} --help"]))
     return model_path, options, keys
-
-
-def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None) -> tuple[Any, bool]:
-    """Returns the configuration for the model at `model_path`, and whether to load the average of its parameters.
-
-    Raises:
-      UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
-    """
-    from trainer.checkpoint import load_model_keys, open_source
-
-    given = [word.partition("=")[0] for word in words]
-    source = open_source(model_path, _last(words, "decoder_block"), average=weights == "ema")
-    if not source.keys and "model_name" not in given:
-        raise UserError(
-            f"{model_path}: this checkpoint does not contain its model's keys; use base.yml "
-            f"load_parameters_path={model_path} with model_name=... or its keys"
-        )
-    own = [f"load_parameters_path={model_path}"]
-    if "max_target_length" not in given and source.length is not None:
-        own.append(f"max_target_length={min(source.length, _LONGEST)}")
-    # Loading the parameters prints the same lines.
-    loaded = load_model_keys(source.keys, [*own, *words], str(source.path), say=lambda line: None)
-    return loaded, source.averaged if weights is None else weights == "ema"
 
 
 def _last(words: Sequence[str], key: str) -> str:

@@ -12,7 +12,7 @@ from trainer.config import Config, Loaded, UserError, command_line, exit_on_user
 from trainer.config.files import by_hand
 from trainer.config.help import explanation, help_text, question
 from trainer.config.words import visible
-from trainer.generate import NO_MODEL, WEIGHTS, of_checkpoint, read_words
+from trainer.generate import NO_MODEL, WEIGHTS, read_words
 from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
     if loaded is None:
+        from trainer.checkpoint import of_checkpoint
+
         loaded, average = of_checkpoint(model_path, keys, options.get("weights"))
     _check(loaded)
     paths = [path for path in options.get("adapters", "").split(",") if path]
@@ -125,9 +127,10 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
             slots, length = engine.max_concurrent_decodes, config.max_target_length
             seconds = time.perf_counter() - started
             print(f"ready after {seconds:.1f} s: {', '.join(names)}; {slots} slots of {length} tokens", flush=True)
-            print(_banner(url_of(at), next(iter(names)), config, bool(tokens)), flush=True)
+            text = config.prompt if "prompt" in hand else ""
+            print(_banner(url_of(at), next(iter(names)), config, text, chat.own_template, bool(tokens)), flush=True)
 
-        Server(model, at, tokens).run(ready)
+        Server(model, at, tokens, _say).run(ready)
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
@@ -150,15 +153,19 @@ def _name(path: str) -> str:
     return visible(run[-1]) if run else "model"
 
 
-def _banner(url: str, name: str, config: Config, token: bool) -> str:
-    """Returns the address and a command that works there."""
+def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
+    """Returns the address and a command that works there: a chat or a completion of `text` or, if it is empty, of an
+    example."""
     from trainer.serving import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"
     header = f' -H "Authorization: Bearer {where}"' if token else ""
-    body = json.dumps({"model": name, "prompt": config.prompt or "Once", "max_tokens": 32}, ensure_ascii=False)
+    path = "chat/completions" if chat else "completions"
+    prompt = {"prompt": text or config.prompt or "Once"}
+    said = {"messages": [{"role": "user", "content": text or "Hello"}]} if chat else prompt
+    body = json.dumps({"model": name, **said, "max_tokens": 32}, ensure_ascii=False)
     content = "-H 'Content-Type: application/json'"
-    return f"{url}\n  curl {url}/v1/completions {content}{header} -d {shlex.quote(body)}"
+    return f"{url}\n  curl {url}/v1/{path} {content}{header} -d {shlex.quote(body)}"
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ from trainer.checkpoint.contents import Contents, Tensor, contents_of
 from trainer.checkpoint.described import with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
-from trainer.checkpoint.load import initial_parameters, load_parameters
+from trainer.checkpoint.load import initial_parameters, load_parameters, of_checkpoint
 from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
 from trainer.checkpoint.masks import check_masks, with_zeros
 from trainer.checkpoint.maxtext_out import write_maxtext
@@ -51,6 +51,7 @@ __all__ = [
     "names_of",
     "nested",
     "newest",
+    "of_checkpoint",
     "open_adapters",
     "open_source",
     "parted",

@@ -2,19 +2,19 @@
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from trainer.backends import make_model
 from trainer.checkpoint.base import check_base
-from trainer.checkpoint.description import check_same_model
+from trainer.checkpoint.description import check_same_model, load_model_keys
 from trainer.checkpoint.open import open_adapters, open_source
 from trainer.checkpoint.placing import place, place_quantized
 from trainer.checkpoint.source import DTYPES, Leaf, Shapes, Source, filled, joined, names_of, progress
 from trainer.checkpoint.stored import OnLoad, quantized_on_load
-from trainer.config import Config, UserError
+from trainer.config import Config, Loaded, UserError
 from trainer.config.dump import as_words
 from trainer.config.lora_keys import ADAPTER, ENABLE, MASK, RESTORE, trained_patterns
 from trainer.models.optional import lacking
@@ -22,6 +22,35 @@ from trainer.ops.random import seed_key
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
 _MOST_PATHS = 12  # of a line
+_LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
+
+
+def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None = None) -> tuple[Loaded, bool]:
+    """Returns the configuration for generation with the model at `model_path`, and whether to load the average of its
+    parameters.
+
+    Args:
+      words: further arguments, KEY=VALUE.
+      weights: raw or ema; None: ema for a run with `ema_decay`.
+
+    Raises:
+      UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
+    """
+    given = [word.partition("=")[0] for word in words]
+    source = open_source(
+        model_path, dict(word.partition("=")[::2] for word in words).get("decoder_block", ""), average=weights == "ema"
+    )
+    if not source.keys and "model_name" not in given:
+        raise UserError(
+            f"{model_path}: this checkpoint does not contain its model's keys; use base.yml "
+            f"load_parameters_path={model_path} with model_name=... or its keys"
+        )
+    own = [f"load_parameters_path={model_path}"]
+    if "max_target_length" not in given and source.length is not None:
+        own.append(f"max_target_length={min(source.length, _LONGEST)}")
+    # Loading the parameters prints the same lines.
+    loaded = load_model_keys(source.keys, [*own, *words], str(source.path), say=lambda line: None)
+    return loaded, source.averaged if weights is None else weights == "ema"
 
 
 def load_parameters(

@@ -5,7 +5,17 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import Adapters, joined, load_parameters, names_of, nested, open_adapters, open_source, parted
+from trainer.checkpoint import (
+    Adapters,
+    joined,
+    load_parameters,
+    names_of,
+    nested,
+    of_checkpoint,
+    open_adapters,
+    open_source,
+    parted,
+)
 from trainer.checkpoint.adapters import Merged
 from trainer.checkpoint.described import keys_of_run
 from trainer.config import Config, UserError
@@ -50,6 +60,20 @@ class MaxEngine(Engine):
         self._adapters = [open_adapters(given) if isinstance(given, str) else given for given in adapters]
         devices = jax.devices() if devices is None else devices
         super().__init__(serve(config, devices, sequences, self._adapters, controls))
+
+    @classmethod
+    def of(cls, path: str, words: Sequence[str] = (), **how: Any) -> "MaxEngine":
+        """Returns the engine for the checkpoint at `path`: a run, a Hugging Face directory, or the output of
+        trainer.export. The model's keys come from it.
+
+        Args:
+          words: further arguments of a command, KEY=VALUE.
+          how: further arguments of the class.
+
+        Raises:
+          UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
+        """
+        return cls(of_checkpoint(path, words)[0].config, **how)
 
     def load_params(
         self,

@@ -82,7 +82,8 @@ class Scheduler:
 
     Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
     it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
-    read after the next step was started, so that the devices do not wait.
+    read after the next step was started, so that the devices do not wait. If no text is under way, a turn ends with the
+    prefill, whose token is read at once: it does not wait until decode steps are compiled.
 
     `submit` may be called by any thread, everything else by one at a time (`Service`).
 
@@ -197,11 +198,14 @@ class Scheduler:
     def turn(self) -> list[Event]:
         """Runs one chunk of prefill and one decode step, if there is work. Returns the events in order."""
         unread, self._unread = self._unread, []
+        first = not (self._slots or self._fill)
         while self._can_prefill():
             self._prefill()
             if not self._fill:
                 break
-        if self._slots:
+        if first:
+            unread, self._unread = unread + self._unread, []
+        elif self._slots:
             self._state, result = self.engine.generate(self.params, self._state)
             self._unread.append(_Step(result, dict(self._slots)))
         return [event for step in unread for event in self._read(step)]

@@ -2,11 +2,13 @@
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.inference.controls import Asked
+from trainer.inference.controls import NOTHING, Asked
+from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Event, Scheduler
 
 
@@ -16,6 +18,7 @@ class Service:
     Args:
       deliver: gets the events of each turn, in the thread of the scheduler.
       ended: is called in that thread when it ends, with the exception that ended it, or None after `stop`.
+      say: gets a line for each program that is compiled.
     """
 
     def __init__(
@@ -23,8 +26,9 @@ class Service:
         scheduler: Scheduler,
         deliver: Callable[[list[Event]], object],
         ended: Callable[[BaseException | None], object],
+        say: Callable[[str], object] = lambda line: None,
     ):
-        self._scheduler, self._deliver, self._ended = scheduler, deliver, ended
+        self._scheduler, self._deliver, self._ended, self._say = scheduler, deliver, ended, say
         self._changed, self._stopping = threading.Condition(), False
         self._cancelled: deque[int] = deque()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -56,7 +60,7 @@ class Service:
 
     def _run(self) -> None:
         try:
-            if warm_up(self._scheduler, lambda: self._stopping):
+            if warm_up(self._scheduler, lambda: self._stopping, self._say):
                 self._deliver([])
             while not self._stopping:
                 self._turn()
@@ -75,24 +79,40 @@ class Service:
             self._deliver(events)
 
 
-def warm_up(scheduler: Scheduler, stopping: Callable[[], bool] = lambda: False) -> bool:
+def warm_up(
+    scheduler: Scheduler,
+    stopping: Callable[[], bool] = lambda: False,
+    say: Callable[[str], object] = lambda line: None,
+) -> bool:
     """Compiles the programs of an idle scheduler whose prompts go in chunks, by a request for each. Returns whether it
-    has; not if `stopping` between two of them."""
-    engine = scheduler.engine
+    has; not if `stopping` between two of them. Says what is compiled, and how long it takes."""
+    needed = _needed(scheduler.engine)
+    for number, (what, prompt, asked) in enumerate(needed, 1):
+        began = time.perf_counter()
+        scheduler.submit(prompt, limit=2, asked=asked)
+        while not scheduler.idle:
+            if stopping():
+                return False
+            scheduler.turn()
+        say(f"compiled {number} of {len(needed)}: {what}, {time.perf_counter() - began:.1f} s")
+    scheduler.forget_prefixes()
+    return True
+
+
+def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
+    """Returns what each program of `engine` is for, and a prompt with a request that needs it."""
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
-    sizes = sorted({min(size, chunk) for size in engine.rows.buckets})
+    sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
     for first, size in enumerate(sizes):  # each begins with another token, so that they share no prefix
-        scheduler.submit([first] * size, limit=2)
+        needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
         # After a whole chunk, or after a cached prefix: the first token of the one before.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
-            scheduler.submit([first] * before + [first + 1] * size, limit=2)
+            prompt = [first] * before + [first + 1] * size
+            needed.append((f"up to {size} tokens that continue a prompt", prompt, NOTHING))
+    needed[0] = (f"decode steps, and {needed[0][0]}", *needed[0][1:])
     if engine.served.controls:
-        for length in {chunk, min(chunk + 1, longest)}:
-            scheduler.submit([0] * length, limit=2, asked=Asked(log_probs=True, prompt_log_probs=True))
-    while not scheduler.idle:
-        if stopping():
-            return False
-        scheduler.turn()
-    scheduler.forget_prefixes()
-    return True
+        scored = Asked(log_probs=True, prompt_log_probs=True)
+        for length in sorted({chunk, min(chunk + 1, longest)}):
+            needed.append((f"log-probabilities of a prompt of {length} tokens", [0] * length, scored))
+    return needed

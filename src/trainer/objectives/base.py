@@ -1,6 +1,6 @@
 """The interface of an objective."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -104,6 +104,9 @@ class Objective(Protocol):
     `derived` declares them, as `fields` does, and its method `prepare(batch) -> batch` adds them. It is called on the
     host, with the whole rows of this process; on devices, the tokens of a row may be in another order.
 
+    Terms of the loss of the next token that are keys, `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers`, are
+    refused unless the attribute `reads` of the objective's own class names them (`unread`).
+
     An objective may report maxima over the tokens of a batch: their names are in its attribute `maxima`, and `sums`
     returns the values among those of `layers.sown.Maximum`.
     """
@@ -144,6 +147,25 @@ def frozen_of(objective: Objective) -> Frozen | None:
 def maxima_of(objective: Objective) -> tuple[str, ...]:
     """Returns the names of the maxima that `objective` reports."""
     return getattr(objective, "maxima", ())
+
+
+_TERMS = ("z_loss_multiplier", "label_smoothing", "mtp_num_layers")
+
+
+def reads_of(objective: Objective) -> Collection[str]:
+    """Returns which of the keys of `unread` the objective reads. The attribute `reads` is not inherited: a subclass
+    may compute another loss."""
+    return objective.reads if "reads" in vars(type(objective)) else ()  # type: ignore[attr-defined]
+
+
+def unread(objective: Objective, config: Any) -> list[str]:
+    """Returns a message for each term of the loss that `config` asks for and `objective` does not compute."""
+    return [
+        f"{key}={config[key]}: the objective {type(objective).__name__} does not read it; leave it out, or name it in "
+        "the objective's attribute reads"
+        for key in _TERMS
+        if config[key] and key not in reads_of(objective)
+    ]
 
 
 def derived_of(objective: Objective) -> Mapping[str, Field]:

@@ -4,7 +4,7 @@ At token t, module k predicts token t + k + 1 from its own hidden states (`model
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.layers.sown import MtpHidden, Sown
 from trainer.models.mtp import hidden_path
-from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights, reads_of
 from trainer.objectives.forward import AHEAD, hidden_states
 from trainer.objectives.next_token import NextToken
 from trainer.ops.ahead import shift_left, still_inside
@@ -37,6 +37,11 @@ class MultiToken:
     modules: int
     scale: float
     evaluated: int = 0
+
+    @property
+    def reads(self) -> Collection[str]:
+        """See `Objective`."""
+        return (*reads_of(self.next_token), "mtp_num_layers")
 
     @property
     def fields(self) -> Mapping[str, Field]:

@@ -28,6 +28,7 @@ class NextToken:
     label_smoothing: float = 0.0
     tiling: Tiling | None = None
 
+    reads: ClassVar[tuple[str, ...]] = ("z_loss_multiplier", "label_smoothing")
     captures: ClassVar[tuple[type, ...]] = ()
     fields: ClassVar[dict[str, Field]] = {
         "inputs": Field(),
@@ -78,8 +79,9 @@ class NextToken:
         return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
-        """Returns only the cross entropy. See `Objective.evaluation`."""
+        """Returns the cross entropy, and the other terms that a subclass measures. See `Objective.evaluation`."""
         sums = self.sums(params, rest, batch, key=None)
-        tokens = self.weights(batch).tokens
+        terms, tokens = self.weights(batch)
         nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)
-        return Evaluation(tokens, nats, nats)
+        others = {name: Mean(total, terms[name]) for name, total in sums.measured.items() if name != "lm_loss"}
+        return Evaluation(tokens, nats, nats, others or None)

@@ -1,6 +1,6 @@
 """The router losses of mixtures of experts, added to the terms of another objective."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainer.objectives.base import (
     frozen_of,
     maxima_of,
     prepared,
+    reads_of,
 )
 
 # The name of a term, and the last part of the path of the values that a layer sows for it.
@@ -56,6 +57,11 @@ class WithRouters:
     def frozen(self) -> Frozen | None:
         """See `Objective`."""
         return frozen_of(self.objective)
+
+    @property
+    def reads(self) -> Collection[str]:
+        """See `Objective`."""
+        return reads_of(self.objective)
 
     @property
     def maxima(self) -> tuple[str, ...]:

@@ -258,7 +258,11 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Prompts:
-    """Renders prompts as the user's message of a conversation, for generation."""
+    """Renders prompts as the user's message of a conversation, for generation.
+
+    Attributes:
+      own_template: whether the model has a template, so that it probably answers conversations.
+    """
 
     def __init__(
         self,
@@ -271,6 +275,7 @@ class Prompts:
         """Says which template it is. `today`: see `Template`. Raises UserError: see `open_template`."""
         self.template, self._tokenizer = open_template(config, tokenizer, today=today), tokenizer
         self._vocab_size = config.vocab_size
+        self.own_template = tokenizer.chat_template is not DEFAULT
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:

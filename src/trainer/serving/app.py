@@ -98,7 +98,8 @@ class Routes:
     def _model(self, name: str) -> dict[str, Any]:
         found = {"id": name, "object": "model", "created": self._front.created, "owned_by": "trainer"}
         base = next(iter(self._front.model.adapters))
-        return found | {"max_model_len": self._config.max_target_length} | ({"parent": base} if name != base else {})
+        found |= {"max_model_len": self._config.max_target_length, "chat_template": self._front.model.chat.own_template}
+        return found | ({"parent": base} if name != base else {})
 
     async def _body(self, request: Request) -> bytes:
         """Returns the body. Raises ApiError if it is no JSON, too large, or does not arrive in time.

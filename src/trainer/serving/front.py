@@ -124,7 +124,8 @@ class Front:
       state: STARTING until the programs are compiled, then READY; DRAINING and FAILED accept nothing.
     """
 
-    def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None]):
+    def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
+        """`say`: see `Service`."""
         self.model, self.metrics, self.names = model, metrics, Names(model.tokenizer)
         self.state, self.created = STARTING, int(time.time())
         self.ready = asyncio.Event()
@@ -134,13 +135,14 @@ class Front:
         self._seconds = 1.0  # a mean of the time of requests, for Retry-After
         self._pool = ThreadPoolExecutor(2, "requests")
         longest, room = model.scheduler.engine.max_prefill_length, model.config.max_target_length
-        self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room)
+        self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room, model.adapters)
         self._large = OneAside(self._reader, model.config.receive_seconds, self.check_ready)
         in_loop = self._loop.call_soon_threadsafe
         self.service = Service(
             model.scheduler,
             lambda events: in_loop(self._dispatch, events, time.perf_counter()),
             lambda error: in_loop(self._thread_ended, error),
+            say,
         )
 
     @property
@@ -154,14 +156,8 @@ class Front:
             raise unavailable(f"the server is {self.state}", after=5)
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """Returns the model of a request and the number of its adapter. Raises ApiError if there is none."""
-        known = self.model.adapters
-        name = next(iter(known)) if name is None else name
-        if name not in known:
-            raise ApiError(
-                404, f"model={name[:80]}: there is {', '.join(known)}", param="model", code="model_not_found"
-            )
-        return name, known[name]
+        """See `Reader.adapter`."""
+        return self._reader.adapter(name)
 
     async def read(self, body: bytes, *, chat: bool) -> Read:
         """Returns the request in a body, and the tokens of its prompts. The loop goes on meanwhile.

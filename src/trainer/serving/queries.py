@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config import UserError
 from trainer.config.errors import nearest, shortened
@@ -15,29 +15,98 @@ from trainer.serving.errors import ApiError
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _INT64 = 2**63
-COMMON = {
-    "model": Field(str),
-    "stream": Field(bool),
-    "stream_options": Field(dict),
-    "n": Field(int, 1, 128),
-    "max_tokens": Field(int, 0),
-    "temperature": Field(float, 0, 2),
-    "top_p": Field(float, 1e-9, 1),
-    "top_k": Field(int, -1),
-    "seed": Field(int, -_INT64, _INT64 - 1),
-    "stop": Field(str, many=True),
-    "presence_penalty": Field(float, -2, 2),
-    "frequency_penalty": Field(float, -2, 2),
-    "repetition_penalty": Field(float, 1e-9, 1e9),
-    "logit_bias": Field(dict),
-    "return_token_ids": Field(bool),
+_LEAST_P = 1e-9  # in place of 0; either leaves only the most likely token
+
+
+class Parameter(NamedTuple):
+    """A parameter of a request.
+
+    Attributes:
+      field: the values that the server acts on; None: there are none.
+      neutral: further values, which change nothing: the parameter is then read as if it were left out. Clients send
+        them by default. A Field: all of its values.
+
+    With neither, the parameter is checked elsewhere.
+    """
+
+    field: Field | None = None
+    neutral: tuple[Any, ...] | Field = ()
+
+    def leaves_as_is(self, value: Any) -> bool:
+        """Returns whether `value` changes nothing."""
+        if isinstance(self.neutral, Field):
+            return self.neutral.accepts(value)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
+
+    def problem(self, name: str, value: Any) -> str:
+        """Returns what is wrong with a value that changes something; "" if nothing is."""
+        if self.field is not None:
+            return "".join(field_problems({name: value}, {name: self.field}))
+        if isinstance(self.neutral, Field):
+            return f"{name}={shown(value)}, not {self.neutral.allowed}"
+        allowed = " or ".join(map(shown, self.neutral))
+        return f"{name}={shown(value)} is not supported; allowed: {allowed}, which changes nothing" if allowed else ""
+
+
+_NO, _YES, _ANY_TEXT = Parameter(neutral=(False,)), Parameter(neutral=(True,)), Parameter(neutral=Field(str))
+STREAM_OPTIONS = {
+    "include_usage": Parameter(Field(bool)),
+    "include_obfuscation": _NO,
+    "continuous_usage_stats": _NO,
 }
-COMPLETIONS = COMMON | {"echo": Field(bool), "logprobs": Field(int, 0, LIKELIEST)}
+COMMON = {
+    "model": Parameter(Field(str)),
+    "stream": Parameter(Field(bool)),
+    "stream_options": Parameter(Field(dict)),
+    "n": Parameter(Field(int, 1, 128)),
+    "max_tokens": Parameter(Field(int, 0)),
+    "temperature": Parameter(Field(float, 0, 2)),
+    "top_p": Parameter(Field(float, 0, 1)),
+    "top_k": Parameter(Field(int, -1)),
+    "seed": Parameter(Field(int, -_INT64, _INT64 - 1)),
+    "stop": Parameter(Field(str, many=True), ("", [])),
+    "presence_penalty": Parameter(Field(float, -2, 2)),
+    "frequency_penalty": Parameter(Field(float, -2, 2)),
+    "repetition_penalty": Parameter(Field(float, 1e-9, 1e9)),
+    "logit_bias": Parameter(Field(dict)),
+    "return_token_ids": Parameter(Field(bool)),
+    "user": _ANY_TEXT,
+    # Of vLLM's API:
+    "min_p": Parameter(neutral=(0,)),
+    "min_tokens": Parameter(neutral=(0,)),
+    "stop_token_ids": Parameter(neutral=([],)),
+    "ignore_eos": _NO,
+    "skip_special_tokens": _YES,
+    "include_stop_str_in_output": _NO,
+    "use_beam_search": _NO,
+    "length_penalty": Parameter(neutral=(1,)),
+}
+COMPLETIONS = COMMON | {
+    "prompt": Parameter(),
+    "echo": Parameter(Field(bool)),
+    "logprobs": Parameter(Field(int, 0, LIKELIEST)),
+    "best_of": Parameter(neutral=(1,)),
+    "suffix": Parameter(neutral=("",)),
+}
 CHAT = COMMON | {
-    "messages": Field(list),
-    "max_completion_tokens": Field(int, 0),
-    "logprobs": Field(bool),
-    "top_logprobs": Field(int, 0, LIKELIEST),
+    "messages": Parameter(Field(list)),
+    "max_completion_tokens": Parameter(Field(int, 0)),
+    "logprobs": Parameter(Field(bool)),
+    "top_logprobs": Parameter(Field(int, 0, LIKELIEST), (0,)),
+    "response_format": Parameter(neutral=({"type": "text"},)),
+    "modalities": Parameter(neutral=(["text"],)),
+    "tools": Parameter(neutral=([],)),
+    "tool_choice": Parameter(neutral=("none", "auto")),
+    "parallel_tool_calls": Parameter(neutral=Field(bool)),
+    "functions": Parameter(neutral=([],)),
+    "function_call": Parameter(neutral=("none", "auto")),
+    "metadata": Parameter(neutral=Field(dict)),
+    "store": _NO,
+    "service_tier": _ANY_TEXT,
+    "prompt_cache_key": _ANY_TEXT,
+    "safety_identifier": _ANY_TEXT,
+    "add_generation_prompt": _YES,  # this one and the next are vLLM's
+    "continue_final_message": _NO,
 }
 _MOST_SAID = 20  # mistakes
 _DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -93,19 +162,25 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
     Raises:
       ApiError: names every parameter that is wrong or not supported.
     """
-    fields = CHAT if chat else COMPLETIONS
-    names = [*fields, "prompt"] if not chat else [*fields]
-    wrong = {
-        name: f"{shortened(name)} is not a parameter that this server supports{nearest(name, names)}"
-        for name in itertools.islice((name for name in given if name not in names), _MOST_SAID)
-    }
-    wrong |= {problem.partition("=")[0]: problem for problem in field_problems(given, fields)}
+    given, wrong = _acted_on(given, CHAT if chat else COMPLETIONS)
     if not wrong:
         for check in (_stops, _streaming, _limits, _biases, _chat if chat else _prompts):
             wrong |= check(given)
     if wrong:
         raise ApiError(400, "; ".join(list(wrong.values())[:_MOST_SAID]), param=shortened(next(iter(wrong))))
     return _query(given, chat, default)
+
+
+def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what changes something, and what is wrong, by name."""
+    kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
+    unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
+    wrong = {
+        name: f"{shortened(name)} is not a parameter that this server supports{nearest(name, table)}"
+        for name in unknown
+    }
+    problems = {name: table[name].problem(name, kept[name]) for name in kept if name in table}
+    return kept, wrong | {name: problem for name, problem in problems.items() if problem}
 
 
 def _query(given: Mapping[str, Any], chat: bool, default: Sampling) -> Query:
@@ -122,7 +197,7 @@ def _query(given: Mapping[str, Any], chat: bool, default: Sampling) -> Query:
     sampling = Sampling(
         temperature=given.get("temperature", default.temperature),
         top_k=max(given.get("top_k", default.top_k), 0),
-        nucleus_p=given.get("top_p", default.nucleus_p),
+        nucleus_p=max(given.get("top_p", default.nucleus_p), _LEAST_P),
     )
     stop = given.get("stop", ())
     limit = given.get("max_tokens", given.get("max_completion_tokens"))
@@ -155,19 +230,14 @@ def _stops(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _streaming(given: Mapping[str, Any]) -> dict[str, str]:
-    options = given.get("stream_options")
-    if options is None:
-        return {}
-    if not given.get("stream"):
-        return {"stream_options": "stream_options: only with stream=true"}
-    if set(options) - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
-        return {"stream_options": f"stream_options={shown(options)}: allowed: include_usage, true or false"}
-    return {}
+    _, wrong = _acted_on(given.get("stream_options", {}), STREAM_OPTIONS)
+    return {"stream_options": f"stream_options: {'; '.join(wrong.values())}"} if wrong else {}
 
 
 def _limits(given: Mapping[str, Any]) -> dict[str, str]:
-    if "max_tokens" in given and "max_completion_tokens" in given:
-        return {"max_tokens": "max_tokens and max_completion_tokens: give one of them"}
+    both = given.get("max_tokens"), given.get("max_completion_tokens")
+    if None not in both and both[0] != both[1]:
+        return {"max_tokens": f"max_tokens={both[0]} and max_completion_tokens={both[1]}: give one of them"}
     for name in ("max_tokens", "max_completion_tokens"):
         if given.get(name) == 0 and not given.get("echo"):
             return {name: f"{name}=0: allowed: 1 or more; 0 only with echo=true"}
@@ -201,7 +271,7 @@ def _is_of_tokens(prompt: Any) -> bool:
 
 
 def _chat(given: Mapping[str, Any]) -> dict[str, str]:
-    if "top_logprobs" in given and not given.get("logprobs"):
+    if given.get("top_logprobs") and not given.get("logprobs"):
         return {"top_logprobs": "top_logprobs: only with logprobs=true"}
     messages = given.get("messages")
     if not messages:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Reader(NamedTuple):
       default: how tokens are drawn for requests that do not say so.
       longest: tokens of a prompt, at most.
       room: tokens of a prompt and of what is generated, at most.
+      adapters: see `Model`.
     """
 
     tokenizer: Tokenizer
@@ -42,19 +43,30 @@ class Reader(NamedTuple):
     default: Sampling
     longest: int
     room: int
+    adapters: Mapping[str, int]
 
     def read(self, body: bytes, chat: bool) -> Read:
         """Returns the request in a body, and the tokens of its prompts.
 
         Raises:
-          ApiError: the body is no request, its prompts cannot be made, or there are no tokens or too many.
+          ApiError: the body is no request, its model is not there, its prompts cannot be made, or there are no tokens
+            or too many.
         """
         found = query(read_json(body), chat=chat, default=self.default)
+        self.adapter(found.model)
         try:
             rows = [self._tokens(prompt, found) for prompt in found.prompts]
         except UserError as error:
             raise as_api_error(error) from error
         return found, rows
+
+    def adapter(self, name: str | None) -> tuple[str, int]:
+        """Returns the model of a request and the number of its adapter. Raises ApiError if there is none."""
+        name = next(iter(self.adapters)) if name is None else name
+        if name not in self.adapters:
+            there = ", ".join(self.adapters)
+            raise ApiError(404, f"model={name[:80]}: there is {there}", param="model", code="model_not_found")
+        return name, self.adapters[name]
 
     def _tokens(self, prompt: Any, asked: Query) -> list[int]:
         if asked.chat:

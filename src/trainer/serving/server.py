@@ -52,10 +52,17 @@ def url_of(found: socket.socket) -> str:
 
 
 class Server:
-    """Serves `model` at the bound socket `at`, to requests with one of `tokens`, or to all if there are none."""
+    """Serves `model` at the bound socket `at`, to requests with one of `tokens`, or to all if there are none. `say`:
+    gets a line for each program that is compiled."""
 
-    def __init__(self, model: Model, at: socket.socket, tokens: Sequence[str] = ()):
-        self._model, self._at, self._tokens = model, at, tokens
+    def __init__(
+        self,
+        model: Model,
+        at: socket.socket,
+        tokens: Sequence[str] = (),
+        say: Callable[[str], object] = lambda line: None,
+    ):
+        self._model, self._at, self._tokens, self._say = model, at, tokens, say
         self._signals: list[int] = []
 
     def run(self, ready: Callable[[], object]) -> None:
@@ -76,7 +83,7 @@ class Server:
 
     async def _run(self, ready: Callable[[], object]) -> None:
         config, self._loop = self._model.config, asyncio.get_running_loop()
-        self._front = front = Front(self._model, Metrics(self._model.scheduler), self._exit)
+        self._front = front = Front(self._model, Metrics(self._model.scheduler), self._exit, self._say)
         self._inner = _Inner(
             uvicorn.Config(
                 application(front, Access(self._tokens)),

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
+from trainer.config.errors import report
 from trainer.config.pipeline_keys import ONCE
 from trainer.config.quantization_keys import STORED
 from trainer.models.families import axis_rules
@@ -16,6 +17,7 @@ from trainer.models.matrices import check_matrices
 from trainer.models.remat import check_offload
 from trainer.objectives import Objective
 from trainer.objectives import make_objective as objective_of
+from trainer.objectives.base import unread
 from trainer.ops.inexact import inexact
 from trainer.ops.paths import by_name
 from trainer.optim import Rule, make_optimizer, trainable, with_rules
@@ -65,6 +67,8 @@ def build(
     _check_trained(config, model.abstract[0])
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
     objective = make_objective(config, model)
+    if wrong := unread(objective, config):
+        raise report(wrong)
 
     abstract, named = codec.abstract, tensors(model, codec.abstract)
     zero1 = config.shard_optimizer_over_data

@@ -22,10 +22,12 @@ from support import (
 
 from trainer.checkpoint import names_of
 from trainer.config import UserError, load
+from trainer.objectives import Weights
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS
 from trainer.products import Context
 from trainer.training import build, placed
+from trainer.training.evaluate import summarize
 
 
 @pytest.fixture
@@ -129,6 +131,34 @@ def test_the_objectives_program_trains(guides, capsys):
     row = dict(word.split("=") for word in first.split())
     assert 0 < float(row["loss"]) < float(row["lm_loss"])
     assert last.startswith("step=0 eval_loss=")
+    words += ["z_loss_multiplier=0.1", "label_smoothing=0.1", "mtp_num_layers=1"]
+    with pytest.raises(SystemExit):
+        guides("own_objective").main(words)
+    said = capsys.readouterr().err
+    for key in ("z_loss_multiplier=0.1", "label_smoothing=0.1", "mtp_num_layers=1"):
+        assert f"{key}: the objective Focal does not read it" in said
+
+
+def test_evaluation_reports_what_an_objective_measures(guides):
+    """Not the cross entropy a second time."""
+
+    class Measuring(guides("own_objective").Focal):
+        def weights(self, batch):
+            terms, tokens = super().weights(batch)
+            return Weights(terms | {"first": jnp.float32(4)}, tokens)
+
+        def sums(self, *given, **how):
+            found = super().sums(*given, **how)
+            return found._replace(measured=found.measured | {"first": jnp.float32(2)})
+
+    def apply(params, rest, *inputs, method=None, **others):
+        return jnp.zeros((1, 3, 7)), {}, None
+
+    batch = dict.fromkeys(("inputs", "inputs_position", "inputs_segmentation"), np.ones((1, 3), int))
+    batch |= {"row": np.arange(1), "targets": np.ones((1, 3), int), "targets_segmentation": np.ones((1, 3), int)}
+    means = Measuring(apply).evaluation(None, None, batch)
+    metrics = summarize([{"means": means, "bytes": 0}])
+    assert (metrics["eval_first"], "eval_lm_loss" in metrics) == (0.5, False)
 
 
 def test_the_optimizer_by_its_formula(guides, monkeypatch):

@@ -41,7 +41,11 @@ def drawn(scheduler, rows, asked=NOTHING):
 def test_a_warm_engine_compiles_nothing_more(caching):
     engine = engine_of(enable_prefix_caching=caching)
     scheduler = Scheduler(engine, engine.load_params(say=lambda line: None))
-    warm_up(scheduler)
+    lines = []
+    warm_up(scheduler, say=lines.append)
+    assert lines[0].startswith(f"compiled 1 of {len(lines)}: decode steps, and prompts of up to ")
+    assert lines[-1].endswith(" s")
+    assert "log-probabilities of a prompt" in lines[-1]
     assert (scheduler.prefilled, scheduler.reused) == (0, 0)
     programs = (engine._prefill, engine._continue, engine._insert, engine._generate, engine._release)
     before = [program._cache_size() for program in programs]

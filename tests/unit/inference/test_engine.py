@@ -1,6 +1,8 @@
 """The engine against full forward passes: prefill, chunks, packed prompts, samples, slots that are used again."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +107,32 @@ def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
     assert scheduler.free_slots == SLOTS
     places = {leaf.shape[2] for leaf in jax.tree.leaves(engine.init_decode_state().cache)}
     assert places == {KINDS[kind].get("sliding_window_size", LENGTH)}
+
+
+def test_an_engine_of_a_hugging_face_folder():
+    """The model's keys come from it, as in trainer.generate."""
+    folder = Path(__file__).parents[2] / "goldens" / "llama"
+    engine = MaxEngine.of(str(folder), ["max_target_length=16"], devices=jax.devices()[:1])
+    params = engine.load_params(say=lambda line: None)
+    _, first = engine.prefill(params, engine.padded([1, 2, 3]), 3)
+    saved = json.loads((folder / "config.json").read_text())
+    assert (engine.config.base_emb_dim, engine.config.max_target_length) == (saved["hidden_size"], 16)
+    assert 0 <= int(first.tokens[0]) < saved["vocab_size"]
+
+
+def test_the_first_token_does_not_wait_for_decode_steps():
+    """Their program may have to be compiled. If nobody waits for a text, prompts are prefilled together instead."""
+    engine, params = made()
+    scheduler = Scheduler(engine, params)
+    first = scheduler.submit(PROMPT, limit=3)
+    second = scheduler.submit([9], limit=3)
+    assert [event.request for event in scheduler.turn()] == [first]
+    assert not scheduler._unread
+    assert scheduler.turn() == []  # `second` is prefilled, and both are in the step that runs now
+    assert [event.request for event in scheduler.turn()] == [second, first, second]
+    filled = Scheduler(engine, params, fill=True)
+    filled.submit(PROMPT, limit=3)
+    assert filled.turn() == []
 
 
 def test_what_the_window_hides_is_far_beyond_the_tolerance():

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 from serving_cases import SLOTS, call, complete, served, tiny_engine, wait_for
 
+from trainer.serve import _banner
 from trainer.serving.app import _PAGE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell")
@@ -73,6 +74,13 @@ def test_the_page_is_one_small_file(engine):
     assert "connect-src 'self'" in headers["content-security-policy"]
 
 
+def test_the_command_of_a_chat_model_is_a_chat(engine):
+    config = engine[0].config
+    assert "/v1/chat/completions" in _banner("http://a", "m", config, "", chat=True, token=False)
+    assert '"messages": [{"role": "user", "content": "Hi"}]' in _banner("http://a", "m", config, "Hi", True, False)
+    assert '"prompt": "def "' in _banner("http://a", "m", config, "", chat=False, token=False)
+
+
 @pytest.mark.skipif(FOUND is None, reason="there is no Chromium")
 def test_in_a_browser(engine):
     """It shows the text of the API as it comes, its speed and errors, and asks for a token where one is needed."""
@@ -88,8 +96,14 @@ def test_in_a_browser(engine):
         page.run("document.getElementById('send').click()")
         wait_for(lambda: "max_tokens is 500" in page.text("error"))
         page.run("document.getElementById('count').value = 90; document.getElementById('send').click()")
-        wait_for(lambda: page.text("text"))
+        wait_for(lambda: page.text("text").partition("\n\nassistant: ")[2])
         page.run("document.getElementById('stop').click()")
+        wait_for(lambda: page.run("document.getElementById('prompt').value") == "")
+        page.run("document.getElementById('prompt').value = 'b'; document.getElementById('count').value = 2")
+        page.run("document.getElementById('send').click()")
+        wait_for(lambda: page.text("text").count("assistant: ") == 2)  # the conversation goes on
+        page.run("document.getElementById('clear').click(); document.getElementById('send').click()")
+        wait_for(lambda: page.text("text").count("assistant: ") == 1)
         wait_for(lambda: port.scheduler.free_slots == SLOTS)
     with served(*engine, ["a-long-token"]) as port, contextlib.closing(Page(f"http://127.0.0.1:{int(port)}/")) as page:
         wait_for(lambda: page.run("document.getElementById('access')?.hidden") is False)

@@ -48,14 +48,14 @@ def test_a_body():
         "prompt": [None, 1, [], [[]], [1.5], [True], ["a", 1], [[1], "b", []], {}],
         "model": [1, ["a"]],
         "stream": [1, "true"],
-        "stream_options": [{}, {"include_usage": True}],
+        "stream_options": [[], {"include_usage": 1}, {"include_usages": True}, {"include_obfuscation": True}],
         "n": [0, 129, 1.0, True, "1", 10**30],
         "max_tokens": [0, -1, 2**31, 1.5, float("nan")],
         "temperature": [-0.1, 2.1, "1", float("nan"), float("inf"), 10**400],
-        "top_p": [0, 1.1],
+        "top_p": [-0.1, 1.1],
         "top_k": [-2, 1.5],
         "seed": [2**63, 1.5],
-        "stop": [1, [1], "", ["a", ""], ["a"] * 17, "a" * 257],
+        "stop": [1, [1], [""], ["a", ""], ["a"] * 17, "a" * 257],
         "presence_penalty": [2.5],
         "frequency_penalty": [-2.5],
         "repetition_penalty": [0, -1],
@@ -63,9 +63,12 @@ def test_a_body():
         "echo": [1],
         "logprobs": [21, -1, True],
         "suffix": ["a"],
-        "best_of": [2],
+        "best_of": [2, True],
         "tools": [[]],
         "max_token": [1],
+        "user": [1],
+        "min_p": [0.1, False],
+        "stop_token_ids": [[1]],
     }.items(),
 )
 def test_a_value_that_is_not_allowed_is_named(name, values):
@@ -85,11 +88,37 @@ def test_a_value_that_is_not_allowed_is_named(name, values):
         "echo": [True],
         "prompt": ["a"],
         "max_completion_tokens": [0],
+        "max_tokens": [3],
+        "store": [True, 0],
+        "response_format": [{"type": "json_object"}, "text"],
+        "tools": [[{}]],
+        "tool_choice": ["required", {}],
+        "modalities": [["text", "audio"]],
+        "metadata": ["a"],
     }.items(),
 )
 def test_of_a_chat(name, values):
     for value in [*values, *([[{"role": "user", "content": [{"type": "image_url"}]}]] if name == "messages" else [])]:
-        assert refused(lambda value=value: asked(True, **{name: value}))["param"] == name
+        given = {"max_completion_tokens": 2, name: value}
+        assert refused(lambda given=given: asked(True, **given))["param"] == name
+
+
+def test_values_that_clients_send_by_default_change_nothing():
+    either = {"user": "me", "stop": "", "min_p": 0, "stop_token_ids": [], "stream": False, "logit_bias": {}}
+    either |= {"stream_options": {"include_usage": False, "include_obfuscation": False}, "return_token_ids": False}
+    assert asked(**either, best_of=1, suffix="", echo=False) == asked()
+    chat = either | {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "top_logprobs": 0, "tools": []}
+    chat |= {"tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}}
+    assert asked(True, **chat, modalities=["text"], prompt_cache_key="a", safety_identifier="b") == asked(True)
+    assert asked(True, max_tokens=3, max_completion_tokens=3) == asked(True, max_tokens=3)
+    assert asked(True, stream_options={"include_usage": True}).stream is False
+    assert 0 < asked(top_p=0).sampling.nucleus_p < 1e-6  # only the most likely token, as in OpenAI's API
+
+
+def test_a_value_that_is_not_neutral_is_refused_with_those_that_are():
+    message = refused(lambda: asked(True, tools=[{"type": "function"}], tool_choice="required"))["message"]
+    assert 'tools=[{"type": "function"}] is not supported; allowed: [], which changes nothing' in message
+    assert 'tool_choice="required" is not supported; allowed: "none" or "auto"' in message
 
 
 def test_all_mistakes_are_named_at_once():

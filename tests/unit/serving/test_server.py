@@ -169,6 +169,7 @@ def test_what_is_refused(made):
     port = made[2]
     said, _ = refusal(port, 404, body={"prompt": "a", "model": "gpt"})
     assert said == "model=gpt: there is tiny"
+    refusal(port, 404, body={"prompt": "a" * 200, "model": "gpt"})  # before the prompt is encoded
     assert "LICENSE" in refusal(port, 404, "/LICENSE", method="GET")[0]
     refusal(port, 405, method="GET")
     assert "application/json" in refusal(port, 415, body=b"prompt=a", content_type="text/plain")[0]
@@ -323,7 +324,7 @@ def test_health_models_and_metrics(made):
     assert json.loads(call(port, "/health", method="GET")[2]) == {"status": "ready"}
     (model,) = json.loads(call(port, "/v1/models", method="GET")[2])["data"]
     assert model == json.loads(call(port, "/v1/models/tiny", method="GET")[2])
-    assert (model["id"], model["max_model_len"]) == ("tiny", LENGTH)
+    assert (model["id"], model["max_model_len"], model["chat_template"]) == ("tiny", LENGTH, False)
     before = metrics(port)
     complete(port, prompt=["a", "bcd"], max_tokens=5, **ENDLESS)
     after = metrics(port)
@@ -365,6 +366,7 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
     template = f"{{{{ messages[0].content }}}}{{% if messages[0].content == 'Hi' %}}{loops}{{% endif %}}"
     padding, keys = " " * LARGE, {"max_body_bytes": 2 * LARGE, "chat_template": template}
     with served(*made[:2], **keys) as port:
+        assert json.loads(call(port, "/v1/models/tiny", method="GET")[2])["chat_template"]  # the page opens in a chat
         body = json.dumps({"prompt": "ab", "temperature": 0}) + padding
         _, _, large = call(port, body=body.encode())
         assert json.loads(large)["choices"] == complete(port, temperature=0)["choices"]
