@@ -27,6 +27,7 @@ from trainer.config.files import (
     source_name,
 )
 from trainer.config.flags import removal
+from trainer.config.from_model import defaults_from_model
 from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
@@ -92,10 +93,11 @@ def load(
 ) -> Loaded:
     """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
-    Precedence, lowest first: base.yml; `defaults`, those of the command; maxtext.yml if it is the yml or one of its
-    parents; the preset of model_name; the parents of the user's yml; that yml; the command line and, with equal rank,
-    the variables M_KEY of `environment`. `source` names the source of the words in messages. `imports`: whether the
-    facts of a family that is named by import path may be imported; false for the words of a checkpoint.
+    Precedence, lowest first: base.yml; `defaults`, those of the command, and those of `from_model.FROM_A_MODEL`;
+    maxtext.yml if it is the yml or one of its parents; the preset of model_name; the parents of the user's yml; that
+    yml; the command line and, with equal rank, the variables M_KEY of `environment`. `source` names the source of the
+    words in messages. `imports`: whether the facts of a family that is named by import path may be imported; false for
+    the words of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -186,6 +188,8 @@ class Begun:
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
         values = merge(merge(self._values, preset), given)
+        own = defaults_from_model(_config(values))
+        values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
         sized = scaled(values)
         config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
