@@ -19,6 +19,7 @@ from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
     MAXTEXT_YML,
+    POST_TRAIN,
     PRESETS,
     YmlFile,
     preset_names,
@@ -142,6 +143,8 @@ def _begin(
             given = merge(given, settings)
     by_hand, not_keys = read_by_hand(reader, words, source, environment or {})
     given = merge(given, by_hand)
+    if any(file.path == MAXTEXT_YML for file in files):
+        values |= _of_program(reader, values | given)
     preset = _preset(reader, (values | given)["model_name"])
     return Begun(_config(merge(values, given)), given, reader, yml, files, values, preset, notes, not_keys)
 
@@ -230,6 +233,16 @@ class Begun:
         return contradictions(self.config, where, others | self._reader.broken)
 
 
+def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Returns what maxtext.yml adds in the command of post-training that `known` names, if it names one."""
+    path = next((path for key, path in POST_TRAIN.items() if known[key].value), None)
+    if path is None:
+        return {}
+    where = f"{MAXTEXT_YML.name}, {path.parent.name}/{path.name}"
+    settings = reader.file(YmlFile(path, read_file(path)[0]))
+    return {name: Setting(own.value, where) for name, own in settings.items()}
+
+
 def _config(settings: Mapping[str, Setting]) -> Config:
     return ml_collections.ConfigDict({name: setting.value for name, setting in settings.items()})
 
@@ -290,7 +303,7 @@ def _other_defaults(
     if not (base or notes or own):
         return []
     inert = inert_keys(config)
-    unset = [name for name, source in where.items() if source == DEFAULT and name not in inert]
+    unset = [name for name, source in where.items() if source.startswith(DEFAULT) and name not in inert]
     differing = maxtext_base.differing(config, unset)
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
     begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]
