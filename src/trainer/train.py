@@ -23,6 +23,7 @@ from trainer.config import (
 from trainer.config.chat_keys import other_command
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
+from trainer.config.from_model import taken_from_model
 from trainer.config.invariant_keys import unchecked
 from trainer.config.vocab_tiles import chosen
 from trainer.runtime.distributed import distributed, told_to_others
@@ -174,7 +175,7 @@ def _opened(loaded: Loaded, kind: Kind):
 
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
-    for note in loaded.notes:
+    for note in filter(None, (*loaded.notes, taken_from_model(loaded.config, loaded.sources))):
         console.say(note)
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
         if by_hand(where := loaded.changed.get(key, "")):

@@ -17,7 +17,15 @@ from trainer.config.help import explanation, help_text, prints_usage, question
 from trainer.config.keys import Config
 from trainer.config.load import Begun, Description, Loaded, begin, load
 from trainer.config.resolve import resolve
-from trainer.config.resume import another_program, check_islands, check_optimizer, check_resume, islands_of, resets
+from trainer.config.resume import (
+    another_program,
+    another_update,
+    check_islands,
+    check_optimizer,
+    check_resume,
+    islands_of,
+    resets,
+)
 from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
@@ -37,6 +45,7 @@ __all__ = [
     "Side",
     "UserError",
     "another_program",
+    "another_update",
     "begin",
     "check_islands",
     "check_optimizer",

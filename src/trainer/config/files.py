@@ -20,8 +20,14 @@ COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
-# The path of base.yml in a MaxText checkout.
+# What maxtext.yml adds in each command of post-training. The files have MaxText's names.
+POST_TRAIN = {
+    key: Path(__file__).parent / "post_train" / f"{name}.yml"
+    for key, name in (("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
+}
+# The paths in a MaxText checkout.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
+_MAXTEXT_POST_TRAIN = re.compile(r"((.*/)?maxtext/configs/+)?(post_train/(sft|dpo|rl)\.yml)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,12 @@ def is_maxtexts_base(name: str) -> bool:
     return _MAXTEXT_BASE.fullmatch(name) is not None and not Path(name).is_file()
 
 
+def post_train_name(name: str) -> str:
+    """Returns post_train/NAME.yml if `name` is the path of this file in a MaxText checkout; "" if it is none."""
+    match = _MAXTEXT_POST_TRAIN.fullmatch(name)
+    return match.group(3).lower() if match else ""
+
+
 def preset_names() -> list[str]:
     """Returns all values of model_name."""
     return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
@@ -88,6 +100,8 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
             key = "" if where == COMMAND_LINE else "base_config="
             mistakes.append(f"{key}{shortened(wanted)} ({where}): {_why_not_found(wanted, folder)}")
             break
+        if path == MAXTEXT_YML and (of_program := post_train_name(wanted)):
+            notes.append(f"{shortened(wanted)}: using maxtext.yml, which has the values of {of_program} in its command")
         if path == BASE_YML:
             if wanted != "base.yml" and _MAXTEXT_BASE.fullmatch(wanted) and not (folder / wanted).is_file():
                 notes.append(f"{shortened(wanted)} does not exist here: using the packaged base.yml")
@@ -185,6 +199,8 @@ def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
     for parent in folder.resolve().parents:
         if parent.name == "configs" and parent.parent.name.lower() == "maxtext" and (parent / wanted).is_file():
             return parent / wanted
+    if post_train_name(wanted):
+        return MAXTEXT_YML
     return BASE_YML if _MAXTEXT_BASE.fullmatch(wanted) else packaged
 
 

@@ -19,6 +19,7 @@ from trainer.config.files import (
     COMMAND_LINE,
     DEFAULT,
     MAXTEXT_YML,
+    POST_TRAIN,
     PRESETS,
     YmlFile,
     preset_names,
@@ -27,6 +28,7 @@ from trainer.config.files import (
     source_name,
 )
 from trainer.config.flags import removal
+from trainer.config.from_model import defaults_from_model
 from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
@@ -92,10 +94,11 @@ def load(
 ) -> Loaded:
     """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
 
-    Precedence, lowest first: base.yml; `defaults`, those of the command; maxtext.yml if it is the yml or one of its
-    parents; the preset of model_name; the parents of the user's yml; that yml; the command line and, with equal rank,
-    the variables M_KEY of `environment`. `source` names the source of the words in messages. `imports`: whether the
-    facts of a family that is named by import path may be imported; false for the words of a checkpoint.
+    Precedence, lowest first: base.yml; `defaults`, those of the command, and those of `from_model.FROM_A_MODEL`;
+    maxtext.yml if it is the yml or one of its parents; the preset of model_name; the parents of the user's yml; that
+    yml; the command line and, with equal rank, the variables M_KEY of `environment`. `source` names the source of the
+    words in messages. `imports`: whether the facts of a family that is named by import path may be imported; false for
+    the words of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -140,6 +143,8 @@ def _begin(
             given = merge(given, settings)
     by_hand, not_keys = read_by_hand(reader, words, source, environment or {})
     given = merge(given, by_hand)
+    if any(file.path == MAXTEXT_YML for file in files):
+        values |= _of_program(reader, values | given)
     preset = _preset(reader, (values | given)["model_name"])
     return Begun(_config(merge(values, given)), given, reader, yml, files, values, preset, notes, not_keys)
 
@@ -186,6 +191,8 @@ class Begun:
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
         values = merge(merge(self._values, preset), given)
+        own = defaults_from_model(_config(values))
+        values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
         sized = scaled(values)
         config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
@@ -225,6 +232,16 @@ class Begun:
         others = {key.name for key in self._reader.schema.keys.values() if key.section not in _BEFORE_THE_MODEL}
         where = {name: setting.where for name, setting in merge(self._values, dict(self.given)).items()}
         return contradictions(self.config, where, others | self._reader.broken)
+
+
+def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Returns what maxtext.yml adds in the command of post-training that `known` names, if it names one."""
+    path = next((path for key, path in POST_TRAIN.items() if known[key].value), None)
+    if path is None:
+        return {}
+    where = f"{MAXTEXT_YML.name}, {path.parent.name}/{path.name}"
+    settings = reader.file(YmlFile(path, read_file(path)[0]))
+    return {name: Setting(own.value, where) for name, own in settings.items()}
 
 
 def _config(settings: Mapping[str, Setting]) -> Config:
@@ -293,7 +310,7 @@ def _other_defaults(
     if not (base or notes or own):
         return []
     inert = inert_keys(config)
-    unset = [name for name, source in where.items() if source == DEFAULT and name not in inert]
+    unset = [name for name, source in where.items() if source.startswith(DEFAULT) and name not in inert]
     differing = maxtext_base.differing(config, unset)
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
     begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.config import maxtext
 from trainer.config.dump import to_flow
-from trainer.config.files import MAXTEXT_YML, Entry, read_file
-from trainer.config.schema import Schema, schema
+from trainer.config.files import MAXTEXT_YML, POST_TRAIN, Entry, read_file
+from trainer.config.schema import Schema, plain_name, schema
 from trainer.config.values import read_node
 
 # Tables of the mesh and of shardings. They are not read as keys.
@@ -22,28 +22,33 @@ _NOTED = (
 
 
 @functools.cache
-def defaults() -> Mapping[str, Any]:
-    """Returns MaxText's defaults for the keys of base.yml whose default differs: maxtext.yml."""
-    entries, problem, _ = read_file(MAXTEXT_YML)
-    assert problem is None, problem
-    keys = schema().keys
-    return {entry.name: read_node(keys[entry.name], entry.node) for entry in entries if entry.name in keys}
+def defaults(method: str = "") -> Mapping[str, Any]:
+    """Returns MaxText's defaults for the keys of base.yml whose default differs: maxtext.yml, and for `method`, a key
+    of `POST_TRAIN`, what it adds there."""
+    keys, found = schema().keys, {}
+    for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
+        entries, problem, _ = read_file(path)
+        assert problem is None, problem
+        found |= {entry.name: read_node(keys[entry.name], entry.node) for entry in entries if entry.name in keys}
+    return found
 
 
-def changed_entries(entries: Sequence[Entry], schema: Schema) -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown ones."""
+def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown ones. `method`: of the
+    yml of one of its programs, see `defaults`."""
+    absent = maxtext.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []
     for entry in entries:
-        if entry.name in TABLES:
+        if entry.name in TABLES or entry.given == absent.get(entry.name, {}).get("value"):
             continue
-        key, verdict = schema.keys.get(entry.name), maxtext.find(entry.name)
+        key, verdict = schema.keys.get(plain_name(entry.name)), maxtext.find(entry.name)
         former = maxtext.former_defaults(entry.name, present)
         if key is None and verdict is None and former is None:
             unknown.append(entry.name)
             continue
         read = functools.partial(read_node, node=entry.node)
-        theirs = [*(former or ()), *([] if key is None else [defaults().get(key.name, key.default)])]
+        theirs = [*(former or ()), *([] if key is None else [defaults(method).get(key.name, key.default)])]
         if key is not None and maxtext.means_empty(key, entry.given) and maxtext.empty_value(key.name) in theirs:
             continue
         if not maxtext.same_as_any(entry.name, theirs, read) and not (verdict and verdict.accepts(read)):
@@ -62,7 +67,8 @@ def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
     keys `unset` whose default differs from MaxText's."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
-    for name, theirs in defaults().items():
+    method = next((key for key in POST_TRAIN if values[key]), "")
+    for name, theirs in defaults(method).items():
         section = keys[name].section
         if name in unset and section in _NOTED and values[name] != theirs:
             sections.setdefault(section, []).append(f"{name}={to_flow(values[name])} ({to_flow(theirs)})")

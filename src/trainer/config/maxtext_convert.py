@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config import maxtext, maxtext_base
-from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.chat_keys import METHODS, SFT_DEFAULTS
 from trainer.config.command import malformed
 from trainer.config.data_keys import OWN_KEYS, without_rows
 from trainer.config.effects import inert_keys, no_effect_of
@@ -20,6 +20,15 @@ from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
 from trainer.config.maxtext_command import Command, as_text
+from trainer.config.maxtext_program import (
+    base_words,
+    has_own_defaults,
+    method_of,
+    own_words,
+    program_yml,
+    takes,
+    unsaid,
+)
 from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
@@ -165,67 +174,96 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
             for row in rows
         ]
     yml, in_yml = yml_of(command.yml)
+    method = method_of(runs)
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if _in_environment(row)]
     given = {name: text for name, (_, text) in environment.items()}
     given |= dict(word.partition("=")[::2] for _, word in written)
     names = [*in_yml, *environment, *(word.partition("=")[0] for word in command.words)]
     version = version or version_of(names)
-    says_data = runs not in _OF_DATA or "dataset_type" in given
+    own_yml = method if has_own_defaults(yml, command.yml, method) else ""
+    says_data = runs not in _OF_DATA or bool(own_yml) or "dataset_type" in given
     says_data |= "dataset_type" in in_yml and yml != MAXTEXT_YML.name
     added = without_linen([*in_yml, *given], says_data) if version == WITHOUT_LINEN and runs in SAME_WORDS else []
-    added += _implied(given | dict(word.split("=") for word in added), runs)
+    added += _implied(given | dict(word.split("=") for word in added), runs, own_yml)
+    if method and yml == MAXTEXT_YML.name:
+        of_program, more = _of_program(command, method, own_yml, given, added)
+        rows, added = [*rows, *more], [*added, *of_program]
     words = [*added, *(word for row, word in written if not _in_environment(row))]
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
     if runs == EXPORT:
         checked += [f"{name}={value}" for name, value in without_rows(checked).items()]
-    problems: list[str] = []
+    assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
+    loaded, problems, rows = _loaded(yml, checked, assigned_variables, runs, rows)
     notes: list[str] = []
-    loaded: Loaded | None = None
-    try:
-        assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-        # Only translated.
-        loaded = load([yml, *checked], environment=assigned_variables, imports=False, defaults=_DEFAULTS.get(runs))
-        problems = _other_defaults(yml, loaded)
-    except UserError as error:
-        lines = str(error).split("\n  ")
-        rows = [_refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
-        own = {row.problem for row in rows}
-        problems = [line for line in lines[1:] or lines if line not in own]
+    if (theirs := program_yml(command.yml)) and theirs != method:
+        problems.append(f"{shortened(command.yml)} has the values of {METHODS[theirs][0]}, and the program is {runs}")
     problems = _completed(problems, loaded.config.to_dict() if loaded else given, runs)
     if loaded is not None:
         notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml))]
         rows = [_with_effect(row, loaded, runs) for row in rows]
     about = version_line(version, says_data, loaded) if runs in SAME_WORDS else ""
+    if own_yml and not command.yml:
+        about = ". ".join(filter(None, [about, takes(method, runs)]))
     return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes, loaded, about)
+
+
+def _of_program(
+    command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
+) -> tuple[list[str], list[Row]]:
+    """Returns words and rows for what a command of `method` means without saying it; see `maxtext_program`. `added`:
+    the words so far."""
+    if own_yml:
+        return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
+    words = base_words(method, {**given} | dict(word.split("=") for word in added))
+    names = ", ".join(word.partition("=")[0] for word in words)
+    return words, [Row(command.yml, DIFFERS, f"its values of {names} are added", "")]
+
+
+def _loaded(
+    yml: str, words: Sequence[str], environment: Mapping[str, str], runs: str, rows: Sequence[Row]
+) -> tuple[Loaded | None, list[str], list[Row]]:
+    """Returns the configuration, None if there is none; the problems of the whole command; and `rows` with theirs."""
+    try:
+        # Only translated.
+        loaded = load([yml, *words], environment=environment, imports=False, defaults=_DEFAULTS.get(runs))
+    except UserError as error:
+        lines = str(error).split("\n  ")
+        rows = [_refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
+        told = {row.problem for row in rows}
+        return None, [line for line in lines[1:] or lines if line not in told], list(rows)
+    return loaded, _other_defaults(yml, loaded), list(rows)
 
 
 def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
     """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
     inert = inert_keys(loaded.config)
-    unset = [name for name, source in loaded.sources.items() if source == DEFAULT and name not in inert]
+    unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
     lines = maxtext_base.differing(loaded.config, unset)
     advice = "write base_config: maxtext.yml in it; or give maxtext.yml instead, and its changes as key=value"
     return [f"{yml}: {advice}. {'. '.join(lines)}"] if lines else []
 
 
-def _implied(given: Mapping[str, str], runs: str) -> list[str]:
-    """Returns words for what MaxText does without being told."""
+def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
+    """Returns words for what MaxText does without being told. `own_yml`: see `maxtext_program.own_words`."""
     without_data = runs in (GENERATE, EXPORT)
-    kind = given.get("dataset_type")
+    kind = given.get("dataset_type", "hf" if own_yml else "")
     added = [NO_DATA] if without_data else []
+    added += own_words(own_yml, given)
+    given = {**given} | dict(word.split("=") for word in added)
     for pattern, words in maxtext.table()["of_presets"].items():
         if fnmatch.fnmatchcase(given.get("model_name", ""), pattern):
             added += [word for word in words if word.partition("=")[0] not in given]
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:
-        added.append("tokenizer_type=huggingface")  # of its pipeline, and in its presets
+        own_type = "tokenizer_type=huggingface"  # of its pipeline, and in its presets
+        added += [] if "tokenizer_type" in given else [own_type]
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")
-    return [word for word in added if word.partition("=")[0] not in given]
+    return list(dict.fromkeys(added))
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:

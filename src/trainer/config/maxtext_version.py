@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from trainer.config import maxtext, maxtext_base
 from trainer.config.dump import to_flow
-from trainer.config.files import MAXTEXT_YML, Entry, is_maxtexts_base, read_chain
+from trainer.config.files import MAXTEXT_YML, Entry, YmlFile, is_maxtexts_base, read_chain
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.load import Loaded
+from trainer.config.maxtext_program import program_yml
 from trainer.config.schema import schema
 from trainer.config.shell_words import has_variable
 
@@ -29,20 +30,26 @@ def version_of(names: Iterable[str]) -> str:
 
 
 def yml_of(yml: str) -> tuple[str, list[str]]:
-    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml without a changed value; and the keys
-    that the file and its parents give."""
-    if not yml or is_maxtexts_base(yml) or (has_variable(yml) and yml.endswith("/base.yml")):
+    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml or that of one of its programs without
+    a changed value; and the keys that the file and its parents give."""
+    shell = has_variable(yml)
+    if not yml or is_maxtexts_base(yml) or (shell and (yml.endswith("/base.yml") or program_yml(yml))):
         return MAXTEXT_YML.name, []
     files, mistakes, _ = read_chain(yml, schema())
     names = [entry.name for file in files if file.path != MAXTEXT_YML for entry in file.entries]
-    same = all(file.is_maxtext and not _changes(file.entries) for file in files)
+    same = all(file.path == MAXTEXT_YML or (_is_theirs(file) and not _changes(file)) for file in files)
     return MAXTEXT_YML.name if same and not mistakes else yml, names
 
 
-def _changes(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the entries of a MaxText base.yml that the user changed. The dataset_type of 0.2.5 is not one."""
+def _is_theirs(file: YmlFile) -> bool:
+    return file.is_maxtext or bool(program_yml(file.path.as_posix()))
+
+
+def _changes(file: YmlFile) -> list[Entry]:
+    """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 is not one."""
+    entries = file.entries
     newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN
-    changed, _ = maxtext_base.changed_entries(entries, schema())
+    changed, _ = maxtext_base.changed_entries(entries, schema(), program_yml(file.path.as_posix()))
     return [entry for entry in changed if not (newest and f"{entry.name}={entry.given}" == NO_DATA)]
 
 

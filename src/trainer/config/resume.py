@@ -195,6 +195,14 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     return warnings
 
 
+def another_update(saved: Mapping[str, Any], config: Config) -> str:
+    """Returns a line if a run that begins with the whole state of another, which has the configuration `saved`, makes
+    updates in another way; "" if it does not."""
+    before = _with_defaults(saved)
+    changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
+    return changes and f"its updates were made with other keys (old -> new): {changes}"
+
+
 def another_program(saved: Mapping[str, Any], config: Config) -> str:
     """Returns a line if a checkpoint with the configuration `saved` resumes in another program for the same math, which
     may round differently; "" if the program is the same."""

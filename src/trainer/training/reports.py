@@ -28,6 +28,7 @@ from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rundir import SAMPLES_FILE
 from trainer.runtime.agreement import from_first, is_first
 from trainer.state import table
+from trainer.training.first_losses import FirstLosses
 from trainer.training.loop import Reports
 from trainer.training.run import Run
 from trainer.training.start import Start
@@ -126,6 +127,7 @@ def open_reports(
         stack.enter_context(profiler)
     losses, unevaluated = from_first(open_metrics)
     tokens = TokensSeen(writers[0].kept if writers else ())
+    first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
 
     def write(row: Any) -> None:
         for writer in writers:
@@ -145,6 +147,8 @@ def open_reports(
     def on_step(row: Any) -> None:
         write(tokens.add(row))
         console.step(row, config.steps)
+        if first is not None:
+            first.add(row["step"], row["loss"])
         if (row["step"] + 1) % config.log_period == 0:
             sync()
 

@@ -31,6 +31,7 @@ from trainer.config import (
     Config,
     UserError,
     another_program,
+    another_update,
     check_islands,
     check_optimizer,
     check_resume,
@@ -252,8 +253,9 @@ def _other_run(run: Run, dataset: Dataset, say: Say) -> Start:
         check_optimizer(saved, run.config, str(path))
         check_islands(saved, run.config, str(path))
         state = _restored(run, path, sidecar, base, say)
-    if changed := other_versions(sidecar.versions):
-        say(changed)
+    changed = "" if fresh else another_update(saved, run.config)
+    for line in filter(None, (changed, other_versions(sidecar.versions))):
+        say(line)
     updates = int(run.codec.unpack(state).step)
     if updates >= run.config.steps:
         raise UserError(

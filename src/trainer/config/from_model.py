@@ -1,0 +1,64 @@
+"""Defaults of runs that start from a model. Those of base.yml train from nothing, and would destroy it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.config.chat_keys import METHODS
+from trainer.config.dump import to_flow
+from trainer.config.keys import Config
+from trainer.config.lora_keys import ENABLE
+from trainer.config.schema import schema
+
+TRAIN = "trainer.train"
+_SOURCE = "default of {} for a run that starts from a model"
+
+# The value of a key, or a function of the configuration that returns it.
+Entry = Any | Callable[[Config], Any]
+
+
+def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], float]:
+    """Returns the entry of a value that is larger with adapters."""
+    return lambda config: with_adapters if config[ENABLE] else otherwise
+
+
+_WARM_UP = {"warmup_steps_fraction": 0.1}
+# By the command. They are used where base.yml's default would be: anything that gives the key wins.
+FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
+    TRAIN: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
+    "trainer.sft": {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
+    "trainer.dpo": {"learning_rate": _adapters(5e-7, 5e-6), **_WARM_UP},
+    "trainer.grpo": {"learning_rate": _adapters(1e-6, 1e-5), **_WARM_UP},
+}
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """Returns the command whose run the configuration describes."""
+    return next((command for key, (command, _) in METHODS.items() if config[key]), TRAIN)
+
+
+def starts_from_model(config: Config) -> bool:
+    """Returns whether a run begins with parameters that were trained before. load_full_state_path of `trainer.train`
+    continues a training, usually one from nothing."""
+    continues = command_of(config) != TRAIN and config.load_full_state_path
+    return bool(config.load_parameters_path or continues)
+
+
+def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
+    """Returns the values of the table that apply to a configuration, each with its source; {} if none does."""
+    if not starts_from_model(config):
+        return {}
+    command = command_of(config)
+    return {
+        name: (entry(config) if callable(entry) else entry, _SOURCE.format(command))
+        for name, entry in FROM_A_MODEL[command].items()
+    }
+
+
+def taken_from_model(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Returns a line about the values of the table that a configuration has; "" if they are those of base.yml."""
+    source = _SOURCE.format(command_of(values))
+    taken = [name for name, where in sources.items() if where == source]
+    if all(values[name] == schema().keys[name].default for name in taken):
+        return ""
+    shown = " ".join(f"{name}={to_flow(values[name])}" for name in taken)
+    return f"{shown} ({source}; base.yml's are for training from nothing)"

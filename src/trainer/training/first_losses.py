@@ -1,0 +1,35 @@
+"""A warning if a run that starts from a model destroys it in its first updates."""
+
+from collections.abc import Callable
+
+from trainer.config import Config
+from trainer.config.words import counted
+
+# A loss of a later batch that is larger than the first by both is not the difference between two batches.
+FACTOR, MARGIN = 2.0, 1.0  # times the first loss; nats above it
+UPDATES = 20  # how many are watched
+
+
+class FirstLosses:
+    """Watches the losses of the first updates. The first is that of the model as it was given."""
+
+    def __init__(self, config: Config, begin: int, say: Callable[[str], None]):
+        """`begin`: the number of updates in the state that the run begins with."""
+        self._config, self._begin, self._say = config, begin, say
+        self._first: float | None = None
+        self._ends = begin + UPDATES if config.load_parameters_path or config.load_full_state_path else begin
+
+    def add(self, step: int, loss: float) -> None:
+        """Takes the loss of a step [nats], computed before its update, and warns at most once."""
+        if step > self._ends or self._ends == self._begin:
+            return
+        if self._first is None:
+            self._first = loss
+        elif loss > self._first + MARGIN and loss > FACTOR * self._first:
+            self._ends = self._begin
+            times = f", {loss / self._first:.1f} times the first" if self._first > 0 else ""
+            self._say(
+                f"warning: the loss rose from {self._first:.2f} to {loss:.2f}{times}, after "
+                f"{counted(step - self._begin, 'update')}: learning_rate={self._config.learning_rate:g} is probably "
+                "too high for the model that the run starts from; begin a new run with a lower one"
+            )

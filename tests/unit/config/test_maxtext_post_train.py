@@ -1,0 +1,167 @@
+"""MaxText's commands of post-training, which have defaults of their own: those of its post_train/sft.yml, dpo.yml and
+rl.yml."""
+
+import os
+
+import pytest
+from config_cases import their_base, write
+
+from trainer.config import load, schema
+from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.files import POST_TRAIN, read_file
+from trainer.config.from_model import taken_from_model
+from trainer.config.maxtext_base import defaults
+from trainer.config.maxtext_command import parse
+from trainer.config.maxtext_convert import DIFFERS, DPO, GRPO, SFT, convert
+from trainer.config.preference_keys import DPO_DEFAULTS
+from trainer.config.rl_keys import RL_DEFAULTS
+
+MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl"}
+DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"
+COLUMNS = "train_data_columns=[chosen,rejected] eval_data_columns=[chosen,rejected]"
+REWARDS = {GRPO: " reward_functions=[m:f]"}
+# What MaxText 0.2.5's own loader has for a command without a yml, where its base.yml has something else.
+THEIRS = {
+    SFT: {
+        "dataset_type": "hf",
+        "train_split": "train_sft",
+        "hf_eval_split": "test_sft",
+        "train_data_columns": ["messages"],
+        "eval_data_columns": ["messages"],
+        "learning_rate": 2e-5,
+        "sft_train_on_completion_only": True,
+        "steps": 150001,
+        "per_device_batch_size": 12,
+        "max_target_length": 2048,
+    },
+    DPO: {
+        "dataset_type": "hf",
+        "model_name": "qwen3-0.6b",
+        "base_emb_dim": 1024,
+        "enable_dropout": False,
+        "train_data_columns": ["chosen", "rejected"],
+        "eval_interval": 5,
+        "eval_steps": 2,
+        "gradient_clipping_threshold": 10.0,
+        "learning_rate": 5e-7,
+        "max_target_length": 2 * 512,  # of both sequences
+        "packing": False,
+        "per_device_batch_size": 2,
+        "steps": 10,
+        "tokenizer_type": "huggingface",
+    },
+    GRPO: {
+        "adam_b2": 0.99,
+        "batch_size": 1,
+        "decode_sampling_temperature": 0.9,
+        "decode_sampling_top_k": 50,
+        "decode_sampling_nucleus_p": 1.0,
+        "data_shuffle_seed": 42,
+        "gradient_clipping_threshold": 0.1,
+        "learning_rate": 3e-6,
+        "max_prefill_predict_length": 256,
+        "max_target_length": 1024,
+        "num_batches": 4,
+        "rl_num_generations": 2,
+        "rl_grpo_beta": 0.08,
+        "remat_policy": "custom",
+        "query_proj": "offload",
+        "weight_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def converted(runs, yml="", words=DATA):
+    line = f"python3 -m maxtext.trainers.post_train.{MODULES[runs]} {yml} run_name=x {words}{REWARDS.get(runs, '')}"
+    return convert(parse([line]), runs)
+
+
+@pytest.mark.parametrize("runs", MODULES)
+def test_a_command_without_a_yml_has_the_defaults_of_its_program(runs):
+    made = converted(runs)
+    assert made.runs
+    assert made.words[3] == "maxtext.yml"
+    found = {name: made.loaded.config[name] for name in THEIRS[runs]}
+    assert found == THEIRS[runs]
+    assert "without a yml MaxText takes post_train/" in made.version
+
+
+NAMES = {SFT: "sft", DPO: "dpo", GRPO: "rl"}
+DEFAULTS = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
+
+
+@pytest.mark.parametrize("runs", MODULES)
+def test_its_yml_may_be_named(runs):
+    expected = converted(runs).words
+    for folder in ("src/maxtext/configs", "$MAXTEXT/configs"):
+        made = converted(runs, f"{folder}/post_train/{NAMES[runs]}.yml")
+        assert made.runs
+        assert made.words == expected
+    for name in (f"src/maxtext/configs/post_train/{NAMES[runs]}.yml", f"post_train/{NAMES[runs]}.yml"):
+        words = [name, *DATA.split(), *REWARDS.get(runs, "").split()]
+        loaded = load(words, defaults=DEFAULTS[runs])
+        assert loaded.config == load(["maxtext.yml", *words[1:]], defaults=DEFAULTS[runs]).config
+        assert loaded.notes[0].startswith(f"{name}: using maxtext.yml")
+
+
+def test_the_file_of_a_checkout_may_be_named():
+    """With its Hub names, which are not here, it changes nothing; with a changed value it does."""
+    text = "base_config: base.yml\nuse_sft: true\nuse_tunix_gradient_accumulation: true\nlearning_rate: {}\n"
+    text += "lora: {{enable_lora: false}}\nhf_path: HuggingFaceH4/ultrachat_200k\ntrain_split: train_sft\n"
+    os.makedirs("maxtext/configs/post_train")
+    write("maxtext/configs/base.yml", their_base())
+    write("maxtext/configs/post_train/sft.yml", text.format("2.e-5"))
+    made = converted(SFT, "maxtext/configs/post_train/sft.yml")
+    assert made.words == converted(SFT).words
+    write("maxtext/configs/post_train/sft.yml", text.format("3.e-5"))
+    assert converted(SFT, "maxtext/configs/post_train/sft.yml").words[3] == "maxtext/configs/post_train/sft.yml"
+
+
+def test_base_yml_has_other_values_than_the_program():
+    made = converted(DPO, "src/maxtext/configs/base.yml", f"dataset_type=hf steps=7 {COLUMNS} {DATA}")
+    assert made.runs
+    config = made.loaded.config
+    assert (config.learning_rate, config.per_device_batch_size, config.max_target_length) == (3e-5, 12, 2 * 2048)
+    assert (config.steps, config.model_name, config.use_dpo) == (7, "default", True)
+    (row,) = [row for row in made.rows if row.given.endswith("base.yml")]
+    assert "learning_rate" in row.text
+
+
+def test_the_yml_of_another_program_is_a_mistake():
+    made = converted(DPO, "src/maxtext/configs/post_train/sft.yml")
+    assert made.problems == [
+        "src/maxtext/configs/post_train/sft.yml has the values of trainer.sft, and the program is trainer.dpo"
+    ]
+
+
+def test_what_the_yml_has_and_maxtext_yml_has_not_is_told():
+    rows = {row.given.partition("=")[0]: row.kind for row in converted(GRPO).rows}
+    assert rows["data_template_path"] == DIFFERS
+    rows = {row.given.partition("=")[0]: row.kind for row in converted(DPO).rows}
+    assert rows["model_name"] == rows["max_target_length"] == DIFFERS
+    made = converted(SFT, words="")
+    assert "the command does not contain hf_path, tokenizer_path" in made.problems[0]
+
+
+def test_maxtext_yml_alone_means_the_program_too(tmp_path):
+    """Its values win over those of runs that start from a model, and all that is given wins."""
+    write("own.yml", "base_config: maxtext.yml\nsteps: 5\n")
+    words = [*DATA.split(), "load_parameters_path=/m"]
+    loaded = load(["own.yml", *words], defaults=DPO_DEFAULTS)
+    assert (loaded.config.learning_rate, loaded.sources["learning_rate"]) == (5e-7, "maxtext.yml, post_train/dpo.yml")
+    assert (loaded.config.steps, loaded.config.warmup_steps_fraction) == (5, 0.1)
+    assert taken_from_model(loaded.config, loaded.sources) == ""
+    assert load(["maxtext.yml", "dataset_type=synthetic", *words[-1:]]).config.learning_rate == 3e-5
+
+
+@pytest.mark.parametrize("method", POST_TRAIN)
+def test_the_files_have_only_what_differs_from_maxtext_yml(method):
+    base = {name: key.default for name, key in schema().keys.items()} | dict(defaults())
+    entries, problem, _ = read_file(POST_TRAIN[method])
+    assert problem is None
+    assert [entry.name for entry in entries if defaults(method)[entry.name] == base[entry.name]] == []
