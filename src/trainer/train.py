@@ -30,7 +30,8 @@ class Kind:
     Attributes:
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
-      prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
+      prepare: takes from the model and the data what no key says (`Loaded.complete`), with lines to the function, and
+        returns it. It runs after JAX is loaded, in the first process.
       encoder: returns the encoder of records, see `data.open_dataset`.
       prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
       dataset: opens other data than records, given the resolved configuration, with lines to the function.
@@ -40,7 +41,7 @@ class Kind:
 
     check: Callable[[Config], None]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
+    prepare: Callable[[Loaded, Callable[[str], None]], Mapping[str, Any]] = lambda loaded, say: {}
     encoder: Callable[[], Any] | None = None
     prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
     dataset: Callable[[Config, Callable[[str], None]], Any] | None = None
@@ -162,7 +163,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
 def _opened(loaded: Loaded, kind: Kind):
     """Returns the console, the run, its data, its prompt, and its config.yml."""
     from trainer.observe import Console
-    from trainer.runtime.agreement import agreed, check_same, is_first
+    from trainer.runtime.agreement import agreed, check_same, from_first, is_first
 
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
@@ -171,6 +172,7 @@ def _opened(loaded: Loaded, kind: Kind):
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
         if by_hand(where := loaded.changed.get(key, "")):
             loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train uses the available devices")
+    loaded.complete(from_first(lambda: kind.prepare(loaded, console.say)))
     run, dataset, prompt = agreed(lambda: _prepare(loaded, kind, console))
     if note := unchecked(run.config, run.mesh.devices.flat[0].platform):
         console.say(note)
@@ -191,7 +193,6 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory, device_memory
 
-    kind.prepare(loaded.config, console.say)
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
     if run.config.enable_checkpointing:

@@ -64,9 +64,9 @@ def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callab
     tokenizer = prepare.open_tokenizer(
         config, source.train, source.weights, cache_root(config.data_cache_directory), say
     )
-    counts = Counts()
     records = itertools.chain.from_iterable(corpus.records() for corpus in source.train)
     encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
+    counts = Counts(noun=encoder.noun)
     learnt = "green" if _marks() is _COLOUR else " ".join(_PLAIN)
     say(f"template: {encoder.template.where}; what is learnt is {learnt}")
     for record in itertools.islice(records, count):

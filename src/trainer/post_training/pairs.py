@@ -5,9 +5,9 @@ targets bear loss. Conversations are rendered by the chat template; two texts ar
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class PairEncoder(ChatEncoder):
       longest_prompt: the most tokens of a prompt; None: prompts are cut only in pairs that do not fit a row.
     """
 
+    noun: ClassVar[str] = "pairs"
+
     row: int
     align: int
     truncate: bool
@@ -68,6 +70,13 @@ class PairEncoder(ChatEncoder):
         documents = [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
         counts.documents += sum(document is not None for document in documents)
         return documents
+
+    def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
+        """Yields the places of a row that each of the pairs of `records` takes whole."""
+        return (self._places(pair) for pair in self.pairs(records, counts) if pair)
+
+    def _places(self, pair: Pair) -> int:
+        return _document(_parts(pair)).places(self.align)
 
     def pairs(self, records: Sequence[Record], counts: Counts) -> list[Pair | None]:
         """Returns the pairs of `records`, None for one without a prompt or an answer. Errors are as in `encode`."""
@@ -119,14 +128,17 @@ class PairEncoder(ChatEncoder):
         """Returns the document of a pair; None if it is skipped, which is counted."""
         for side in pair:
             self.notice_crossing(side, counts, record)
-        parts = [_Part(side.encoded.ids, side.learnt) for side in pair]
+        parts = _parts(pair)
         fitting = self._fitting(parts)
         if fitting is not None:
             problem = _problem(fitting)
-        elif self.truncate:
-            problem = "their prompts leave no room in a row for answers"
+        elif (tokens := self._places(pair)) <= self.row:
+            problem = f"their prompts have more than {self.longest_prompt} tokens (use_truncation=false)"
         else:
-            problem = "they are longer than a row, or their prompts too long (use_truncation=false)"
+            problem = "their prompts leave no room in a row for answers"
+            if not self.truncate:
+                problem = f"they are longer than max_target_length={self.row} (use_truncation=false)"
+            counts.long(tokens)
         if fitting is None or problem:
             texts = [side.turns.rendered.text for side in pair]
             _count_skipped(problem, visible("\n".join(text[:SHOWN] for text in texts)), record, counts)
@@ -170,8 +182,13 @@ class PairEncoder(ChatEncoder):
 
 
 def _count_skipped(problem: str, text: str, record: Record, counts: Counts) -> None:
+    counts.skipped += 1
     counts.notice(f"skipped: {problem}", lambda: f"pairs are skipped: {problem}; the first in {record.where}")
     counts.unlearnt = counts.unlearnt or text
+
+
+def _parts(pair: Pair) -> "list[_Part]":
+    return [_Part(side.encoded.ids, side.learnt) for side in pair]
 
 
 class _Part(NamedTuple):
