@@ -212,8 +212,25 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     else:
         dataset = open_dataset(config, say, *([kind.encoder()] if kind.encoder else []))
         check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
+    if run.config.num_epoch > 1:
+        run = _with_passes(loaded, run, dataset, console)
     chat = kind.prompts(run.config, dataset.tokenizer, console.say)
     return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
+
+
+def _with_passes(loaded: Loaded, run, dataset, console):
+    """Returns the run with the steps of num_epoch, unless fewer are given."""
+    import jax
+
+    from trainer.training import build, steps_of
+
+    steps, passes = steps_of(run.config, dataset), f"{run.config.num_epoch} passes over {dataset.epoch.content}"
+    if "steps" in loaded.changed and run.config.steps <= steps:
+        console.say(f"steps={run.config.steps:,} end the run before num_epoch: {passes} are {steps:,} steps")
+        return run
+    console.say(f"steps={steps}: {passes} (num_epoch)")
+    loaded.complete({"steps": steps})
+    return build(loaded.config, jax.devices())
 
 
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
@@ -286,7 +303,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.models.stages import stage_text
     from trainer.observe import product_rows
     from trainer.state import table
-    from trainer.training import run_work
+    from trainer.training import passes_text, run_work
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(
@@ -296,6 +313,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         process_count=jax.process_count(),
         parameters=run.parameters,
         trained=run.trained_parameters,
+        passes=passes_text(run.config, dataset),
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,

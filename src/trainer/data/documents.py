@@ -63,7 +63,7 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
-    noun: str = ""  # what a record is, in the plural; "": documents
+    noun: str = ""  # what a record is; "": a document
     skipped: int = 0  # records with text that an encoder skipped, and how many of them for their length
     skipped_long: int = 0
     longest: int = 0  # tokens of the longest one of which nothing is learnt, because it is longer than a row
@@ -97,7 +97,7 @@ class Counts:
     @property
     def what(self) -> str:
         """What the records are, in the plural."""
-        return self.noun or "documents"
+        return f"{self.noun or 'document'}s"
 
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""
@@ -161,10 +161,10 @@ class Encoder:
       tokenize: false if the values are token ids.
       completion_only: with two columns, only the second bears loss.
       vocab_size: ids must be smaller than this.
-      noun: what a record is, in the plural.
+      noun: what a record is.
     """
 
-    noun: ClassVar[str] = "documents"
+    noun: ClassVar[str] = "document"
 
     tokenizer: Tokenizer | None
     columns: tuple[str, ...]

@@ -58,6 +58,7 @@ class Console:
         dataset: str,
         run_dir: Path,
         trained: int | None = None,
+        passes: str = "",
         products: Sequence[tuple[str, str]] = (),
         pipeline: str = "",
         warnings: Sequence[str] = (),
@@ -71,6 +72,7 @@ class Console:
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
           trained: how many of them are trained; None: all.
+          passes: what follows the number of steps (`training.passes_text`).
           products: rows on what is quantized, sparse and adapted (`product_rows`).
           pipeline: its stages in words; "" without one.
         """
@@ -85,6 +87,7 @@ class Console:
                 dataset=dataset,
                 run_dir=run_dir,
                 trained=trained,
+                passes=passes,
                 products=products,
                 pipeline=pipeline,
             )

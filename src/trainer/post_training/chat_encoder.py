@@ -42,7 +42,7 @@ class ChatEncoder(Encoder):
       longest: a conversation is cut after this many targets; None if it continues in another row.
     """
 
-    noun: ClassVar[str] = "conversations"
+    noun: ClassVar[str] = "conversation"
 
     template: Template
     formatter: Formatter | None

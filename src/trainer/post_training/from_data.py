@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config import Config, Loaded, UserError
 from trainer.config.derived import row_for
 from trainer.config.rl_keys import ENABLE as RL
+from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Record
@@ -73,7 +74,7 @@ def _measured(config: Config) -> tuple[int, str]:
     if not lengths:
         return 0, ""
     longest = max(lengths)
-    why = f"the longest of {'' if whole else 'the first '}{len(lengths):,} {what} has {longest:,} tokens"
+    why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
     if config[RL]:
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
         why += f", and a completion up to {COMPLETION}"
@@ -97,14 +98,14 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns what records are, and a function that returns the tokens of each."""
+    """Returns what a record is, and a function that returns the tokens of each."""
     if config[RL]:
         from trainer.post_training.chat_encoder import Prompts
         from trainer.post_training.prompts import prompt_of
 
         chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None
         found = lambda records: (prompt_of(record, columns[0], tokenizer, chat)[1] for record in records)  # noqa: E731
-        return "prompts", lambda records: (len(tokens) for tokens in found(records) if tokens)
+        return "prompt", lambda records: (len(tokens) for tokens in found(records) if tokens)
     from trainer.post_training.chat_encoder import chat_encoder
     from trainer.post_training.pairs import pair_encoder
 

@@ -49,7 +49,7 @@ class PairEncoder(ChatEncoder):
       longest_prompt: the most tokens of a prompt; None: prompts are cut only in pairs that do not fit a row.
     """
 
-    noun: ClassVar[str] = "pairs"
+    noun: ClassVar[str] = "pair"
 
     row: int
     align: int

@@ -11,7 +11,7 @@ from trainer.config.derived import row_for
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import Dataset, Say
+from trainer.data.dataset import Dataset, Epoch, Say
 from trainer.data.documents import Record, text_of
 from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
@@ -124,6 +124,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     if chat is None and (template := tokenizer.chat_template):
         say(f"{template.where} has a chat template, which is not applied; use_chat_template=true applies it")
     fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
+    fields["epoch"] = Epoch(train.size, counted(train.size, "prompt"))
     return PromptDataset(held_out, tokenizer, identity, summary, open_stream, **fields)
 
 

@@ -57,7 +57,7 @@ def test_rows_have_room_for_the_longest_record(length):
     assert length("sft", CHATS, of_messages)[0] == 128
     assert length("sft", CHATS + longer(600), of_messages, "max_target_length=64") == (64, [])
     found, (line,) = length("dpo", [{"chosen": "b" * 200, "rejected": "c" * 100}], *[])
-    assert (found, line.endswith("the longest of 1 pairs has 302 tokens")) == (384, True), line
+    assert (found, line.endswith("the longest of 1 pair has 302 tokens")) == (384, True), line
     found, (line,) = length("grpo", PROMPTS, "train_data_columns=prompt")
     assert (found, line.endswith("the longest of 40 prompts has 41 tokens, and a completion up to 512")) == (640, True)
 
