@@ -1,60 +1,108 @@
-"""What a run takes from its data where no key says it: the length of its rows, if it starts from a model."""
+"""What a run takes from its data where no key says it: columns, and the length of rows if it starts from a model."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from trainer.config import Config, Loaded, UserError
+from trainer.config.chat_keys import METHODS, TOOLS
 from trainer.config.derived import row_for
+from trainer.config.dump import as_words
 from trainer.config.rl_keys import ENABLE as RL
+from trainer.config.rl_keys import NOT_COLUMNS
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Record
 from trainer.data.prepare import open_tokenizer
+from trainer.data.readers import NoColumn
 from trainer.data.sources import open_source
 from trainer.data.tokenizer import Tokenizer
 
 LENGTH = "max_target_length"
 EXAMINED = 2000  # records
 LONGEST_ROW = 2048  # tokens of a conversation, or of a prompt and its completion; a pair has two sequences
+# What each command reads, and which columns it takes, the first that are there. trainer.grpo takes all others, too.
+COLUMNS = ("train_data_columns", "eval_data_columns")
+CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "use_sft": (("messages",), ("prompt", "completion")),
+    "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    RL: (("prompt",), ("messages",)),
+}
 COMPLETION = 512  # tokens of a completion for which a row has room beside the longest prompt
 _CHUNK = 64  # records to encode at once
 Say = Callable[[str], None]
 
 
 def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
-    """Sets `max_target_length` of a run that starts from a model, if no key does, and returns it. `say` gets a line.
+    """Sets the columns, and `max_target_length` of a run that starts from a model, if no key gives them, and returns
+    them. `say` gets a line on each.
 
-    It is that of the run's own checkpoint, if the run continues. Otherwise it is the longest of the first EXAMINED
-    records, up to LONGEST_ROW and the positions of the model.
+    They are those of the run's own checkpoint, if the run continues. Otherwise the columns are the first of CONVENTIONS
+    that the data have, and the length is the longest of the first EXAMINED records, up to LONGEST_ROW and the positions
+    of the model.
 
     Raises:
       UserError: the model or the data cannot be read, or the length contradicts other keys.
     """
+    config = loaded.config
+    by_function = config.formatting_func_path and not config[RL]
+    columns = [name for name in COLUMNS if loaded.unset(name)] if loaded.unset(COLUMNS[0]) and not by_function else []
+    wanted = [*columns, *([LENGTH] if loaded.measures else [])]
     found: dict[str, Any] = {}
+    if wanted and (own := _own_run(config)):
+        saved, checkpoint = own
+        found = {name: saved[name] for name in wanted if [saved[name]] != [config[name]]}
+        if found:
+            say(f"{' '.join(as_words(found))}: none is given, and {checkpoint} has it")
+        loaded.complete(found)
+        return found
+    if columns and (there := _conventional(config)) and there != [*config[COLUMNS[0]]]:
+        found = dict.fromkeys(columns, there)
+        loaded.complete(found)
+        say(f"{COLUMNS[0]}=[{','.join(there)}]: none is given, and the data have these columns")
     if loaded.measures:
-        length, why = _kept(loaded.config) or _measured(loaded.config)
+        length, why = _measured(config)
         if length:
-            say(f"{LENGTH}={length}: none is given, and {why}")
             found[LENGTH] = length
-    loaded.complete(found)
+            say(f"{LENGTH}={length}: none is given, and {why}")
+            loaded.complete(found)
     return found
 
 
-def _kept(config: Config) -> tuple[int, str] | None:
-    """Returns the length of the run that this command continues, and why; None if it continues none."""
+def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns the keys of the run that this command continues, and its checkpoint; None if it continues none. A run
+    without a name is continued if it has the same configuration, or if its model is gone."""
+    if not config.run_name and not config.load_parameters_path:
+        return None
     from trainer.checkpoint import open_source, own_run
 
-    named = bool(config.run_name)
-    if not named:
+    if not config.run_name:
         try:
             open_source(config.load_parameters_path, config.decoder_block, verify=False)
-            return None  # a run is continued if it has the same configuration
+            return None
         except UserError:
             pass
-    own = own_run(config, config.load_parameters_path)
-    return own and (own[0][LENGTH], f"{own[1]} has it")
+    return own_run(config, config.load_parameters_path)
+
+
+def _conventional(config: Config) -> list[str]:
+    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them."""
+    there: Sequence[str] = ()
+    try:
+        source = open_source(ConfigDict({**config, COLUMNS[0]: ["\0"]}))
+        next(source.train[0].records(), None)
+    except NoColumn as error:
+        there = error.there
+    method = next(key for key in METHODS if config[key])
+    for names in CONVENTIONS[method]:
+        if not {*names} <= {*there} or (method == RL and names == ("messages",) and not config.use_chat_template):
+            continue
+        others = [TOOLS] if method != RL else [name for name in there if name not in (*names, *NOT_COLUMNS)]
+        return [*names, *(name for name in others if name in there)]
+    return []
 
 
 def _measured(config: Config) -> tuple[int, str]:

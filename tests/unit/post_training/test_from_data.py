@@ -82,14 +82,50 @@ def test_it_reads_a_bounded_part_of_the_data(length, monkeypatch):
 
 def test_a_run_that_continues_keeps_its_length(length, monkeypatch):
     asked = []
-    own = ({"max_target_length": 256}, "runs/x/checkpoints/3")
+    own = (
+        {"max_target_length": 256, "train_data_columns": ["messages"], "eval_data_columns": ["text"]},
+        "checkpoints/3",
+    )
     monkeypatch.setattr(checkpoint, "own_run", lambda config, path: asked.append(path) or own)
     words = "train_data_columns=messages", "run_name=x"
     found, (line,) = length("sft", longer(600), *words)
-    assert (found, line) == (256, "max_target_length=256: none is given, and runs/x/checkpoints/3 has it")
+    assert (found, line) == (256, "max_target_length=256: none is given, and checkpoints/3 has it")
+    _, (line,) = length("sft", longer(600), words[1], "eval_data_columns=text")
+    said = "train_data_columns=[messages] max_target_length=256: none is given, and checkpoints/3 has it"
+    assert line == said
     assert length("sft", longer(600), *words, "max_target_length=512") == (512, [])
     assert length("sft", longer(600), words[0])[0] == 640  # without a name, the same configuration is continued
-    assert asked == ["model"]
+    assert asked == ["model"] * 2
+
+
+MESSAGES = {"messages": CHATS[0]["messages"]}
+ANSWERS = {"chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("command", "row", "columns"),
+    [
+        ("sft", MESSAGES | {"text": "x"}, "messages"),
+        ("sft", {"id": 1, "completion": "b", "prompt": "a", "tools": []}, "prompt,completion,tools"),
+        ("dpo", ANSWERS | {"prompt": "a"}, "prompt,chosen,rejected"),
+        ("grpo", {"answer": 3, "prompt": "a", "completions": "b"}, "prompt,answer"),
+    ],
+)
+def test_the_usual_columns_are_taken_by_themselves(length, command, row, columns):
+    _, (line, _) = length(command, [row])
+    assert line == f"train_data_columns=[{columns}]: none is given, and the data have these columns"
+    _, lines = length(command, [row], f"train_data_columns=[{columns}]", "max_target_length=128")
+    assert lines == []
+
+
+def test_other_columns_are_left_to_the_user(length):
+    _, lines = length("dpo", [ANSWERS], "max_target_length=128")
+    assert lines == []
+    with pytest.raises(UserError, match=r"no column text; set train_data_columns .* to some of: question"):
+        length("sft", [{"question": "a"}])
+    with pytest.raises(UserError, match="no column text"):
+        length("grpo", [MESSAGES])
+    assert length("grpo", [MESSAGES], "use_chat_template=true")[1][0].startswith("train_data_columns=[messages]: ")
 
 
 def test_a_compilation_asks_for_the_length(length, monkeypatch, capsys):
