@@ -128,7 +128,7 @@ class Counts:
             notes["empty"] = f"{self.empty:,} of {every:,} {self.what} have no text and are skipped"
         if self.cut:
             notes["cut"] = (
-                f"{self.cut:,} of {self.documents:,} {self.what} are longer than a row and lose {self.cut_tokens:,} "
+                f"{self.cut:,} of {self.documents:,} {self.what} are too long and lose {self.cut_tokens:,} "
                 "tokens (use_truncation=true)"
             )
         if self.without_loss:

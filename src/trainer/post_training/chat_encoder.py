@@ -72,12 +72,10 @@ class ChatEncoder(Encoder):
           UserError: names a record that is not a conversation, or that the template cannot render.
         """
         examples = self.examples(records, counts)
-        documents = [
+        return [
             example and self.document(example, counts, record)
             for example, record in zip(examples, records, strict=True)
         ]
-        counts.documents += sum(document is not None for document in documents)
-        return documents
 
     def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
         """Yields the tokens of each of the conversations of `records` that are not empty. Errors are as in `encode`."""
@@ -154,7 +152,7 @@ class ChatEncoder(Encoder):
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a conversation; None if no target in a row is learnt, which is counted."""
+        """Returns the document of a conversation; None if no target in a row is learnt. Counts either."""
         found, encoded, learnt = example
         loss = learnt[1:]
         if not loss[: self.longest].any():
@@ -167,6 +165,7 @@ class ChatEncoder(Encoder):
             counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:SHOWN])
             return None
         self.notice_crossing(example, counts, record)
+        counts.documents += 1
         return Document(encoded.ids, loss if self.masked else None)
 
     def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:

@@ -67,9 +67,7 @@ class PairEncoder(ChatEncoder):
           UserError: names a record that is no pair, or that the template cannot render.
         """
         pairs = zip(self.pairs(records, counts), records, strict=True)
-        documents = [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
-        counts.documents += sum(document is not None for document in documents)
-        return documents
+        return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
 
     def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
         """Yields the places of a row that each of the pairs of `records` takes whole."""
@@ -125,7 +123,7 @@ class PairEncoder(ChatEncoder):
         return Encoded.joined([before, encoded, after])
 
     def pair_document(self, pair: Pair, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a pair; None if it is skipped, which is counted."""
+        """Returns the document of a pair; None if it is skipped. Counts either."""
         for side in pair:
             self.notice_crossing(side, counts, record)
         parts = _parts(pair)
@@ -146,7 +144,17 @@ class PairEncoder(ChatEncoder):
         if lost := sum(len(part.ids) for part in parts) - sum(len(part.ids) for part in fitting):
             counts.cut += 1
             counts.cut_tokens += lost
+        counts.documents += 1
         return _document(fitting)
+
+    def kept(self, pair: Pair) -> list[np.ndarray]:
+        """Returns which tokens of each sequence are in a row: bool [n]. None are if the pair is skipped."""
+        found = [np.zeros(len(side.learnt), bool) for side in pair]
+        fitting = self._fitting(_parts(pair))
+        if fitting is not None and not _problem(fitting):
+            for numbers, part in zip(found, fitting, strict=True):
+                numbers[part.numbers] = True
+        return found
 
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
         """Returns the two sequences as they fit a row; None if they do not.
@@ -188,14 +196,15 @@ def _count_skipped(problem: str, text: str, record: Record, counts: Counts) -> N
 
 
 def _parts(pair: Pair) -> "list[_Part]":
-    return [_Part(side.encoded.ids, side.learnt) for side in pair]
+    return [_Part(side.encoded.ids, side.learnt, np.arange(len(side.learnt))) for side in pair]
 
 
 class _Part(NamedTuple):
-    """A sequence of a pair: tokens [n], and which of them are learnt."""
+    """A sequence of a pair: tokens [n], which of them are learnt, and their numbers in the sequence that was cut."""
 
     ids: np.ndarray
     learnt: np.ndarray
+    numbers: np.ndarray
 
     @property
     def prompt(self) -> int:
@@ -207,12 +216,14 @@ class _Part(NamedTuple):
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0
-        return _Part(self.ids[kept], self.learnt[kept])
+        return self._of(kept)
 
     def with_answer(self, most: int) -> "_Part":
         """Returns it with at most `most` tokens of the answer."""
-        end = self.prompt + most
-        return _Part(self.ids[:end], self.learnt[:end])
+        return self._of(slice(self.prompt + most))
+
+    def _of(self, kept: "np.ndarray | slice") -> "_Part":
+        return _Part(*(values[kept] for values in self))
 
 
 def _document(parts: Sequence[_Part]) -> Document:
