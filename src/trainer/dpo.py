@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
 from trainer.config.preference_keys import DPO_DEFAULTS, USE, not_pairs
-from trainer.sft import check_kind, prompts, run, with_tokenizer
+from trainer.sft import check_kind, prepare, prompts, run
 from trainer.train import Kind
 
 
@@ -35,7 +35,7 @@ def _encoder() -> Any:
     return pair_encoder
 
 
-DPO = Kind("dpo", _check, DPO_DEFAULTS, with_tokenizer, _encoder, prompts)
+DPO = Kind("dpo", _check, DPO_DEFAULTS, prepare, _encoder, prompts)
 
 if __name__ == "__main__":
     main()

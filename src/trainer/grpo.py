@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
 from trainer.config.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
-from trainer.sft import check_kind, prompts, with_tokenizer
+from trainer.sft import check_kind, prepare, prompts
 from trainer.train import Kind, run_command
 
 
@@ -46,7 +46,7 @@ def _sample(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     return prompts(config, tokenizer, say) if config.use_chat_template else None
 
 
-GRPO = Kind("grpo", _check, RL_DEFAULTS, with_tokenizer, prompts=_sample, dataset=_dataset, source=_source)
+GRPO = Kind("grpo", _check, RL_DEFAULTS, prepare, prompts=_sample, dataset=_dataset, source=_source)
 
 if __name__ == "__main__":
     main()

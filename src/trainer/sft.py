@@ -5,10 +5,10 @@ It is `trainer.train` with another encoder of records: the same checkpoints, mes
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.config import Config, UserError, begin, command_line, exit_on_user_error, question
+from trainer.config import Config, Loaded, UserError, begin, command_line, exit_on_user_error, question
 from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.errors import report
 from trainer.train import Kind, run_command
@@ -37,11 +37,11 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
     if begun.path:
         from trainer.checkpoint import with_model
 
-        config = with_model(begun).config
+        loaded = with_model(begun)
     else:
-        config = begun.end().config
-    with_tokenizer(config, _say)
-    show(config, count, _say)
+        loaded = begun.end()
+    kind.prepare(loaded, _say)
+    show(loaded.config, count, _say)
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
@@ -67,14 +67,23 @@ def _check(config: Config) -> None:
     check_kind(config, "use_sft", not_conversations(config))
 
 
-def with_tokenizer(config: Config, say: Callable[[str], None]) -> None:
-    """Sets tokenizer_path to the tokenizer of the model that the run starts from, if there is no other."""
-    if config.tokenizer_path or config.tokenizer_type == "bytes":
-        return
-    from trainer.checkpoint import open_source
+def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
+    """Takes from the model and the data what no key says, see `train.Kind`: the tokenizer of the model that the run
+    starts from, and the length of a row.
 
-    config.tokenizer_path = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
-    say(f"tokenizer_path={config.tokenizer_path}: the tokenizer of load_parameters_path")
+    Raises:
+      UserError: they cannot be read.
+    """
+    from trainer.post_training.from_data import taken
+
+    config, found = loaded.config, {}
+    if not config.tokenizer_path and config.tokenizer_type != "bytes":
+        from trainer.checkpoint import open_source
+
+        found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
+        say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")
+        loaded.complete(found)
+    return found | taken(loaded, say)
 
 
 def _say(text: str) -> None:
@@ -100,7 +109,7 @@ def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     return Prompts(config, tokenizer, say)
 
 
-SFT = Kind("sft", _check, SFT_DEFAULTS, with_tokenizer, _encoder, prompts)
+SFT = Kind("sft", _check, SFT_DEFAULTS, prepare, _encoder, prompts)
 
 if __name__ == "__main__":
     main()

@@ -42,7 +42,8 @@ class Kind:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
-      prepare: completes a configuration, with lines to the function; it runs after JAX is loaded.
+      prepare: takes from the model and the data what no key says (`Loaded.complete`), with lines to the function, and
+        returns it. It runs after JAX is loaded, in the first process.
       encoder: returns the encoder of records, see `data.open_dataset`.
       prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
       dataset: opens other data than records, given the resolved configuration, with lines to the function.
@@ -53,7 +54,7 @@ class Kind:
     command: str
     check: Callable[[Config], None]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Config, Callable[[str], None]], None] = lambda config, say: None
+    prepare: Callable[[Loaded, Callable[[str], None]], Mapping[str, Any]] = lambda loaded, say: {}
     encoder: Callable[[], Any] | None = None
     prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
     dataset: Callable[[Config, Callable[[str], None]], Any] | None = None
@@ -171,7 +172,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
 def _opened(loaded: Loaded, kind: Kind):
     """Returns the console, the run, its data, its prompt, and its config.yml."""
     from trainer.observe import Console
-    from trainer.runtime.agreement import agreed, check_same, is_first
+    from trainer.runtime.agreement import agreed, check_same, from_first, is_first
 
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
@@ -180,6 +181,7 @@ def _opened(loaded: Loaded, kind: Kind):
     for key in ("compile_topology", "compile_topology_num_slices", "compile_report_file"):
         if by_hand(where := loaded.changed.get(key, "")):
             loaded.warnings.append(f"{key} ({where}) has no effect: trainer.train uses the available devices")
+    loaded.complete(from_first(lambda: kind.prepare(loaded, console.say)))
     run, dataset, prompt = agreed(lambda: _prepare(loaded, kind, console))
     if note := unchecked(run.config, run.mesh.devices.flat[0].platform):
         console.say(note)
@@ -200,7 +202,6 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     from trainer.training import build, check_held_out
     from trainer.training.memory import check_memory, device_memory
 
-    kind.prepare(loaded.config, console.say)
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
     run = build(loaded.config, jax.devices())
     if run.config.enable_checkpointing:
@@ -220,8 +221,25 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     else:
         dataset = open_dataset(config, say, *([kind.encoder()] if kind.encoder else []))
         check_held_out(dataset.evaluation, eval_batch_rows(run.config), run.config.eval_steps)
+    if run.config.num_epoch > 1:
+        run = _with_passes(loaded, run, dataset, console)
     chat = kind.prompts(run.config, dataset.tokenizer, console.say)
     return run, dataset, sample_prompt(run.config, dataset.tokenizer, console.say, chat)
+
+
+def _with_passes(loaded: Loaded, run, dataset, console):
+    """Returns the run with the steps of num_epoch, unless fewer are given."""
+    import jax
+
+    from trainer.training import build, steps_of
+
+    steps, passes = steps_of(run.config, dataset), f"{run.config.num_epoch} passes over {dataset.epoch.content}"
+    if "steps" in loaded.changed and run.config.steps <= steps:
+        console.say(f"steps={run.config.steps:,} end the run before num_epoch: {passes} are {steps:,} steps")
+        return run
+    console.say(f"steps={steps}: {passes} (num_epoch)")
+    loaded.complete({"steps": steps})
+    return build(loaded.config, jax.devices())
 
 
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
@@ -294,7 +312,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.models.stages import stage_text
     from trainer.observe import product_rows
     from trainer.state import table
-    from trainer.training import run_work
+    from trainer.training import passes_text, run_work
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(
@@ -304,6 +322,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         process_count=jax.process_count(),
         parameters=run.parameters,
         trained=run.trained_parameters,
+        passes=passes_text(run.config, dataset),
         work=run_work(run),
         dataset=str(dataset),
         run_dir=run_folder,

@@ -44,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.checkpoint import with_model
 
     loaded = with_model(begun)
+    if loaded.measures:
+        raise UserError(
+            "max_target_length is not given: a run that starts from a model takes it from its data, which are not read "
+            "here; give max_target_length=N, which the run prints when it starts"
+        )
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         print(line, flush=True)
     run, compiled, report = compile_for_topology(loaded.config)

@@ -163,7 +163,10 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"dpo_max_prompt_length": 0}, "must be from 1 to"),
         ({"weight_sparsity_n": 2, "weight_sparsity_m": 4}, "it moves masks of weights, which the reference"),
         ({"tokenize_train_data": False}, "tokenize_train_data=false: pairs are text"),
-        ({"max_target_length": 16, "use_truncation": False, "prompt": ""}, "there is nothing to learn from"),
+        (
+            {"max_target_length": 16, "use_truncation": False, "prompt": ""},
+            "pairs are longer than max_target_length=16 (longest ",
+        ),
     ],
 )
 def test_what_is_refused(words, said):

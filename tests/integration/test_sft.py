@@ -125,7 +125,7 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"chat_template_path": "gone.jinja"}, "there is no such file"),
         ({"formatting_func_path": "f"}, "not the path of a function, package.module:function"),
         ({"train_data_columns": "gone"}, "there is no column gone"),
-        ({"max_target_length": 16}, "nothing to learn from"),
+        ({"max_target_length": 16}, "conversations are longer than max_target_length=16 (longest 63); give "),
         ({"--show": "x"}, "--show needs a number of records"),
     ],
 )

@@ -5,7 +5,7 @@ from trainer.checkpoint.adapters import Adapters
 from trainer.checkpoint.base import base_of, check_base, place_of, with_base, without_base
 from trainer.checkpoint.compare import check_dtypes
 from trainer.checkpoint.contents import Contents, Tensor, contents_of
-from trainer.checkpoint.described import with_model
+from trainer.checkpoint.described import own_run, with_model
 from trainer.checkpoint.description import load_model_keys, model_config
 from trainer.checkpoint.huggingface_out import write_huggingface
 from trainer.checkpoint.load import initial_parameters, load_parameters, of_checkpoint
@@ -54,6 +54,7 @@ __all__ = [
     "of_checkpoint",
     "open_adapters",
     "open_source",
+    "own_run",
     "parted",
     "place_of",
     "restore",

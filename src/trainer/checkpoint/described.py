@@ -119,9 +119,13 @@ def keys_of_run(path: str) -> Mapping[str, Any]:
     return read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
 
 
-def _of_own_run(begun: Begun) -> Description | None:
-    """Returns the description of the newest checkpoint of the run that this command continues; None without one."""
-    config = begun.config
+def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns the keys with which the run that this command continues made its newest checkpoint, and the checkpoint;
+    None without one. A run without a name is one that started from `path`.
+
+    Raises:
+      UserError: they cannot be read.
+    """
     if not config.enable_checkpointing:
         return None
     for folder in runs_to_resume(config.base_output_directory, config.run_name):
@@ -129,9 +133,15 @@ def _of_own_run(begun: Begun) -> Description | None:
         if checkpoint is None or written_by_maxtext(checkpoint):
             continue
         saved = read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
-        if config.run_name or saved.get(_START) == begun.path:
-            return _of_saved(saved, checkpoint, begun)
+        if config.run_name or saved.get(_START) == path:
+            return saved, checkpoint
     return None
+
+
+def _of_own_run(begun: Begun) -> Description | None:
+    """Returns the description of that checkpoint."""
+    own = own_run(begun.config, begun.path)
+    return own and _of_saved(*own, begun)
 
 
 def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Description:

@@ -99,6 +99,25 @@ def _pipeline(config: Config) -> str | None:
     return None
 
 
+def _passes(config: Config) -> str | None:
+    if config.num_epoch == 1:
+        return None
+    why = ""
+    if config.data_pipeline == "streaming":
+        why = "data_pipeline=streaming does not count the rows of a pass"
+    elif config.dataset_type == "synthetic":
+        why = "dataset_type=synthetic has no end"
+    elif config.reuse_example_batch:
+        why = "reuse_example_batch=1 trains on the first batch only"
+    elif _compiles(config):
+        why = "no data are read here"
+    elif config.use_grpo and config.num_batches > 0:
+        why = "num_batches ends the run"
+    elif config.dataset_type == "grain" and (config.grain_train_mixture_config_path or ";" in config.grain_train_files):
+        why = "each part of a mixture has passes of its own"
+    return why and f"{why}; leave it out, and give steps=N"
+
+
 def _compiles(config: Config) -> bool:
     """Returns whether the configuration is for trainer.train_compile, which reads no data."""
     return bool(config.compile_topology)
@@ -211,6 +230,7 @@ LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf
 DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
     *(((key,), local(key)) for key in DATA_PATHS),
     (("dataset_type", "data_pipeline"), _pipeline),
+    (("num_epoch",), _passes),
     *TOKEN_CHECKS,
     *CHAT_CHECKS,
     *PREFERENCE_CHECKS,

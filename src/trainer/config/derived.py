@@ -71,6 +71,11 @@ def eval_parts(config: Config) -> int:
     return parts if parts and not left else 1
 
 
+def row_for(tokens: int) -> int:
+    """Returns the length of a row that holds `tokens`: the next multiple of 128."""
+    return -(-tokens // 128) * 128
+
+
 def has_reference(config: Mapping[str, Any]) -> bool:
     """Returns whether the objective reads the parameters with which the run began."""
     compared = config["use_dpo"] and config["dpo_algo"] == "dpo"

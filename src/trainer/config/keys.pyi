@@ -231,6 +231,7 @@ class Config(Mapping[str, Any]):
     num_batches: int
     num_communication_overlapping_steps: int
     num_diloco_fragments: int
+    num_epoch: int
     num_experts: int
     num_experts_per_tok: int
     num_layers_per_pipeline_stage: int

@@ -8,6 +8,7 @@ from typing import Any
 import ml_collections
 
 from trainer.config import maxtext, maxtext_base
+from trainer.config.chat_keys import METHODS
 from trainer.config.check import contradictions
 from trainer.config.command import read_by_hand, read_words, split
 from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
@@ -65,6 +66,28 @@ class Loaded:
     warnings: list[str]
     notes: list[str]
     tokenizer: str = ""
+
+    def unset(self, name: str) -> bool:
+        """Returns whether the value of a key is a default: of base.yml, or of the command."""
+        return self.sources[name] in (DEFAULT, _OF_COMMAND)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the length of a row follows the data: no key gives it, and a model is trained further on records."""
+        further = self.config.load_parameters_path and any(self.config[key] for key in METHODS)
+        return bool(further and self.unset("max_target_length"))
+
+    def complete(self, values: Mapping[str, Any]) -> None:
+        """Sets keys that nothing gives to `values`, which the model and the data of the run say.
+
+        Raises:
+          UserError: they contradict other keys.
+        """
+        with self.config.ignore_type():
+            self.config.update(values)
+        self.sources.update(dict.fromkeys(values, "the model and the data"))
+        if mistakes := contradictions(self.config, self.sources, set()):
+            raise report(mistakes)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ KERNEL = "attention"
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # The length of the run. The schedule follows it unless its own length is given.
-LENGTH = ("steps", "num_batches", "learning_rate_schedule_steps")
+LENGTH = ("steps", "num_epoch", "num_batches", "learning_rate_schedule_steps")
 # What to write, keep, print and evaluate, and how to treat a bad step. If evaluation takes its rows from the training
 # documents, the fingerprint of the data detects a change.
 AROUND = (

@@ -13,6 +13,7 @@ ENABLE = "use_grpo"
 GROUP, ITERATIONS, BETA, EPSILON = "rl_num_generations", "rl_num_iterations", "rl_grpo_beta", "rl_grpo_epsilon"
 HIGH, ALGORITHM, AGGREGATION = "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode"
 FUNCTIONS = "reward_functions"
+NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (
     *("batch_size", "num_batches", "rollout_micro_batch_size", GROUP, ITERATIONS, BETA, EPSILON, HIGH, ALGORITHM),
     *(AGGREGATION, FUNCTIONS, "reward_num_workers", "reward_worker_timeout_seconds"),
@@ -39,9 +40,7 @@ def _functions(config: Config) -> str | None:
 
 
 def _columns(config: Config) -> str | None:
-    taken = [
-        name for name in ("prompts", "completions") if name in (*config.train_data_columns, *config.eval_data_columns)
-    ]
+    taken = [name for name in NOT_COLUMNS if name in (*config.train_data_columns, *config.eval_data_columns)]
     return f"{taken[0]} is the name of another argument of reward functions; rename the column" if taken else None
 
 

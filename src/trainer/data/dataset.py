@@ -5,11 +5,12 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import Config, token_files
 from trainer.config.errors import UserError
 from trainer.config.invariant_keys import TILE
+from trainer.config.words import counted
 from trainer.data.batches import RowSource
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
+class Epoch(NamedTuple):
+    """One pass over the training data: its rows, or its prompts, and what they hold in words."""
+
+    rows: int
+    content: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """The data of a run.
@@ -34,6 +42,7 @@ class Dataset:
       identity: by name, everything that determines the training batches and their order; included in every position.
       summary: one line for people.
       repeats: whether training repeats the first batch of the stream forever.
+      epoch: one pass; None if the data have no end, or it is not known.
     """
 
     evaluation: RowSource | None
@@ -42,6 +51,7 @@ class Dataset:
     summary: str
     open_stream: Callable[..., Stream]
     repeats: bool = False
+    epoch: Epoch | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -98,6 +108,7 @@ def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_enco
         identity=dataset.identity | {"order": f"{dataset.identity['order']}, the first batch again and again"},
         summary=f"{dataset.summary}; reuse_example_batch: trains on the first batch only",
         repeats=True,
+        epoch=None,
     )
 
 
@@ -129,17 +140,18 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         first = source.evaluation[0]
         encode = encoder(first, config.tokenize_train_data if first.evaluates else config.tokenize_eval_data)
         evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
-        held_out = f"held out {_facts(meta)}"
+        held_out = f"held out {_facts(meta, encode.noun)}"
     encode = encoder(source.train[0], config.tokenize_train_data)
     way = _streamed if config.data_pipeline == "streaming" else _prepared
     order = _order(config)
-    open_stream, facts = way(config, source, encode, packing, order, root, say)
+    open_stream, facts, epoch = way(config, source, encode, packing, order, root, say)
     return Dataset(
         evaluation,
         tokenizer,
         _identity(config, source, encode, packing, order),
         f"{source.name}: {facts}; {held_out} ({root})",
         open_stream,
+        epoch=epoch,
     )
 
 
@@ -167,7 +179,8 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
         "order": _order_words(config, order),
     }
     summary = f"{config.grain_file_type} files {config.grain_train_files}: {' + '.join(facts)}; {held_out}"
-    return Dataset(evaluation, tokenizer, identity, summary, _stream_of_rows(train, weights, order))
+    epoch = Epoch(train[0].size, facts[0].partition(",")[0]) if len(train) == 1 else None
+    return Dataset(evaluation, tokenizer, identity, summary, _stream_of_rows(train, weights, order), epoch=epoch)
 
 
 def _no_evaluation(config: Config) -> UserError:
@@ -219,12 +232,14 @@ def _prepared(
     order: dict[str, Any],
     root: Path,
     say: Say,
-) -> tuple[Callable[..., Stream], str]:
+) -> tuple[Callable[..., Stream], str, Epoch | None]:
     from trainer.data import prepare
 
     opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
-    facts = " + ".join(_facts(meta) for _, meta in opened)
-    return _stream_of_rows([rows for rows, _ in opened], source.weights, order), facts
+    facts = " + ".join(_facts(meta, encoder.noun) for _, meta in opened)
+    (rows, meta), *others = opened
+    epoch = None if others else Epoch(rows.size, counted(meta["documents"], encoder.noun))
+    return _stream_of_rows([rows for rows, _ in opened], source.weights, order), facts, epoch
 
 
 def _stream_of_rows(
@@ -249,7 +264,7 @@ def _streamed(
     order: dict[str, Any],
     root: Path,
     say: Say,
-) -> tuple[Callable[..., Stream], str]:
+) -> tuple[Callable[..., Stream], str, None]:
     from trainer.data.prepare import check_trainable
     from trainer.data.streams import StreamingStream
 
@@ -264,11 +279,11 @@ def _streamed(
         rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **part)
         return StreamingStream(rows, say=say, **part, **settings)
 
-    return open_stream, "tokenized and packed while it trains"
+    return open_stream, "tokenized and packed while it trains", None
 
 
-def _facts(meta: dict[str, Any]) -> str:
-    return f"{meta['documents']:,} documents, {meta['tokens']:,} tokens"
+def _facts(meta: dict[str, Any], noun: str = "document") -> str:
+    return f"{counted(meta['documents'], noun)}, {counted(meta['tokens'], 'token')}"
 
 
 def _identity(

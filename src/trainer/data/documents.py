@@ -3,10 +3,11 @@
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from trainer.config.derived import row_for
 from trainer.config.errors import UserError
 from trainer.data.text import canonical, decoded, encoding_hint, mended
 from trainer.data.tokenizer import Tokenizer
@@ -62,6 +63,10 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
+    noun: str = ""  # what a record is; "": a document
+    skipped: int = 0  # records with text that an encoder skipped, and how many of them for their length
+    skipped_long: int = 0
+    longest: int = 0  # tokens of the longest one of which nothing is learnt, because it is longer than a row
     # By kind: how often an encoder noticed something, and a line on the first time, which follows the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
@@ -73,15 +78,37 @@ class Counts:
         before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
         self.noticed[kind] = before + count, first
 
+    def long(self, tokens: int) -> None:
+        """Counts a record that is skipped because all that is to be learnt lies beyond the end of a row."""
+        self.skipped_long += 1
+        self.longest = max(self.longest, tokens)
+
+    def too_long(self, length: int) -> str:
+        """Returns how many records are skipped because they are longer than a row of `length`, and what helps."""
+        every = self.documents + self.empty + self.skipped
+        many = "all" if self.skipped_long == every else f"{self.skipped_long:,} of"
+        return f"{many} {every:,} {self.what} are longer than max_target_length={length}{self.hint}"
+
+    @property
+    def hint(self) -> str:
+        """The end of a message on records that are longer than a row."""
+        return f" (longest {self.longest:,}); give max_target_length={row_for(self.longest)}"
+
+    @property
+    def what(self) -> str:
+        """What the records are, in the plural."""
+        return f"{self.noun or 'document'}s"
+
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""
         taken = replace(self)
-        self.__init__(described=[*{*self.described, *self.noticed}])  # type: ignore[misc]
+        self.__init__(noun=self.noun, described=[*{*self.described, *self.noticed}])  # type: ignore[misc]
         return taken
 
     def add(self, other: "Counts") -> None:
         """Adds counts from `take`."""
-        firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt")}
+        firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt", "noun")}
+        firsts["longest"] = max(self.longest, other.longest)
         for kind, (count, line) in other.noticed.items():
             before, first = self.noticed.get(kind, (0, line))
             self.noticed[kind] = before + count, first
@@ -98,22 +125,22 @@ class Counts:
         notes = {}
         if self.empty:
             every = self.documents + self.empty
-            notes["empty"] = f"{self.empty:,} of {every:,} documents have no text and are skipped"
+            notes["empty"] = f"{self.empty:,} of {every:,} {self.what} have no text and are skipped"
         if self.cut:
             notes["cut"] = (
-                f"{self.cut:,} of {self.documents:,} documents are longer than a row and lose {self.cut_tokens:,} "
+                f"{self.cut:,} of {self.documents:,} {self.what} are too long and lose {self.cut_tokens:,} "
                 "tokens (use_truncation=true)"
             )
         if self.without_loss:
             notes["without_loss"] = (
-                f"{self.without_loss:,} of {self.documents:,} documents have no token that contributes to the loss: "
+                f"{self.without_loss:,} of {self.documents:,} {self.what} have no token that contributes to the loss: "
                 "their completion is empty, or starts after the end of the row"
             )
         if self.mended:
             every = self.documents + self.empty
             notes["mended"] = (
                 f"lone surrogates are replaced by U+FFFD: {self.mended_characters:,} in {self.mended:,} of {every:,} "
-                f"documents, the first in {self.mended_first}"
+                f"{self.what}, the first in {self.mended_first}"
             )
         return notes | {kind: f"{count:,} {line}" for kind, (count, line) in self.noticed.items()}
 
@@ -134,7 +161,10 @@ class Encoder:
       tokenize: false if the values are token ids.
       completion_only: with two columns, only the second bears loss.
       vocab_size: ids must be smaller than this.
+      noun: what a record is.
     """
+
+    noun: ClassVar[str] = "document"
 
     tokenizer: Tokenizer | None
     columns: tuple[str, ...]

@@ -10,7 +10,7 @@ from trainer.config.errors import UserError, nearest
 from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
-from trainer.data.readers import Columns, TablePart, arrow_errors
+from trainer.data.readers import Columns, NoColumn, TablePart, arrow_errors
 from trainer.data.unpacked import check_unpacked
 from trainer.runtime.folders import check_folder
 
@@ -28,10 +28,7 @@ def hf_corpus(
     """
     table = _load(path, name, data_dir, cache, say, files, split, key)
     if missing := [column for column in columns if column not in table.column_names]:
-        raise UserError(
-            f"{path} {split} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
-            f"{', '.join(table.column_names)}"
-        )
+        raise NoColumn(f"{path} {split} has no column {missing[0]}", table.column_names)
     if not len(table):
         raise UserError(f"{path} {split} has no rows")
     arrow = [Path(file["filename"]) for file in table.cache_files]

@@ -72,7 +72,9 @@ class Packing:
         """Yields `documents`, and counts documents without a loss-bearing token in any row."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
-            counts.without_loss += document.loss is not None and not document.loss[:kept].any()
+            if document.loss is not None and not document.loss[:kept].any():
+                counts.without_loss += 1
+                counts.longest = max(counts.longest, len(document.tokens) if document.loss.any() else 0)
             yield mark, document
 
 

@@ -128,7 +128,7 @@ def _build(
     loss."""
     name = _label(corpora)
     say(f"tokenizing and packing {name}")
-    counts, totals, pairs = Counts(), {"rows": 0, "tokens": 0}, 0
+    counts, totals, pairs = Counts(noun=encoder.noun), {"rows": 0, "tokens": 0}, 0
     lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
     target_bytes = 0
 
@@ -148,7 +148,7 @@ def _build(
         rows = counted(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
-            raise no_text(corpora, counts)
+            raise no_text(corpora, counts, packing)
         rows = itertools.chain([first], rows)
         write(folder, rows, length=packing.length, vocab_size=encoder.limit, masked=encoder.masked)
     if not totals["tokens"]:
@@ -164,18 +164,21 @@ def _build(
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
     """Raises UserError if no row of a corpus would have a loss-bearing token. Reads up to the first row that has
     one."""
-    counts, pairs = Counts(), 0
+    counts, pairs = Counts(noun=encoder.noun), 0
     documents = ((None, document) for document in _documents([corpus], encoder, counts, lambda share: None))
     for row, _ in packing.rows(documents, counts):
         if row["loss"].any():
             return
         pairs += int(np.count_nonzero(row["segmentation"]))
-    raise no_loss([corpus], pairs, counts, packing) if pairs else no_text([corpus], counts)
+    raise no_loss([corpus], pairs, counts, packing) if pairs else no_text([corpus], counts, packing)
 
 
-def no_text(corpora: Sequence[Corpus], counts: Counts) -> UserError:
+def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> UserError:
     """Returns the error for corpora without a document."""
     first, hint = corpora[0], ""
+    if counts.skipped_long:
+        others = counts.notes() if counts.skipped_long < counts.skipped + counts.empty else []
+        return UserError("\n".join([f"{_label(corpora)}: {counts.too_long(packing.length)}", *others]))
     if counts.unlearnt:
         lines = "\n".join([*counts.notes(), counts.unlearnt])
         return UserError(f"{_label(corpora)}: there is nothing to learn from:\n{lines}")
@@ -190,11 +193,12 @@ def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Pack
     """Returns the error for corpora whose rows have `pairs` tokens without loss, which is possible only with two
     columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
+    hint = counts.hint if counts.longest else ""
     return UserError(
-        f"{_label(corpora)}: 0 of {pairs:,} tokens contribute to the loss, in {counts.documents:,} documents, "
+        f"{_label(corpora)}: 0 of {pairs:,} tokens contribute to the loss, in {counts.documents:,} {counts.what}, "
         f"{cut}so there is nothing to train or to evaluate on: every completion is empty, or starts "
-        f"after the end of its row of max_target_length={packing.length} tokens; fill the column, raise "
-        "max_target_length, or set use_truncation=false or sft_train_on_completion_only=false"
+        f"after the end of its row of max_target_length={packing.length} tokens{hint}, or fill the column, or set "
+        "use_truncation=false or sft_train_on_completion_only=false"
     )
 
 

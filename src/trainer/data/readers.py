@@ -9,7 +9,7 @@ import gzip
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,15 @@ from trainer.runtime.crc32c import masked_crc32c
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
+
+
+class NoColumn(UserError):
+    """A column is missing, as `problem` says. `there`: those that exist."""
+
+    def __init__(self, problem: str, there: Iterable[str]):
+        self.there = tuple(there)
+        keys = "set train_data_columns or eval_data_columns to some of"
+        super().__init__(f"{problem}; {keys}: {', '.join(self.there)}")
 
 
 class Part(Protocol):
@@ -295,10 +304,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
     try:
         record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
-        raise UserError(
-            f"{where}, there is no column {error.args[0]}; set train_data_columns or eval_data_columns to some of: "
-            f"{', '.join(map(str, values))}"
-        ) from error
+        raise NoColumn(f"{where}, there is no column {error.args[0]}", map(str, values)) from error
     for name, value in zip(columns, record.values, strict=True):
         if isinstance(value, str | bytes) and len(value) > TEXT_BYTES:
             raise UserError(f"{where}: column {name} has more than {TEXT_BYTES:,} bytes; cut the text")

@@ -21,6 +21,7 @@ from trainer.data.readers import (
     Columns,
     FilePart,
     JsonlPart,
+    NoColumn,
     ParquetPart,
     Part,
     TextPart,
@@ -128,10 +129,7 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
             f"{key}={split}: {folder} has the splits {', '.join(info.splits)}{nearest(base, info.splits)}{hint}"
         )
     if missing := [column for column in columns if column not in info.features]:
-        raise UserError(
-            f"{folder} has no column {missing[0]}; set train_data_columns or eval_data_columns to some of: "
-            f"{', '.join(info.features)}"
-        )
+        raise NoColumn(f"{folder} has no column {missing[0]}", info.features)
     parse = _TfdsParser(str(folder))
     parts: list[Part] = []
     for shard in info.splits[split].file_instructions:

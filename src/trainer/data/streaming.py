@@ -284,7 +284,7 @@ class _PackedIterator(grain.DatasetIterator):
         self._restart(Resume(parent.get_state(), 0, 0))
 
     def _restart(self, resume: Resume) -> None:
-        self._resume, self._counts = resume, Counts()
+        self._resume, self._counts = resume, Counts(noun=self._encoder.noun)
         self._rows = self._packing.rows(self._documents(), self._counts, resume.skip)
         for _ in range(resume.rows):
             next(self._rows)

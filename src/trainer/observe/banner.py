@@ -62,6 +62,7 @@ def banner_rows(
     dataset: str,
     run_dir: Path,
     trained: int | None = None,
+    passes: str = "",
     products: Sequence[tuple[str, str]] = (),
     pipeline: str = "",
 ) -> list[tuple[str, str]]:
@@ -89,7 +90,7 @@ def banner_rows(
         *products,
         ("batch", batch),
         *([("loss", f"in {config.num_vocab_tiling} tiles of tokens")] if config.num_vocab_tiling > 1 else []),
-        ("steps", f"{config.steps:,}"),
+        ("steps", f"{config.steps:,}{passes}"),
         *([("islands", _islands(config))] if config.enable_diloco else []),
         ("data", dataset),
         ("run", str(run_dir)),

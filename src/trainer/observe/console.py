@@ -67,6 +67,7 @@ class Console:
         dataset: str,
         run_dir: Path,
         trained: int | None = None,
+        passes: str = "",
         products: Sequence[tuple[str, str]] = (),
         pipeline: str = "",
         warnings: Sequence[str] = (),
@@ -80,6 +81,7 @@ class Console:
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
           trained: how many of them are trained; None: all.
+          passes: what follows the number of steps (`training.passes_text`).
           products: rows on what is quantized, sparse and adapted (`product_rows`).
           pipeline: its stages in words; "" without one.
         """
@@ -94,6 +96,7 @@ class Console:
                 dataset=dataset,
                 run_dir=run_dir,
                 trained=trained,
+                passes=passes,
                 products=products,
                 pipeline=pipeline,
             )

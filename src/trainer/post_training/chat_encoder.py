@@ -2,9 +2,9 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ class ChatEncoder(Encoder):
       longest: a conversation is cut after this many targets; None if it continues in another row.
     """
 
+    noun: ClassVar[str] = "conversation"
+
     template: Template
     formatter: Formatter | None
     longest: int | None
@@ -70,12 +72,14 @@ class ChatEncoder(Encoder):
           UserError: names a record that is not a conversation, or that the template cannot render.
         """
         examples = self.examples(records, counts)
-        documents = [
+        return [
             example and self.document(example, counts, record)
             for example, record in zip(examples, records, strict=True)
         ]
-        counts.documents += sum(document is not None for document in documents)
-        return documents
+
+    def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
+        """Yields the tokens of each of the conversations of `records` that are not empty. Errors are as in `encode`."""
+        return (len(example.learnt) for example in self.examples(records, counts) if example)
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
         """Returns the conversations of `records`, None for one without messages. Errors are as in `encode`."""
@@ -148,20 +152,20 @@ class ChatEncoder(Encoder):
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a conversation; None if no target in a row is learnt, which is counted."""
+        """Returns the document of a conversation; None if no target in a row is learnt. Counts either."""
         found, encoded, learnt = example
         loss = learnt[1:]
         if not loss[: self.longest].any():
-            cut = ", whose beginning of max_target_length tokens ends before it" if loss.any() else ""
-            counts.notice(
-                "unlearnt",
-                lambda: (
-                    f"conversations are skipped, because nothing in them is learnt{cut}; the first in {record.where}"
-                ),
-            )
+            why = "nothing in them is learnt"
+            if loss.any():
+                why = f"what is learnt in them begins after max_target_length={self.longest} tokens"
+                counts.long(len(encoded.ids))
+            counts.skipped += 1
+            counts.notice(why, lambda: f"conversations are skipped, because {why}; the first in {record.where}")
             counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:SHOWN])
             return None
         self.notice_crossing(example, counts, record)
+        counts.documents += 1
         return Document(encoded.ids, loss if self.masked else None)
 
     def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from trainer.config import Config
 from trainer.config.words import counted, visible
 from trainer.data import prepare
@@ -31,8 +33,11 @@ def conversations(config: Config, count: int, say: Say) -> None:
         (example,) = encoder.examples([record], counts)
         if example is None:
             return f"---- {record.where}: no messages\n"
-        encoder.document(example, counts, record)
-        return f"---- {record.where}: {_facts(encoder, example)}\n{_marked(example)}\n"
+        kept = np.full(len(example.learnt), encoder.document(example, counts, record) is not None)
+        if encoder.longest is not None:
+            kept[encoder.longest + 1 :] = False
+        skipped = "" if kept.any() else "skipped; "
+        return f"---- {record.where}: {skipped}{_facts(example, kept)}\n{_marked(example, kept)}\n"
 
     _show(config, count, say, chat_encoder, shown)
 
@@ -47,13 +52,10 @@ def pairs(config: Config, count: int, say: Say) -> None:
         document = encoder.pair_document(pair, counts, record)
         what = "skipped"
         if document is not None:
-            lost = sum(len(side.learnt) for side in pair) - sum(len(x.tokens) for x in (document, *document.after))
-            cut = f", after {counted(lost, 'token')} are cut" if lost else ""
-            what = f"{document.places(encoder.align)} of the {encoder.row} tokens of a row{cut}"
+            what = f"{document.places(encoder.align)} of the {encoder.row} tokens of a row"
         lines = [f"---- {record.where}: {what}"]
-        for name, side in zip(("chosen", "rejected"), pair, strict=True):
-            learnt = int(side.learnt[1:].sum())
-            lines.append(f"{name}: {counted(len(side.learnt), 'token')}, {learnt} learnt\n{_marked(side)}\n")
+        for name, side, kept in zip(("chosen", "rejected"), pair, encoder.kept(pair), strict=True):
+            lines.append(f"{name}: {_facts(side, kept)}\n{_marked(side, kept)}\n")
         return "\n".join(lines)
 
     _show(config, count, say, pair_encoder, shown)
@@ -64,9 +66,9 @@ def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callab
     tokenizer = prepare.open_tokenizer(
         config, source.train, source.weights, cache_root(config.data_cache_directory), say
     )
-    counts = Counts()
     records = itertools.chain.from_iterable(corpus.records() for corpus in source.train)
     encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
+    counts = Counts(noun=encoder.noun)
     learnt = "green" if _marks() is _COLOUR else " ".join(_PLAIN)
     say(f"template: {encoder.template.where}; what is learnt is {learnt}")
     for record in itertools.islice(records, count):
@@ -79,23 +81,23 @@ def _marks() -> tuple[str, str]:
     return _COLOUR if sys.stdout.isatty() else _PLAIN
 
 
-def _facts(encoder: ChatEncoder, example: Example) -> str:
-    targets, learnt = len(example.learnt) - 1, int(example.learnt[1:].sum())
-    facts = f"{counted(targets + 1, 'token')}, {learnt} learnt"
-    if encoder.longest is not None and targets > encoder.longest:
-        facts += (
-            f"; cut after the first {encoder.longest}, with {int(example.learnt[1 : encoder.longest + 1].sum())} learnt"
-        )
-    return facts
+def _facts(example: Example, kept: np.ndarray) -> str:
+    """Returns how many tokens a sequence has, how many of them are cut, and how many are learnt. `kept`: which tokens
+    are in a row, bool [n]; none are if it is skipped."""
+    lost = int((~kept).sum())
+    cut = f", {lost:,} of them cut" if lost and kept.any() else ""
+    return f"{counted(len(kept), 'token')}{cut}, {int(example.learnt[kept][1:].sum()):,} learnt"
 
 
-def _marked(example: Example) -> str:
-    """Returns the text with marks around the characters whose tokens are learnt."""
-    marks = _marks()
+def _marked(example: Example, kept: np.ndarray) -> str:
+    """Returns the text with marks around the characters whose tokens are learnt, without what is cut."""
+    marks, skipped = _marks(), not kept.any()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0
-    for is_learnt, group in itertools.groupby(zip(example.learnt, encoded.stops, strict=True), lambda pair: pair[0]):
-        start, end = end, max(end, *(int(stop) for _, stop in group), 0)
-        part = visible(text[start:end])
+    states = zip(example.learnt & kept, kept | skipped, encoded.stops, strict=True)
+    for (is_learnt, is_there), group in itertools.groupby(states, lambda state: state[:2]):
+        stops = [int(stop) for *_, stop in group]
+        start, end = end, max(end, *stops)
+        part = visible(text[start:end]) if is_there else f"[{counted(len(stops), 'token')} cut]"
         parts.append(f"{marks[0]}{part}{marks[1]}" if is_learnt and part else part)
     return "".join([*parts, visible(text[end:])])

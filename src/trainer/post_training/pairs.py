@@ -5,9 +5,9 @@ targets bear loss. Conversations are rendered by the chat template; two texts ar
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class PairEncoder(ChatEncoder):
       longest_prompt: the most tokens of a prompt; None: prompts are cut only in pairs that do not fit a row.
     """
 
+    noun: ClassVar[str] = "pair"
+
     row: int
     align: int
     truncate: bool
@@ -65,9 +67,14 @@ class PairEncoder(ChatEncoder):
           UserError: names a record that is no pair, or that the template cannot render.
         """
         pairs = zip(self.pairs(records, counts), records, strict=True)
-        documents = [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
-        counts.documents += sum(document is not None for document in documents)
-        return documents
+        return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
+
+    def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
+        """Yields the places of a row that each of the pairs of `records` takes whole."""
+        return (self._places(pair) for pair in self.pairs(records, counts) if pair)
+
+    def _places(self, pair: Pair) -> int:
+        return _document(_parts(pair)).places(self.align)
 
     def pairs(self, records: Sequence[Record], counts: Counts) -> list[Pair | None]:
         """Returns the pairs of `records`, None for one without a prompt or an answer. Errors are as in `encode`."""
@@ -116,17 +123,20 @@ class PairEncoder(ChatEncoder):
         return Encoded.joined([before, encoded, after])
 
     def pair_document(self, pair: Pair, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a pair; None if it is skipped, which is counted."""
+        """Returns the document of a pair; None if it is skipped. Counts either."""
         for side in pair:
             self.notice_crossing(side, counts, record)
-        parts = [_Part(side.encoded.ids, side.learnt) for side in pair]
+        parts = _parts(pair)
         fitting = self._fitting(parts)
         if fitting is not None:
             problem = _problem(fitting)
-        elif self.truncate:
-            problem = "their prompts leave no room in a row for answers"
+        elif (tokens := self._places(pair)) <= self.row:
+            problem = f"their prompts have more than {self.longest_prompt} tokens (use_truncation=false)"
         else:
-            problem = "they are longer than a row, or their prompts too long (use_truncation=false)"
+            problem = "their prompts leave no room in a row for answers"
+            if not self.truncate:
+                problem = f"they are longer than max_target_length={self.row} (use_truncation=false)"
+            counts.long(tokens)
         if fitting is None or problem:
             texts = [side.turns.rendered.text for side in pair]
             _count_skipped(problem, visible("\n".join(text[:SHOWN] for text in texts)), record, counts)
@@ -134,7 +144,17 @@ class PairEncoder(ChatEncoder):
         if lost := sum(len(part.ids) for part in parts) - sum(len(part.ids) for part in fitting):
             counts.cut += 1
             counts.cut_tokens += lost
+        counts.documents += 1
         return _document(fitting)
+
+    def kept(self, pair: Pair) -> list[np.ndarray]:
+        """Returns which tokens of each sequence are in a row: bool [n]. None are if the pair is skipped."""
+        found = [np.zeros(len(side.learnt), bool) for side in pair]
+        fitting = self._fitting(_parts(pair))
+        if fitting is not None and not _problem(fitting):
+            for numbers, part in zip(found, fitting, strict=True):
+                numbers[part.numbers] = True
+        return found
 
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
         """Returns the two sequences as they fit a row; None if they do not.
@@ -170,15 +190,21 @@ class PairEncoder(ChatEncoder):
 
 
 def _count_skipped(problem: str, text: str, record: Record, counts: Counts) -> None:
+    counts.skipped += 1
     counts.notice(f"skipped: {problem}", lambda: f"pairs are skipped: {problem}; the first in {record.where}")
     counts.unlearnt = counts.unlearnt or text
 
 
+def _parts(pair: Pair) -> "list[_Part]":
+    return [_Part(side.encoded.ids, side.learnt, np.arange(len(side.learnt))) for side in pair]
+
+
 class _Part(NamedTuple):
-    """A sequence of a pair: tokens [n], and which of them are learnt."""
+    """A sequence of a pair: tokens [n], which of them are learnt, and their numbers in the sequence that was cut."""
 
     ids: np.ndarray
     learnt: np.ndarray
+    numbers: np.ndarray
 
     @property
     def prompt(self) -> int:
@@ -190,12 +216,14 @@ class _Part(NamedTuple):
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0
-        return _Part(self.ids[kept], self.learnt[kept])
+        return self._of(kept)
 
     def with_answer(self, most: int) -> "_Part":
         """Returns it with at most `most` tokens of the answer."""
-        end = self.prompt + most
-        return _Part(self.ids[:end], self.learnt[:end])
+        return self._of(slice(self.prompt + most))
+
+    def _of(self, kept: "np.ndarray | slice") -> "_Part":
+        return _Part(*(values[kept] for values in self))
 
 
 def _document(parts: Sequence[_Part]) -> Document:

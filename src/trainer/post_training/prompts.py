@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import Config, UserError
+from trainer.config.derived import row_for
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus
-from trainer.data.dataset import Dataset, Say
-from trainer.data.documents import text_of
+from trainer.data.dataset import Dataset, Epoch, Say
+from trainer.data.documents import Record, text_of
 from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
 from trainer.data.streams import PreparedStream, Stream, fingerprint
@@ -123,6 +124,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     if chat is None and (template := tokenizer.chat_template):
         say(f"{template.where} has a chat template, which is not applied; use_chat_template=true applies it")
     fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
+    fields["epoch"] = Epoch(train.size, counted(train.size, "prompt"))
     return PromptDataset(held_out, tokenizer, identity, summary, open_stream, **fields)
 
 
@@ -131,39 +133,60 @@ def _prompts(
 ) -> PromptRows:
     longest = longest_prompt(config)
     prompts: list[Prompt] = []
-    long: list[Any] = []
+    long: list[tuple[int, Any]] = []
     empty: list[Any] = []
-    begin = tokenizer.before_text
     for corpus in corpora:
         name, *others = corpus.columns
         for record in corpus.records():
-            value, *values = record.values
-            if chat is None:
-                if isinstance(value, list | np.ndarray):
-                    raise UserError(
-                        f"{record.where}: column {name} holds {type(value).__name__}, not text; use_chat_template=true "
-                        "takes lists of messages"
-                    )
-                value = text_of(value, name, record)[0]
-                tokens = [*begin, *tokenizer.encode(value)] if value else []
+            value, tokens = prompt_of(record, name, tokenizer, chat)
+            if not tokens:
+                empty.append(record.where)
+            elif len(tokens) > longest:
+                long.append((len(tokens), record.where))
             else:
-                tokens = chat.tokens_of(record)
-            if not tokens or len(tokens) > longest:
-                (long if tokens else empty).append(record.where)
-                continue
-            columns = {other: _plain(found) for other, found in zip(others, values, strict=True)}
-            prompts.append(Prompt(record.where, _plain(value), columns, np.asarray(tokens, np.int32)))
+                columns = {other: _plain(found) for other, found in zip(others, record.values[1:], strict=True)}
+                prompts.append(Prompt(record.where, _plain(value), columns, np.asarray(tokens, np.int32)))
     label = corpora[0].label
     if long:
         say(
-            f"{label}: {counted(len(long), 'prompt')} with more than {longest} tokens left out, the first in {long[0]} "
-            "(max_prefill_predict_length, max_target_length)"
+            f"{label}: {counted(len(long), 'prompt')} with more than {longest} tokens left out, the first in "
+            f"{long[0][1]} (max_prefill_predict_length, max_target_length)"
         )
     if empty:
         say(f"{label}: {counted(len(empty), 'prompt')} without text left out, the first in {empty[0]}")
     if not prompts:
-        raise UserError(f"{label}: no prompt is left: each is empty or has more than {longest} tokens")
+        raise UserError(f"{label}: no prompt is left: {_why_none(config, long, len(empty))}")
     return PromptRows(prompts, config.max_target_length)
+
+
+def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
+    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
+
+    Raises:
+      UserError: it is neither text nor messages.
+    """
+    if chat is not None:
+        return record.values[0], chat.tokens_of(record)
+    value = record.values[0]
+    if isinstance(value, list | np.ndarray):
+        raise UserError(
+            f"{record.where}: column {column} holds {type(value).__name__}, not text; use_chat_template=true takes "
+            "lists of messages"
+        )
+    text = text_of(value, column, record)[0]
+    return text, [*tokenizer.before_text, *tokenizer.encode(text)] if text else []
+
+
+def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
+    """Returns why no prompt is left, and what helps. `long`: the tokens of each that is too long, and where it is."""
+    if not long:
+        return f"{counted(empty, 'prompt')} without text"
+    most, limit = max(tokens for tokens, _ in long), longest_prompt(config)
+    keys = [f"max_target_length={row_for(most + 1)}"] if most >= config.max_target_length else []
+    if 0 <= config.max_prefill_predict_length < most:
+        keys = [f"max_prefill_predict_length={most}", *keys]
+    many = f"{len(long):,} of {len(long) + empty:,}" if empty else f"all {len(long):,}"
+    return f"{many} have more than {limit} tokens (longest {most:,}); give {' '.join(keys)}"
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, n
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.evaluate import check_held_out
 from trainer.training.loop import Reports, fit
+from trainer.training.passes import passes_text, steps_of
 from trainer.training.reports import keep_sample, metrics_files, open_reports, run_work, start_entry
 from trainer.training.run import Run
 from trainer.training.start import Start, start
@@ -28,8 +29,10 @@ __all__ = [
     "metrics_files",
     "needs_of",
     "open_reports",
+    "passes_text",
     "placed",
     "run_work",
     "start",
     "start_entry",
+    "steps_of",
 ]

@@ -10,7 +10,7 @@ def rows(text: str) -> int:
     return sum(max(1, -(-len(line) // SCREEN_COLUMNS)) for line in text.splitlines())
 
 
-@pytest.mark.parametrize("word", ["wandb", "qqqqqq", "memorization", "lr", "verbose", "num_epochs"])
+@pytest.mark.parametrize("word", ["wandb", "qqqqqq", "memorization", "lr", "verbose"])
 def test_nothing_is_suggested_where_nothing_is_near(word):
     assert nearest(word, schema().keys) == ""
 

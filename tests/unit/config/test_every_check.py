@@ -134,6 +134,7 @@ CASES = {
     "use_sft use_dpo use_grpo": [{"use_sft": True, "use_dpo": True}],
     "chat_template chat_template_path": [{"chat_template": "{{ x }}", "chat_template_path": "a"}],
     "chat_template": [{"chat_template": "a.jinja"}],
+    "num_epoch": [{"num_epoch": 2, "dataset_type": "synthetic"}],
     "formatting_func_path": [{"formatting_func_path": "a b"}],
     "dpo_max_prompt_length": [{"dpo_max_prompt_length": 0}],
     "use_dpo packing grain_packing_type": [{"use_dpo": True}],

@@ -77,7 +77,7 @@ def test_each_key_is_in_one_group_and_there_are_no_others():
 def test_the_list_is_this_one():
     """So that no key leaves or enters the list by accident."""
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
-    assert set(LENGTH) == {"steps", "num_batches", "learning_rate_schedule_steps"}
+    assert set(LENGTH) == {"steps", "num_epoch", "num_batches", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
     sections = {"Run and output", "Checkpoints", "Generation", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}

@@ -90,7 +90,7 @@ def test_a_long_document_goes_on_in_another_row_or_is_cut_and_counted():
     assert [row["targets"].tolist() for row in rows] == [[0, 1, 2, 3], [5, EOT, 0, 0]]
     assert (counts.split, counts.cut, counts.cut_tokens) == (0, 1, 7)
     counts.documents = 2
-    assert counts.notes() == ["1 of 2 documents are longer than a row and lose 7 tokens (use_truncation=true)"]
+    assert counts.notes() == ["1 of 2 documents are too long and lose 7 tokens (use_truncation=true)"]
 
 
 def test_aligned_segments_have_padding_between_them():

@@ -141,7 +141,7 @@ def test_a_pair_that_is_too_long_is_cut(align):
     assert (counts.cut, counts.cut_tokens) == (1, lost)
     documents, counts = encoded(encoder_of(**keys, use_truncation=False), (prompt, chosen, rejected))
     assert documents == [None]
-    assert "they are longer than a row, or their prompts too long (use_truncation=false)" in counts.notes()[0]
+    assert f"they are longer than max_target_length={row} (use_truncation=false)" in counts.notes()[0]
 
 
 def test_prompts_have_a_length_of_their_own():
