@@ -2,9 +2,9 @@
 
     python scripts/hostile_requests.py FROM [key=value ...]
 
-Starts `trainer.serve FROM`. An honest request asks for one token; its usual time is the median of 40. Then two clients
-send a hostile request of each kind again and again for three seconds, large ones and ones that are just small enough to
-be read in a thread, while the honest client goes on.
+Starts `trainer.serve FROM`. Honest requests ask for one token, one with a small body and one with a body of 12 kB; their
+usual time is the median of 40. Then two clients send a hostile request of each kind again and again for three seconds,
+large ones and ones that are just small enough to be read in a thread, while the honest client goes on.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ import time
 import httpx
 from prove_serving import served
 
-from trainer.serving.reading import LARGE
+from trainer.serving.reading import HUGE, LARGE
 
 BYTES = 2_700_000
 SECONDS, CLIENTS = 3.0, 2
+PADDINGS = (0, 12_000)  # bytes
 JSON = {"content-type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -43,16 +44,17 @@ def hostile(size: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-async def honest(client: httpx.AsyncClient) -> float:
-    """Returns the seconds of an honest request."""
+async def honest(client: httpx.AsyncClient, padding: int) -> float:
+    """Returns the seconds of an honest request, with `padding` bytes that say nothing."""
+    body = json.dumps({"prompt": "def", "max_tokens": 1}) + " " * padding
     began = time.perf_counter()
-    answer = await client.post(TEXT, json={"prompt": "def", "max_tokens": 1})
+    answer = await client.post(TEXT, content=body, headers=JSON)
     assert answer.status_code == 200, answer.text
     return time.perf_counter() - began
 
 
-async def beside(url: str, path: str, body: bytes) -> tuple[list[float], list[int]]:
-    """Returns the times of honest requests while hostile ones run, and the codes of their answers."""
+async def beside(url: str, path: str, body: bytes) -> tuple[list[list[float]], list[int]]:
+    """Returns the times of both honest requests while hostile ones run, and the codes of their answers."""
     codes = list[int]()
 
     async def send(client: httpx.AsyncClient) -> None:
@@ -62,10 +64,12 @@ async def beside(url: str, path: str, body: bytes) -> tuple[list[float], list[in
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         senders = [asyncio.create_task(send(client)) for _ in range(CLIENTS)]
-        times, until = list[float](), time.perf_counter() + SECONDS
+        times: list[list[float]] = [[] for _ in PADDINGS]
+        until = time.perf_counter() + SECONDS
         while time.perf_counter() < until:
-            await asyncio.sleep(0.01)
-            times.append(await honest(client))
+            for padding, found in zip(PADDINGS, times, strict=True):
+                await asyncio.sleep(0.01)
+                found.append(await honest(client, padding))
         for sender in senders:
             sender.cancel()
     return times, codes
@@ -75,19 +79,18 @@ async def main(model: str, keys: list[str]) -> None:
     """Prints a line for each kind of request."""
     async with served(model, keys) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            usual = statistics.median([await honest(client) for _ in range(40)])
-            await client.post(TEXT, content=b" " * (LARGE + 1), headers=JSON)  # starts the process that reads it
-        print(f"honest request alone: {1000 * usual:.0f} ms (median of 40)")
-        for size in (BYTES, LARGE - 1000):
+            for size in (LARGE, HUGE):
+                await client.post(TEXT, content=b" " * (size + 1), headers=JSON)  # starts the process that reads it
+            usual = [statistics.median([await honest(client, it) for _ in range(40)]) for it in PADDINGS]
+        print("honest requests alone (medians of 40): " + ", ".join(f"{1000 * it:.0f} ms" for it in usual))
+        for size in (BYTES, HUGE - 8000, LARGE - 1000):
             for kind, (path, body) in hostile(size).items():
                 times, codes = await beside(server.url, path, body)
-                median, worst = statistics.median(times), max(times)
-                ends = ", ".join(f"{code} x {codes.count(code)}" for code in sorted(set(codes)))
-                print(
-                    f"{len(body) / 1000:8.0f} kB {kind:24} median {1000 * median:4.0f} ms ({median / usual:.1f}), "
-                    f"worst {1000 * worst:4.0f} ms ({worst / usual:.1f}); {ends}",
-                    flush=True,
+                said = ", ".join(
+                    f"median {1000 * statistics.median(it):4.0f} worst {1000 * max(it):4.0f}" for it in times
                 )
+                ends = ", ".join(f"{code} x {codes.count(code)}" for code in sorted(set(codes)))
+                print(f"{len(body) / 1000:8.0f} kB {kind:24} [ms] {said}; {ends}", flush=True)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
         found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
         say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")
         loaded.complete(found)
-    return found | taken(loaded, say)
+    return {**found, **taken(loaded, say)}
 
 
 def _say(text: str) -> None:

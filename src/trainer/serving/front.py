@@ -17,7 +17,7 @@ from trainer.post_training.chat_encoder import Prompts
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.metrics import Metrics
 from trainer.serving.queries import Query, as_api_error
-from trainer.serving.reading import LARGE, OneAside, Read, Reader
+from trainer.serving.reading import HUGE, LARGE, OneAside, Read, Reader
 from trainer.serving.texts import Names, Text, Token
 
 STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
@@ -136,7 +136,9 @@ class Front:
         self._pool = ThreadPoolExecutor(2, "requests")
         longest, room = model.scheduler.engine.max_prefill_length, model.config.max_target_length
         self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room, model.adapters)
-        self._large = OneAside(self._reader, model.config.receive_seconds, self.check_ready)
+        self._large, self._huge = (
+            OneAside(self._reader, model.config.receive_seconds, self.check_ready) for _ in range(2)
+        )
         in_loop = self._loop.call_soon_threadsafe
         self.service = Service(
             model.scheduler,
@@ -166,7 +168,7 @@ class Front:
           ApiError: see `Reader.read`.
         """
         if len(body) > LARGE:
-            return await self._large.read(body, chat)
+            return await (self._huge if len(body) > HUGE else self._large).read(body, chat)
         return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
@@ -226,6 +228,7 @@ class Front:
         """Ends the threads."""
         self.service.stop()
         self._large.close()
+        self._huge.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _dispatch(self, events: Sequence[Event], when: float) -> None:

@@ -1,7 +1,8 @@
-"""From the body of a request to tokens. Large bodies are read in a process of their own.
+"""From the body of a request to tokens. Large bodies are read in processes of their own.
 
 A body of megabytes can take seconds: to parse, to render, to encode, and to find out that it does not fit. In a thread,
-this work would hold up the event loop and every other request, because Python runs one thread at a time.
+this work would hold up the event loop and every other request, because Python runs one thread at a time. Bodies of
+HUGE bytes and more have another process, so that long conversations do not wait for them.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from trainer.post_training.chat_encoder import Prompts
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.queries import Query, as_api_error, query, read_json
 
-LARGE = 1 << 13  # bytes of a body; a thread reads smaller ones within about 20 ms
+LARGE, HUGE = 1 << 13, 1 << 16  # bytes of a body; a thread reads smaller ones than LARGE within about 20 ms
 _MOST_WAITING, _START_SECONDS = 64, 120
 
 Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts

@@ -13,7 +13,7 @@ from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, 
 
 from trainer.inference import Sampling, Scheduler
 from trainer.inference.controls import Asked
-from trainer.serving.reading import LARGE
+from trainer.serving.reading import HUGE, LARGE
 
 ENDLESS = {"logit_bias": {"256": -100}}  # no token ends the text
 GREEDY = {"temperature": 0, "return_token_ids": True}
@@ -364,7 +364,7 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
     """Its chat template takes seconds. Other requests go on meanwhile."""
     loops = "{% for i in range(99999) %}{% if ('a' * 3000) | title %}{% endif %}{% endfor %}"
     template = f"{{{{ messages[0].content }}}}{{% if messages[0].content == 'Hi' %}}{loops}{{% endif %}}"
-    padding, keys = " " * LARGE, {"max_body_bytes": 2 * LARGE, "chat_template": template}
+    padding, keys = " " * LARGE, {"max_body_bytes": 2 * HUGE, "chat_template": template}
     with served(*made[:2], **keys) as port:
         assert json.loads(call(port, "/v1/models/tiny", method="GET")[2])["chat_template"]  # the page opens in a chat
         body = json.dumps({"prompt": "ab", "temperature": 0}) + padding
@@ -373,9 +373,11 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
         port.server._front._large._process.kill()
         assert "has ended" in refusal(port, 503, body=body.encode())[0]
         assert json.loads(call(port, body=body.encode())[2])["choices"] == json.loads(large)["choices"]
-        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + padding
+        huge = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + " " * HUGE
         with ThreadPoolExecutor(1) as pool:
-            slow = pool.submit(call, port, "/v1/chat/completions", body.encode())
+            slow = pool.submit(call, port, "/v1/chat/completions", huge.encode())
+            assert json.loads(call(port, body=body.encode())[2])["choices"] == json.loads(large)["choices"]
+            assert not slow.done()
             while not slow.done():
                 complete(port, max_tokens=1)
         status, _, said = slow.result()
