@@ -2,9 +2,9 @@
 
     python scripts/hostile_requests.py FROM [key=value ...]
 
-Starts `trainer.serve FROM`. Honest requests ask for one token, with a small body and with one of 12 kB; their usual time
-is the median of 40. Then two clients send a hostile request of each kind again and again for three seconds, large ones
-and ones that are just small enough to be read in a thread, while the honest client goes on.
+Starts `trainer.serve FROM`. Honest requests ask for one token, with a small body and with one of 12 kB; their usual
+time is the median of 40. Then two clients send a hostile request of each kind again and again for three seconds, large
+ones and ones that are just small enough to be read in a thread, while the honest client goes on.
 """
 
 import asyncio
