@@ -25,7 +25,8 @@ _NOTED = (
 def defaults(method: str = "") -> Mapping[str, Any]:
     """Returns MaxText's defaults for the keys of base.yml whose default differs: maxtext.yml, and for `method`, a key
     of `POST_TRAIN`, what it adds there."""
-    keys, found = schema().keys, {}
+    keys = schema().keys
+    found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
         entries, problem, _ = read_file(path)
         assert problem is None, problem

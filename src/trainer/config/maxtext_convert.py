@@ -189,6 +189,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     if method and yml == MAXTEXT_YML.name:
         of_program, more = _of_program(command, method, own_yml, given, added)
         rows, added = [*rows, *more], [*added, *of_program]
+    rows = [_with_preset(row, preset_words(given)) for row in rows]
     words = [*added, *(word for row, word in written if not _in_environment(row))]
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
@@ -253,9 +254,7 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
     added = [NO_DATA] if without_data else []
     added += own_words(own_yml, given)
     given = {**given} | dict(word.split("=") for word in added)
-    for pattern, words in maxtext.table()["of_presets"].items():
-        if fnmatch.fnmatchcase(given.get("model_name", ""), pattern):
-            added += [word for word in words if word.partition("=")[0] not in given]
+    added += preset_words(given)
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:
@@ -264,6 +263,26 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")
     return list(dict.fromkeys(added))
+
+
+def preset_words(given: Mapping[str, str]) -> list[str]:
+    """Returns words for what MaxText's preset has, and ours, which is the published model, has not, unless the keys
+    `given` have it."""
+    words = [
+        word
+        for pattern, words in maxtext.table()["of_presets"].items()
+        if fnmatch.fnmatchcase(given.get("model_name", ""), pattern)
+        for word in words
+    ]
+    return [word for word in words if word.partition("=")[0] not in given]
+
+
+def _with_preset(row: Row, words: Sequence[str]) -> Row:
+    """Returns `row`; if it is that of model_name, with the words that make our preset MaxText's."""
+    if not words or row.kind != SAME or not row.word.startswith("model_name="):
+        return row
+    text = f"the published model, where MaxText has {' '.join(words)}; this is added, without it the published one runs"
+    return row._replace(kind=DIFFERS, text=text)
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:

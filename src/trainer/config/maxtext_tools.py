@@ -22,6 +22,7 @@ from trainer.config.maxtext_convert import (
     Conversion,
     Row,
     convert,
+    preset_words,
     unchecked,
 )
 from trainer.config.quantization_keys import BLOCK, ROUNDING
@@ -113,6 +114,8 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
+        # MaxText's tools write the published config.json, whatever its preset says; only sizes must be its own.
+        wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):
         if made.loaded is None or (key in said and (key not in sizes or has_variable(said[key].word))):

@@ -9,7 +9,7 @@ from trainer.config.context_keys import KEYS as CONTEXT
 from trainer.config.context_keys import STRATEGY, parts
 from trainer.config.decoding_keys import DRAWN
 from trainer.config.decoding_keys import KEYS as DECODING
-from trainer.config.derived import DCN, ICI, global_batch_rows, has_reference, islands
+from trainer.config.derived import DCN, ICI, global_batch_rows, has_dropout, has_reference, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
@@ -166,6 +166,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
         allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
     if _rows_split(before) != _rows_split(config):
         allowed = allowed.union([KERNEL])
+    if not has_dropout(before) and not has_dropout(config):
+        allowed = allowed.union(["enable_dropout"])
     if config.use_grpo:
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]

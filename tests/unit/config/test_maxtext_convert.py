@@ -12,7 +12,17 @@ import pytest
 from trainer import from_maxtext
 from trainer.config import UserError, load, maxtext, maxtext_tools, schema
 from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import DIFFERS, REFUSED, SAME, TRAIN, by_kind, convert, program, unchecked
+from trainer.config.maxtext_convert import (
+    DIFFERS,
+    NO_EFFECT,
+    REFUSED,
+    SAME,
+    TRAIN,
+    by_kind,
+    convert,
+    program,
+    unchecked,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "
@@ -457,3 +467,31 @@ def test_it_needs_no_jax_and_half_a_second():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("preset", "theirs"),
+    [
+        ("deepseek3-671b", {"n_routing_groups": -1, "topk_routing_group": -1}),
+        ("deepseek2-236b", {"n_routing_groups": -1, "topk_routing_group": -1}),
+        ("llama3.3-70b", {"rope_type": "default"}),
+        ("qwen2.5-14b", {"normalization_layer_epsilon": 1e-6}),
+        ("gemma2-2b", {"vocab_size": 256128}),
+    ],
+)
+def test_a_preset_that_was_corrected_is_maxtexts_and_a_line_says_so(preset, theirs):
+    line = "python3 -m maxtext.trainers.pre_train.train base.yml dataset_type=synthetic model_name="
+    _, made = converted(line + preset)
+    assert {name: made.loaded.config[name] for name in theirs} == theirs
+    (row,) = [row for row in made.rows if row.given.startswith("model_name=")]
+    assert row.kind == DIFFERS
+    assert all(f"{name}=" in row.text for name in theirs)
+    _, made = converted(f"{line}{preset} " + " ".join(f"{name}={value}" for name, value in theirs.items()))
+    assert [row.kind for row in made.rows if row.given.startswith("model_name=")] == [SAME]  # it says so itself
+
+
+def test_a_dropout_rate_has_an_effect_where_it_has_in_maxtext():
+    for preset, kind in (("gemma2-2b", DIFFERS), ("llama2-70b", DIFFERS), ("llama2-7b", NO_EFFECT)):
+        line = "python3 -m maxtext.trainers.pre_train.train base.yml dataset_type=synthetic dropout_rate=0.1"
+        _, made = converted(f"{line} model_name={preset}")
+        assert [row.kind for row in made.rows if row.given == "dropout_rate=0.1"] == [kind]

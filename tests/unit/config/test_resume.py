@@ -162,7 +162,7 @@ def test_all_other_differences_are_one_error(words, lines):
 
 def test_every_other_key_is_compared():
     now = saved()
-    for name in set(schema().keys) - MAY_CHANGE:
+    for name in set(schema().keys) - MAY_CHANGE - {"enable_dropout"}:  # it counts with a rate
         before = now | {name: "something else"}
         with pytest.raises(UserError, match=rf'{name}: "something else" -> '):
             check_resume(before, config(), False, "there")
@@ -254,3 +254,8 @@ def test_a_key_that_the_checkpoint_does_not_know_had_its_default():
 def test_a_preset_may_be_replaced_by_its_sizes():
     before = saved() | {"model_name": "of-old"}
     assert check_resume(before, config(), False, "there") == []
+
+
+def test_whether_dropout_is_enabled_counts_only_with_a_rate():
+    check("enable_dropout=true", "enable_dropout=false")
+    assert refused("dropout_rate=0.1", "enable_dropout=false dropout_rate=0.1")

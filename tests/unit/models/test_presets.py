@@ -212,8 +212,15 @@ def test_a_preset_has_the_sizes_of_the_published_model(name):
     assert config.use_qk_norm == name.startswith("qwen3")
     assert config.attention_type == "global"
     assert not (config.logits_via_embedding and config.normalize_embedding_logits)
-    assert not config.enable_dropout
+    assert not config.dropout_rate
     assert config.remat_policy == "full"
+
+
+def test_dropout_is_off_where_maxtext_turns_it_off():
+    """With the other presets, dropout_rate has an effect."""
+    off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
+    on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -283,7 +290,7 @@ def test_a_preset_of_a_newer_family_is_the_published_model(name):
     assert [config[key] for key in SIZES_OF_FAMILIES] == sizes
     family, tied = sizes[0], sizes[-1]
     own = OWN_OF_PRESETS.get(name, OWN[family]) | ({"normalize_embedding_logits": False} if tied else {})
-    own |= {"enable_dropout": False, "remat_policy": "full"}
+    own |= {"remat_policy": "full"}
     own["mlp_activations"] = ("gelu" if family.startswith("gemma") else "silu", "linear")
     assert {key: config[key] for key in own} == own
     # It sets no other key. The base of RoPE in Gemma 1 and 2 is the default.
