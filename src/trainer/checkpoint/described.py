@@ -13,6 +13,7 @@ from trainer.config import Begun, Config, Description, Loaded, UserError, read_s
 from trainer.config.dump import as_words
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
+from trainer.config.from_model import FROM_A_MODEL
 from trainer.config.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
 from trainer.config.paths import local_path
 from trainer.config.quantization_keys import OF_STORED
@@ -149,6 +150,8 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     if code := code_of_checkpoint({name: saved[name] for name in MODEL & saved.keys()}, begun.given, where):
         raise UserError("\n  ".join(code))
     kept = {*MODEL, *(() if _PATH in begun.given else (_PATH,)), _KIND}.difference(OF_STORED, begun.given)
+    # Earlier versions had other defaults, and a run goes on with its own.
+    kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
     kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}
     notes = [f"{where}: the model's keys come from this run's own checkpoint; {_START}={begun.path} is not read"]

@@ -16,8 +16,9 @@ from checkpoint_cases import (
 
 from trainer import quantize
 from trainer.checkpoint import open_source, with_model
+from trainer.checkpoint.described import _of_saved
 from trainer.checkpoint.description import described, model_config
-from trainer.config import UserError, begin, resolve
+from trainer.config import UserError, begin, load, resolve
 from trainer.config.maxtext_command import parse
 from trainer.config.maxtext_convert import EXPORT, convert
 from trainer.config.quantization_keys import OF_STORED
@@ -190,3 +191,13 @@ def test_a_short_table_of_positions_needs_no_length_without_rows(words):
     assert quantize._configuration(config, []).trainable_position_size == 64
     line = "python3 -m maxtext.checkpoint_conversion.to_huggingface model_name=gpt3-52k trainable_position_size=64 "
     assert convert(parse([line]), EXPORT).runs
+
+
+@pytest.mark.parametrize(("word", "rate"), [("steps=9", 6e-3), ("learning_rate=1e-4", 1e-4)])
+def test_a_run_that_goes_on_keeps_its_learning_rate(word, rate, tmp_path):
+    """Its version of the trainer may have had another default."""
+    words = ["run_name=r", "load_parameters_path=/gone", "dataset_type=synthetic", "steps=9"]
+    saved = {**load(words).config, "learning_rate": 6e-3}
+    before = begin([*words, word])
+    assert before.end(_of_saved(saved, tmp_path, before)).config.learning_rate == rate
+    assert load(words).config.learning_rate == 2e-5
