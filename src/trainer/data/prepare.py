@@ -157,7 +157,8 @@ def _build(
         assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
     for note in counts.notes():
         say(note)
-    say(f"prepared {totals['rows']:,} rows: {counts.documents:,} documents, {totals['tokens']:,} tokens")
+    records, tokens = f"{counts.documents:,} {counts.what}", f"{totals['tokens']:,} tokens with a loss"
+    say(f"prepared {totals['rows']:,} rows: {records}, {tokens}")
     return {**totals, **asdict(counts)}
 
 

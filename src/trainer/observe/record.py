@@ -14,7 +14,7 @@ from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
 from trainer.observe.series import Series, number
 from trainer.observe.starts import STARTS_FILE, read_starts
-from trainer.observe.text import short_time, si
+from trainer.observe.text import rate, short_time
 from trainer.runtime.folders import check_folder
 
 
@@ -80,10 +80,10 @@ class Record:
         lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
         if not self._last:
             return lines
-        lines["tokens"] = f"{self.sums['tokens']:,.0f}"
+        lines["trained tokens"] = f"{self.sums['tokens']:,.0f}"
         if self.step_times and self._rates:
             speed, each = float(np.median(self._rates)), float(np.median(self.step_times))
-            lines["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
+            lines["speed"] = f"{rate(speed)}, {short_time(each)} per step (medians)"
         lines["last loss"] = f"{number(self._last['loss']):.4f}"
         if self.sums["skipped"]:
             lines["skipped updates"] = f"{self.sums['skipped']:,.0f}"
