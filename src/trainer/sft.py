@@ -76,14 +76,15 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     """
     from trainer.post_training.from_data import taken
 
-    config, found = loaded.config, {}
+    config = loaded.config
+    found: dict[str, Any] = {}
     if not config.tokenizer_path and config.tokenizer_type != "bytes":
         from trainer.checkpoint import open_source
 
         found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
         say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")
         loaded.complete(found)
-    return found | taken(loaded, say)
+    return {**found, **taken(loaded, say)}
 
 
 def _say(text: str) -> None:
