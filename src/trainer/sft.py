@@ -76,7 +76,8 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     """
     from trainer.post_training.from_data import taken
 
-    config, found = loaded.config, {}
+    config = loaded.config
+    found: dict[str, Any] = {}
     if not config.tokenizer_path and config.tokenizer_type != "bytes":
         from trainer.checkpoint import open_source
 

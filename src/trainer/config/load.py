@@ -83,8 +83,8 @@ class Loaded:
         Raises:
           UserError: they contradict other keys.
         """
-        with self.config.ignore_type():
-            self.config.update(values)
+        for name, value in values.items():
+            setattr(self.config, name, value)
         self.sources.update(dict.fromkeys(values, "the model and the data"))
         if mistakes := contradictions(self.config, self.sources, set()):
             raise report(mistakes)

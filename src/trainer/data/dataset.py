@@ -140,7 +140,7 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         first = source.evaluation[0]
         encode = encoder(first, config.tokenize_train_data if first.evaluates else config.tokenize_eval_data)
         evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
-        held_out = f"held out {_facts(meta, encode.noun)}"
+        held_out = f"held out {_facts(meta, encode.noun, 'evaluated')}"
     encode = encoder(source.train[0], config.tokenize_train_data)
     way = _streamed if config.data_pipeline == "streaming" else _prepared
     order = _order(config)
@@ -168,7 +168,7 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
         raise _no_evaluation(config)
     weights, order = whole_weights(fractions), _order(config)
     facts = [_facts(vars(rows)) for rows in train]
-    held_out = f"held out {_facts(vars(evaluation))}" if evaluation else "no evaluation"
+    held_out = f"held out {_facts(vars(evaluation), tokens='evaluated')}" if evaluation else "no evaluation"
     identity = {
         "format": prepare.FORMAT,
         "way": config.data_pipeline,
@@ -282,8 +282,8 @@ def _streamed(
     return open_stream, "tokenized and packed while it trains", None
 
 
-def _facts(meta: dict[str, Any], noun: str = "document") -> str:
-    return f"{counted(meta['documents'], noun)}, {counted(meta['tokens'], 'token')}"
+def _facts(meta: dict[str, Any], noun: str = "document", tokens: str = "trained") -> str:
+    return f"{counted(meta['documents'], noun)}, {counted(meta['tokens'], f'{tokens} token')}"
 
 
 def _identity(

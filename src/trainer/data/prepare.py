@@ -157,7 +157,8 @@ def _build(
         assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
     for note in counts.notes():
         say(note)
-    say(f"prepared {totals['rows']:,} rows: {counts.documents:,} documents, {totals['tokens']:,} tokens")
+    records, tokens = f"{counts.documents:,} {counts.what}", f"{totals['tokens']:,} tokens with a loss"
+    say(f"prepared {totals['rows']:,} rows: {records}, {tokens}")
     return {**totals, **asdict(counts)}
 
 
@@ -193,11 +194,11 @@ def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Pack
     """Returns the error for corpora whose rows have `pairs` tokens without loss, which is possible only with two
     columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
-    hint = counts.hint if counts.longest else ""
+    give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(
         f"{_label(corpora)}: 0 of {pairs:,} tokens contribute to the loss, in {counts.documents:,} {counts.what}, "
         f"{cut}so there is nothing to train or to evaluate on: every completion is empty, or starts "
-        f"after the end of its row of max_target_length={packing.length} tokens{hint}, or fill the column, or set "
+        f"after the end of its row of max_target_length={packing.length} tokens{give} or set "
         "use_truncation=false or sft_train_on_completion_only=false"
     )
 

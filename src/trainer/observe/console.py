@@ -23,7 +23,7 @@ from trainer.observe.lines import (
     step_fields,
     step_line,
 )
-from trainer.observe.text import Field, clock, fit, short_time, si
+from trainer.observe.text import Field, clock, fit, rate, short_time
 
 _MANY = 0.5  # the share of lost updates that is worth a warning
 LINES = 25  # the number of step lines that stay on a terminal
@@ -163,14 +163,14 @@ class Console:
         steps = counted(pace.steps, "step")
         if self._first.get("step"):
             steps += f" ({self._first['step']} to {self._last['step']}, resumed)"
-        rows = [("done", f"{steps}, {counted(pace.tokens, 'token')} in {clock(wall_time)}")]
+        rows = [("done", f"{steps}, {counted(pace.tokens, 'trained token')} in {clock(wall_time)}")]
         rows += [("skipped", f"{counted(count, 'update')}: {reason}") for reason, count in self._skipped.items()]
         if self._without_loss:
             rows.append(("skipped", f"{counted(self._without_loss, 'update')} whose batch had no token with a loss"))
         if pace.steps:
-            step_time, rate = pace.medians()
+            step_time, tokens = pace.medians()
             rows += last_rewards(self._last, self._evaluated).items()
-            rows.append(("speed", f"{si(rate, 'tok/s')}, {short_time(step_time)} per step (medians)"))
+            rows.append(("speed", f"{rate(tokens)}, {short_time(step_time)} per step (medians)"))
             if has_loss(self._last):
                 rows.append(("last loss", f"{self._last['loss']:.4f}"))
         if self._evaluated and has_loss(self._last):

@@ -15,7 +15,7 @@ from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
 from trainer.observe.series import Series, number
 from trainer.observe.starts import STARTS_FILE, read_starts
-from trainer.observe.text import short_time, si
+from trainer.observe.text import rate, short_time
 from trainer.runtime.folders import check_folder
 
 
@@ -84,10 +84,10 @@ class Record:
         if not self._last:
             return lines
         lines |= last_rewards(self._last, self._evaluated)
-        lines["tokens"] = f"{self.sums['tokens']:,.0f}"
+        lines["trained tokens"] = f"{self.sums['tokens']:,.0f}"
         if self.step_times and self._rates:
             speed, each = float(np.median(self._rates)), float(np.median(self.step_times))
-            lines["speed"] = f"{si(speed, 'tok/s')}, {short_time(each)} per step (medians)"
+            lines["speed"] = f"{rate(speed)}, {short_time(each)} per step (medians)"
         if has_loss(self._last):
             lines["last loss"] = f"{number(self._last['loss']):.4f}"
         if self.sums["skipped"]:

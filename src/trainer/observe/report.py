@@ -23,7 +23,7 @@ _CHARTS = (
     ("Evaluation", "eval_bits_per_byte", "bits per byte", 1),
     ("Learning rate", "learning_rate", "", 1),
     ("Gradient norm", "grad_norm", "before clipping", 1),
-    ("Throughput", "tokens_per_second", "tokens per second", 1),
+    ("Throughput", "tokens_per_second", "trained tokens per second", 1),
     ("Waiting for data", "data_wait", "share of the step time", 1),
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),

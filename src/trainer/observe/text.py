@@ -7,6 +7,11 @@ from typing import NamedTuple
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
+def rate(tokens: float) -> str:
+    """Returns trained tokens per second in words, over all devices."""
+    return f"{si(tokens, 'tok/s')} trained"
+
+
 def si(value: float, unit: str) -> str:
     """Returns `value` with three digits and a prefix of `unit`: si(10240, "tok/s") is "10.2 ktok/s"."""
     scale = 0

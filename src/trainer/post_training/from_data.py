@@ -110,8 +110,9 @@ def _measured(config: Config) -> tuple[int, str]:
     from trainer.checkpoint import open_source as open_model
 
     train, tokenizer = _opened(config)
-    most = EXAMINED // len(train)
-    lengths, whole = [], True
+    most = max(1, EXAMINED // len(train))
+    lengths: list[int] = []
+    whole = True
     what, of_records = _lengths(config, tokenizer, train[0].columns)
     for corpus in train:
         records = corpus.records()

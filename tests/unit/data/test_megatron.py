@@ -313,7 +313,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path, tokens):
     train = set(documents_in(batch["inputs"], batch["inputs_segmentation"]))
     assert not train & set(held)
     assert len(train) == 360 - 1
-    assert "360 documents, 1,440 tokens; held out 40 documents, 160 tokens" in str(dataset)
+    assert "360 documents, 1,440 trained tokens; held out 40 documents, 160 evaluated tokens" in str(dataset)
 
 
 # The last one is rounded as in MaxText 0.2.5: 0.7 + 0.2 is less than 0.9.

@@ -138,7 +138,7 @@ model        llama2: 2 layers, width 192, 6 heads of 32 (3 key-value), MLP 512, 
 1,671,104 parameters
 attention    dot_product
 dtype        float32, weights float32
-batch        8 rows x 128 tokens = 1,024 tokens per step
+batch        8 rows x 128 tokens = 1,024 positions per step
 steps        700
 data         stdlib: 2,423,000 tokens
 run          runs/run-0001
@@ -175,7 +175,7 @@ def test_banner_of_a_larger_machine():
     begun(stream, *words, "dtype=bfloat16", devices=16, device_kind="TPU v5 lite", platform="tpu", process_count=4)
     text = stream.getvalue()
     assert "devices      16 x TPU v5 lite (tpu), 4 processes\nmesh         fsdp 16\n" in text
-    assert "batch        256 rows x 128 tokens = 32,768 tokens per step, in 2 microbatches\n" in text
+    assert "batch        256 rows x 128 tokens = 32,768 positions per step, in 2 microbatches\n" in text
     assert "separate head" in text
     assert "dtype        bfloat16, weights float32\n" in text
 
@@ -209,8 +209,8 @@ def test_summary():
         console.summary(98.4)
 
     assert written(run).splitlines()[-5:] == [
-        "done         5 steps, 5,000 tokens in 0:01:38",
-        "speed        10.0 ktok/s, 100 ms per step (medians)",
+        "done         5 steps, 5,000 trained tokens in 0:01:38",
+        "speed        10.0 ktok/s trained, 100 ms per step (medians)",
         "last loss    1.0000",
         "evaluation   loss 3.2100, 1.9512 bits per byte",
         "run          runs/run-0001",
@@ -307,7 +307,7 @@ def test_the_summary_of_a_process_that_went_on_says_which_steps_are_its_own():
             console.step(ROW | {"step": step}, 13)
         console.summary(1.0)
 
-    assert "done         3 steps (10 to 12, resumed), 3,000 tokens in 0:00:01" in written(run)
+    assert "done         3 steps (10 to 12, resumed), 3,000 trained tokens in 0:00:01" in written(run)
 
 
 def test_the_summary_ends_with_where_things_are():
@@ -321,7 +321,7 @@ def test_the_summary_ends_with_where_things_are():
 
 def test_summary_of_a_run_that_ended_at_once():
     assert written(lambda console: console.summary(1.0)) == (
-        "done         0 steps, 0 tokens in 0:00:01\nrun          runs/run-0001\n"
+        "done         0 steps, 0 trained tokens in 0:00:01\nrun          runs/run-0001\n"
     )
 
 

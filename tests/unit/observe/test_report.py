@@ -79,7 +79,7 @@ def test_the_page_of_a_run_is_whole_and_loads_nothing(tmp_path, capsys):
         "a<b>&c",
         "20 of 30",
         "1,280",
-        "640 tok/s, 100 ms",
+        "640 tok/s trained, 100 ms",
         "4.2500 after step 19",
         "param_norm/mlp",
     ):

@@ -151,7 +151,12 @@ ALL = "all 7 {} are longer than max_target_length=128 (longest {}); give max_tar
         ("use_sft", "prompt,completion", of_documents(chat_encoder), ALL.format("conversations", 622) + "640"),
         ("use_dpo", "prompt,chosen,rejected", of_documents(pair_encoder), ALL.format("pairs", "1,242") + "1280"),
         ("use_grpo", "prompt", open_prompts, "all 7 have more than 127 tokens (longest 601); give max_target_length="),
-        ("", "prompt,completion", of_documents(text_encoder), "(longest 603); give max_target_length=640, or fill"),
+        (
+            "",
+            "prompt,completion",
+            of_documents(text_encoder),
+            "(longest 603); give max_target_length=640, fill the column",
+        ),
     ],
 )
 @pytest.mark.parametrize("way", ["prepared", "streaming"])
