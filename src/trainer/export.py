@@ -64,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
+    from trainer.backends import make_model
     from trainer.checkpoint import check_masks, copy_beside, model_config, open_source, weights_of
     from trainer.checkpoint.adapters import Merged
     from trainer.checkpoint.description import check_words
+    from trainer.products.dequantized import parameter_count
 
     if options["format"] == "peft":
         _export_adapters(source, out, options, keys)
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(visible(note))
         _write(partial, options, config, leaves, about)
         copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
-    _report(out, options, sum(leaf.size for leaf in leaves.values() if not leaf.buffer))
+    _report(out, options, parameter_count(make_model(config).abstract[0]))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
 

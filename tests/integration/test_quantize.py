@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -158,12 +159,14 @@ def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scan
         ("qwen3", "quantization=int8", "pack-quantized"),
     ],
 )
-def test_hugging_face_in_and_out(tmp_path, block, how, kind):
+def test_hugging_face_in_and_out(tmp_path, capsys, block, how, kind):
     """A folder in the layout of compressed-tensors has the same integers and scales, in whatever order RoPE has."""
     folder, out, hf, back = (tmp_path / name for name in ("float", "out", "hf", "back"))
     config, _ = written(folder, block)
     quantize.main([str(folder), str(out), *how.split()])
+    capsys.readouterr()
     export.main([str(out), str(hf), "format=hf"])
+    count = re.search(r": .* parameters, format=hf", capsys.readouterr().out)[0]
     said = json.loads((hf / "config.json").read_text())["quantization_config"]
     assert said["format"] == kind
     assert ("lm_head" in said["ignore"]) == ("quantize_logits" not in how)
@@ -175,6 +178,7 @@ def test_hugging_face_in_and_out(tmp_path, block, how, kind):
     for name, array in ours.items():
         np.testing.assert_array_equal(array, theirs[name], err_msg=name)
     export.main([str(hf), str(back), "format=hf", "dtype=float32"])
+    assert count in capsys.readouterr().out, "scales are no parameters"
     floats = names_of(load_parameters(str(back), config, abstract_of(config), print))
     for name, value in values_of(stored_kernels(stored), ours).items():
         np.testing.assert_array_equal(floats[name], value)

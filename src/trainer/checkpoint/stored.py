@@ -18,7 +18,7 @@ from trainer.models.adapters import storage_of_base
 from trainer.models.families import place, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.matrices import lora_kernels
-from trainer.products.dequantized import dequantize, is_stored
+from trainer.products.dequantized import dequantize, float_shape, is_stored
 
 
 def stored_kernels(config: Config) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
     if not (config[ENABLE] and config[QTYPE]) or config[STORED]:
         return {}
     stored, storage = stored_kernels(config), storage_of_base(config)
-    shapes = {name: _float_shape(kernel) for name, kernel in stored.items()}
+    shapes = {name: float_shape(kernel) for name, kernel in stored.items()}
     return {
         name: OnLoad(
             shapes[name],
@@ -61,10 +61,6 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
         )
         for name, kernel in lora_kernels(config, shapes).items()
     }
-
-
-def _float_shape(kernel: Any) -> tuple[int, ...]:
-    return jax.eval_shape(functools.partial(dequantize, dtype=jnp.dtype(jnp.float32)), kernel).shape
 
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
@@ -90,7 +86,7 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
 
 def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool, head: int, pairs: bool) -> Leaf:
-    shape = _float_shape(kernel)
+    shape = float_shape(kernel)
     held: list[Any] = []  # the parts of all layers, while layers are read
 
     def stored() -> Any:

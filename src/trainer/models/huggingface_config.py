@@ -116,7 +116,10 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
                 f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
                 "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
             )
-        raise UserError(f"{where}: model_type={given} is not known; known: {', '.join(known)}")
+        raise UserError(
+            f"{where}: model_type={given} is not known; known: {', '.join(known)}; for a family of your own, give "
+            "decoder_block=package.module:NAME, a Family whose hugging_face declares this model_type"
+        )
     return known[data["model_type"]]
 
 

@@ -7,6 +7,7 @@ one entry for each block of inputs and outputs. Codes of nf4 are stored as `Pack
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd, prod
 from typing import Any
 
@@ -185,6 +186,17 @@ def dequantize(stored: Any, dtype: jnp.dtype) -> jax.Array:
 def is_stored(value: Any) -> bool:
     """Returns whether `value` is what this module stores for a kernel."""
     return isinstance(value, qarray.QArray | Packed | WithAwqScale)
+
+
+def float_shape(stored: Any) -> tuple[int, ...]:
+    """Returns the shape of the kernel for which `stored` is stored: arrays or ShapeDtypeStructs."""
+    return jax.eval_shape(partial(dequantize, dtype=jnp.dtype(jnp.float32)), stored).shape
+
+
+def parameter_count(params: Any) -> int:
+    """Returns the number of parameters in a tree. A kernel that is stored counts as its floats, without scales."""
+    kernels = jax.tree.leaves(params, is_leaf=is_stored)
+    return sum(prod(float_shape(kernel) if is_stored(kernel) else kernel.shape) for kernel in kernels)
 
 
 def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:

@@ -17,6 +17,7 @@ from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields, placed_fields
 from trainer.ops.paths import Path, by_name, by_path
 from trainer.optim import trainable
+from trainer.products.dequantized import parameter_count
 from trainer.sharding import Rules, on_mesh, spec
 from trainer.state import ParamShardings, set_named_sharding_nnx, table
 from trainer.state.host import Fetch
@@ -145,7 +146,7 @@ class Run(NamedTuple):
     @property
     def parameters(self) -> int:
         """Parameters of the model."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._params))
+        return parameter_count(self._params)
 
     @property
     def trained_parameters(self) -> int:

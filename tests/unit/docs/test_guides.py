@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -86,3 +87,16 @@ def test_the_table_of_features_names_files_that_exist():
     files = re.findall(r"`([\w/]+\.(?:py|yml))`", page.partition("## Where a feature is")[2])
     assert len(files) > 60
     assert [file for file in files if not (root / "src/trainer" / file).is_file()] == []
+
+
+def test_the_guide_to_merged_matrices():
+    names = run("extending.md")
+    settings = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
+    layer = names["GateUp"](4, 6, **settings)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    kernels = {name: getattr(layer, name).kernel.get_value() for name in ("wi", "wo")}
+    layouts = {name.split("/")[3]: layout for name, layout in names["LAYOUTS"].items()}
+    gate_up, down = (layouts[name].to_theirs(np.asarray(kernels[name]), 0) for name in kernels)
+    assert gate_up.shape == layouts["wi"].shape((4, 2, 6)) == (12, 4)
+    expected = (jax.nn.silu(x @ gate_up[:6].T) * (x @ gate_up[6:].T)) @ down.T
+    np.testing.assert_allclose(layer(x, None), expected, rtol=1e-5, atol=1e-6)  # other orders of summation

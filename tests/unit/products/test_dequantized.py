@@ -15,7 +15,16 @@ from trainer.config import UserError
 from trainer.layers.mla import LatentAttention
 from trainer.models.caches import init_cache
 from trainer.products import Kernel
-from trainer.products.dequantized import NF4, Packed, Storage, dequantize, dequantized, with_awq_scale
+from trainer.products.dequantized import (
+    NF4,
+    Packed,
+    Storage,
+    dequantize,
+    dequantized,
+    float_shape,
+    parameter_count,
+    with_awq_scale,
+)
 
 SHAPES = [((64,), (48,)), ((4, 32), (64,)), ((64,), (4, 32))]
 STORAGES = {
@@ -155,6 +164,14 @@ def test_products_in_bfloat16_are_rounded_a_few_times(name, groups):
         expected = np.asarray(x, np.float64) @ whole
         error = np.asarray(found, np.float64) - expected
         assert np.square(error).mean() < 2**-16 * np.square(expected).mean(), rows
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_scales_are_no_parameters(name):
+    storage, values = STORAGES[name], jnp.zeros((2, 64, 48))
+    stored = storage.store(kernel_of((64,), (48,)), values, stacked=1)
+    assert float_shape(stored) == values.shape
+    assert parameter_count({"mlp": {"kernel": stored, "bias": jnp.zeros((2, 48))}}) == 2 * 64 * 48 + 2 * 48
 
 
 def test_blocks_that_fit_badly_are_refused():
