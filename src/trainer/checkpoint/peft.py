@@ -68,7 +68,12 @@ class PeftSource:
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
         del config
-        return self._said.notes
+        names = [f".{it.name}" for it in self._found.values()]
+        lacking = [target for target in self._said.targets if not any(f".{target}.lora_" in name for name in names)]
+        if not lacking:
+            return self._said.notes
+        shown = ", ".join(map(shortened, lacking))
+        return [*self._said.notes, f"{self.path}: {PEFT_WEIGHTS} has no adapter of target_modules: {shown}"]
 
     def lora_keys(self, config: Config) -> dict[str, Any]:
         """Returns the keys with which a model of `config` has the adapters of this folder, and trains what it trains.

@@ -68,6 +68,7 @@ class PeftConfig:
       alpha: the scale of the product times `rank`.
       base: base_model_name_or_path, or "".
       modules: modules_to_save.
+      targets: the names of target_modules; () if it is a pattern, or if the file names other modules.
       biases: whether biases were trained.
       notes: lines about what is not kept.
     """
@@ -87,6 +88,9 @@ class PeftConfig:
         self.alpha = (alpha * math.sqrt(rank) if data.get("use_rslora") else alpha) * factor
         self.base = data.get("base_model_name_or_path") or ""
         self.modules = _listed(data.get("modules_to_save"))
+        targets = data.get("target_modules")
+        hidden = isinstance(targets, str) or data.get("exclude_modules") or factor > 1
+        self.targets = () if hidden else tuple(targets or ())
         self.biases = data.get("bias") not in (None, "none")
         ignored = ("rank_pattern", "alpha_pattern") if factor > 1 else ()
         if refused := _problems(data, ignored):

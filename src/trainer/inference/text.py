@@ -1,5 +1,6 @@
 """Converts prompts to tokens, and tokens to text as they arrive."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -54,7 +55,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
         """`tokens` precede the text."""
-        self._decode, self._tokens = tokenizer.decode, list(tokens)
+        self._tokenizer, self._decode, self._tokens = tokenizer, tokenizer.decode, list(tokens)
         self._first, self._told = max(0, len(self._tokens) - 8), len(self._tokens)
 
     def add(self, token: int) -> str:
@@ -70,6 +71,16 @@ class TextStream:
     def end(self) -> str:
         """Returns the rest of the text, including incomplete characters."""
         return self._text()
+
+    def is_cut(self) -> bool:
+        """Returns whether the text ends within a character, of which more bytes could follow."""
+        known = [token for token in self._tokens[self._told :] if token < self._tokenizer.vocab_size]
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            decoder.decode(b"".join(map(self._tokenizer.token_bytes, known)))
+        except UnicodeDecodeError:
+            return False
+        return bool(decoder.getstate()[0])
 
     def _text(self) -> str:
         before = self._decode(self._tokens[self._first : self._told])

@@ -51,7 +51,8 @@ class Text:
         if event.token is not None:
             self._held += self._stream.add(event.token)
         if event.end is not None:
-            self._held += self._stream.end().rstrip(_REPLACEMENT)  # half a character
+            rest = self._stream.end()
+            self._held += rest.rstrip(_REPLACEMENT) if self._stream.is_cut() else rest
         found = [i for i in map(self._held.find, self._stop) if i >= 0]
         self.stopped = bool(found)
         ended = self.stopped or event.end is not None

@@ -173,6 +173,14 @@ def test_other_forms_of_the_configuration(tmp_path):
         assert any("a_field_of_a_fork" in note for note in source.notes(None)) == ("a_field_of_a_fork" in fields)
 
 
+def test_a_target_without_an_adapter_in_the_file_is_told(tmp_path):
+    for case in CASES:
+        assert not any("target_modules" in note for note in PeftSource(FOLDER / case).notes(None)), case
+    folder = changed(tmp_path, target_modules=["q_proj", "up_proj", "lm_head", "proj"])
+    (line,) = PeftSource(folder).notes(None)
+    assert line == f"{folder}: adapter_model.safetensors has no adapter of target_modules: lm_head, proj"
+
+
 REFUSED = {
     "use_dora=true": {"use_dora": True},
     "rank_pattern=": {"rank_pattern": {"q_proj": 8}},

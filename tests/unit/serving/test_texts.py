@@ -3,8 +3,11 @@
 import random
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
+from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference import Event
 from trainer.serving.texts import Names, Text
 
@@ -89,3 +92,34 @@ def test_names_of_tokens():
     text = [tokenizer.decode(row[:i]) for i in range(len(row))]
     assert names.starts(row)[2:] == [len(part.rstrip("\ufffd")) for part in text][2:]
     assert names.starts(row)[:2] == [0, 0]
+
+
+def bytes_and_letters():
+    """Tokens 0 to 255 are bytes, as in SentencePiece's files, and 256 is a letter."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"x": 256}
+    model = models.BPE(vocab, [], byte_fallback=True)
+    made = tokenizers.Tokenizer(model)
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cut"),
+    [
+        ([256, 0xFF, 0x41, 0x42], 0),  # a run of bytes that is not valid is replaced as a whole
+        ([256, 0x41, 0x42], 0),
+        ([256, 0xE2, 0x82], 2),
+        ([256, 0xE2, 0x82, 0xAC], 0),
+        ([256, 0xEF, 0xBF, 0xBD], 0),
+    ],
+)
+def test_only_half_a_character_is_left_out_at_the_end(tokens, cut, tmp_path):
+    inner = bytes_and_letters()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path), "auto", add_bos=False, add_eos=False)
+    text = Text(tokenizer, (), [])
+    parts = [
+        text.add(Event(0, token, end="length" if i == len(tokens) - 1 else None))[0] for i, token in enumerate(tokens)
+    ]
+    theirs = inner.decode(tokens)
+    assert "".join(parts) == theirs[: len(theirs) - cut]
