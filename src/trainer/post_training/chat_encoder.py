@@ -316,3 +316,21 @@ class Prompts:
         _, stop = found.learnt[-1] if found.learnt else (0, 0)
         last = [int(i) for i, end in zip(encoded.ids, encoded.stops, strict=True) if end <= stop][-1:]
         return [i for i in last if i in self._tokenizer.markers.values()]
+
+
+def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
+    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
+
+    Raises:
+      UserError: it is neither text nor messages.
+    """
+    if chat is not None:
+        return record.values[0], chat.tokens_of(record)
+    value = record.values[0]
+    if isinstance(value, list | np.ndarray):
+        raise UserError(
+            f"{record.where}: column {column} holds {type(value).__name__}, not text; use_chat_template=true takes "
+            "lists of messages"
+        )
+    text = text_of(value, column, record)[0]
+    return text, [*tokenizer.before_text, *tokenizer.encode(text)] if text else []

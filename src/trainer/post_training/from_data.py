@@ -149,8 +149,7 @@ def _lengths(
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
     """Returns what a record is, and a function that returns the tokens of each."""
     if config[RL]:
-        from trainer.post_training.chat_encoder import Prompts
-        from trainer.post_training.prompts import prompt_of
+        from trainer.post_training.chat_encoder import Prompts, prompt_of
 
         chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None
         found = lambda records: (prompt_of(record, columns[0], tokenizer, chat)[1] for record in records)  # noqa: E731

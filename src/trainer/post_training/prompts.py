@@ -12,14 +12,13 @@ from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import Dataset, Epoch, Say
-from trainer.data.documents import Record, text_of
 from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
 from trainer.data.streams import PreparedStream, Stream, fingerprint
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
-from trainer.post_training.chat_encoder import Prompts
+from trainer.post_training.chat_encoder import Prompts, prompt_of
 
 _FORMAT = 1  # increases if equal records become other prompts
 INDEX = "prompt"  # the name of the array [n] with the numbers of prompts in a batch of them
@@ -157,24 +156,6 @@ def _prompts(
     if not prompts:
         raise UserError(f"{label}: no prompt is left: {_why_none(config, long, len(empty))}")
     return PromptRows(prompts, config.max_target_length)
-
-
-def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
-
-    Raises:
-      UserError: it is neither text nor messages.
-    """
-    if chat is not None:
-        return record.values[0], chat.tokens_of(record)
-    value = record.values[0]
-    if isinstance(value, list | np.ndarray):
-        raise UserError(
-            f"{record.where}: column {column} holds {type(value).__name__}, not text; use_chat_template=true takes "
-            "lists of messages"
-        )
-    text = text_of(value, column, record)[0]
-    return text, [*tokenizer.before_text, *tokenizer.encode(text)] if text else []
 
 
 def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
