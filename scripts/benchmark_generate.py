@@ -33,9 +33,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-from trainer.checkpoint import Leaf, names_of, write_huggingface
 from trainer.config import load
 from trainer.inference import DecodeState, MaxEngine, Sampling, canonical
+from trainer.leaves import Leaf, names_of
+from trainer.weights import write_huggingface
 
 MODELS = {
     "default": ["max_target_length=128"],

@@ -21,9 +21,10 @@ import numpy as np
 
 from trainer import quantize, train
 from trainer.backends import make_model
-from trainer.checkpoint import joined, load_model_keys, load_parameters, open_source, parted
 from trainer.config import load, resolve
 from trainer.data import eval_batches, open_dataset
+from trainer.leaves import joined, parted
+from trainer.weights import load_model_keys, load_parameters, open_source
 
 SEEDS = (0, 1, 2)
 GROUP = "weight_block_size=[32,1]"

@@ -45,7 +45,8 @@ def make(folder: Path, layers: int) -> None:
     import ml_dtypes
     import numpy as np
 
-    from trainer.checkpoint import Leaf, model_config, weight_shapes, write_huggingface
+    from trainer.leaves import Leaf
+    from trainer.weights import model_config, weight_shapes, write_huggingface
 
     config = model_config({}, words(layers), "")
     random = np.random.default_rng(0)
@@ -69,8 +70,8 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
     import jax
     from orbax.checkpoint import v1  # noqa: F401
 
-    import trainer.checkpoint.load as loading
     import trainer.config
+    import trainer.weights.load as loading
     from trainer.training import build
 
     given = ["base.yml", "dataset_type=synthetic", *words(layers), f"weight_dtype={weight_dtype}", *keys]
@@ -97,10 +98,10 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
     import jax
 
     import trainer.checkpoint
-    from trainer.checkpoint import weight_shapes
     from trainer.export import main
+    from trainer.weights import weight_shapes
 
-    weight_shapes(trainer.checkpoint.model_config({}, [], ""))
+    weight_shapes(trainer.weights.model_config({}, [], ""))
     jax.devices()
     from orbax.checkpoint import v1  # noqa: F401
 

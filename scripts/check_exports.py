@@ -26,12 +26,12 @@ import transformers
 
 from trainer import export
 from trainer.backends import make_model
-from trainer.checkpoint import Leaf, joined, names_of, parted
-from trainer.checkpoint.params_out import write_params
-from trainer.checkpoint.source import nested
 from trainer.config import UserError, load, resolve
 from trainer.config.files import preset_names
+from trainer.leaves import Leaf, joined, names_of, parted
+from trainer.leaves.source import nested
 from trainer.models.families import family, hugging_face
+from trainer.weights.params.write import write_params
 
 TOLERANCE = 1e-5
 ROWS, LENGTH = 2, 20

@@ -31,9 +31,9 @@ from trainer.data.chat_files import ChatTemplate
 from trainer.data.readers import JsonlPart, ParquetPart
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.unpacked import check_unpacked
-from trainer.models.huggingface_config import model_keys
-from trainer.models.huggingface_quantized import recipe
 from trainer.post_training.chat_template import Template
+from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.quantization_config import recipe
 
 SECONDS, BYTES = 10, 2 << 30
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]

@@ -271,7 +271,8 @@ def our_logits(
     import jax
 
     from trainer.backends import make_model
-    from trainer.checkpoint import joined, load_parameters, parted
+    from trainer.leaves import joined, parted
+    from trainer.weights import load_parameters
 
     config = configured(keys, **more)
     model = make_model(config)

@@ -5,7 +5,7 @@
 Each case is a folder as PeftModel.save_pretrained writes it, and expected.npz with the logits of the golden's batch
 "rows". `steps` has the losses of 20 steps of training, and its adapters before and after (`train`).
 
-With `check`, each folder FOLDER/CASE, written by trainer.checkpoint.write_peft, is loaded by peft onto the case's
+With `check`, each folder FOLDER/CASE, written by trainer.weights.write_peft, is loaded by peft onto the case's
 base, and its logits are compared with the expected ones.
 """
 

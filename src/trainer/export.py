@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     from trainer.backends import make_model
-    from trainer.checkpoint import check_masks, copy_beside, model_config, open_source, weights_of
-    from trainer.checkpoint.adapters import Merged
-    from trainer.checkpoint.description import check_words
     from trainer.products.dequantized import parameter_count
+    from trainer.weights import check_masks, copy_beside, model_config, open_source, weights_of
+    from trainer.weights.adapters import Merged
+    from trainer.weights.model_keys import check_words
 
     if options["format"] == "peft":
         _export_adapters(source, out, options, keys)
@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _about(checkpoint: Any) -> Any:
     """Returns `Source.about`; for a checkpoint that says nothing, as of MaxText, what its tokenizer says."""
-    from trainer.checkpoint import about_tokenizer
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
-    from trainer.models.huggingface_fields import TOKENS
+    from trainer.leaves.about import TOKENS
+    from trainer.weights import about_tokenizer
 
     about, folder = checkpoint.about, checkpoint.tokenizer
     said = about.generation is not None or not about.fields.keys().isdisjoint(TOKENS)
@@ -126,8 +126,8 @@ def _about(checkpoint: Any) -> Any:
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
     """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
-    from trainer.checkpoint import copy_beside, model_config, open_adapters, open_source, weight_shapes, write_peft
-    from trainer.checkpoint.description import as_words, check_words
+    from trainer.weights import copy_beside, model_config, open_adapters, open_source, weight_shapes, write_peft
+    from trainer.weights.model_keys import as_words, check_words
 
     adapters = open_adapters(source, average=options.get("weights") == "ema")
     base = options.get(_BASE, "")
@@ -178,9 +178,9 @@ def _length_given(keys: Sequence[str]) -> bool:
 
 
 def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, about: Any) -> None:
-    from trainer.checkpoint import with_zeros, write_huggingface, write_maxtext, write_params
-    from trainer.models.huggingface_config import length_notes
-    from trainer.models.maxtext_config import maxtext_notes
+    from trainer.weights import with_zeros, write_huggingface, write_maxtext, write_params
+    from trainer.weights.huggingface.config_json import length_notes
+    from trainer.weights.maxtext.model_arguments import maxtext_notes
 
     if options["format"] != "params":
         leaves = with_zeros(config, leaves)
@@ -211,9 +211,10 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
     """Returns the command line with which MaxText loads the output, because its checkpoints do not describe their
     model."""
-    from trainer.checkpoint.description import as_words
-    from trainer.checkpoint.maxtext_out import ITEMS, STEP
-    from trainer.models.maxtext_config import maxtext_keys
+    from trainer.leaves.orbax import ITEMS
+    from trainer.weights.maxtext.model_arguments import maxtext_keys
+    from trainer.weights.maxtext.write import STEP
+    from trainer.weights.model_keys import as_words
 
     keys = {"load_parameters_path": str(out / STEP / ITEMS), "scan_layers": _scans(options)}
     keys |= maxtext_keys(config) | length

@@ -74,13 +74,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     average = options.get("weights") == "ema"
     adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
-        from trainer.checkpoint import of_checkpoint
+        from trainer.weights import of_checkpoint
 
         _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
-            from trainer.checkpoint import of_checkpoint
+            from trainer.weights import of_checkpoint
 
             loaded, average = agreed(lambda: of_checkpoint(model_path, keys, options.get("weights")))
         raw = options.get("weights") == "raw"
@@ -110,10 +110,10 @@ def _generate(
     started: float,
 ) -> None:
     """Every process runs every step, and the first one writes. Adapters that have averages are these, unless `raw`."""
-    from trainer.checkpoint import open_adapters
     from trainer.config.files import by_hand
     from trainer.inference import MaxEngine, Scheduler, tokens_of
     from trainer.runtime.agreement import check_same, is_first
+    from trainer.weights import open_adapters
 
     say, write = (_say, _write) if is_first() else (_nothing, _nothing)
     for note in loaded.notes:

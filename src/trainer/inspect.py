@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     path, norms = _read_words(words)
     leave_out_absent_tpu()
-    from trainer.checkpoint import contents_of
+    from trainer.weights import contents_of
 
     contents = contents_of(path, verify=norms)
     for lines in (_head(contents), _parameters(contents, norms), _others(contents)):
@@ -123,7 +123,7 @@ def _flat(position: Any) -> str:
 
 
 def _parameters(contents: Any, norms: bool) -> Iterator[str]:
-    from trainer.checkpoint.source import progress
+    from trainer.leaves.source import progress
 
     tensors = [tensor for tensor in contents.tensors if tensor.part == "params"]
     yield ""

@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.checkpoint import copy_beside, model_config, open_source, weights_of, write_params
-    from trainer.checkpoint.description import check_words
-    from trainer.checkpoint.stored import as_stored, stored_kernels
     from trainer.models.matrices import quantized_kernels
     from trainer.models.quantization import storage_of
     from trainer.post_training.quantization import Calibrated
+    from trainer.weights import copy_beside, model_config, open_source, weights_of, write_params
+    from trainer.weights.model_keys import check_words
+    from trainer.weights.stored import as_stored, stored_kernels
 
     given = dict(word.partition("=")[::2] for word in keys)
     average = weights != "raw" and (weights == "ema" or open_source(source, given.get("decoder_block", "")).averaged)
@@ -136,7 +136,7 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
 
 def _configuration(config: Config, words: Sequence[str]) -> Config:
     """Returns the configuration of the same model as `config`, with `words`; resolved."""
-    from trainer.checkpoint.description import ORDER, described
+    from trainer.weights.model_keys import ORDER, described
 
     keys = described(config) | {name: config[name] for name in (ORDER, *FLAGS)}
     given = [*as_words(keys), *words]

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
     if loaded is None:
-        from trainer.checkpoint import of_checkpoint
+        from trainer.weights import of_checkpoint
 
         loaded, average = of_checkpoint(model_path, keys, options.get("weights"))
     _check(loaded)
@@ -91,10 +91,10 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
         if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise UserError(f"the package {error.name} is not installed: pip install 'trainer[serve]'") from error
-    from trainer.checkpoint import open_adapters
     from trainer.inference import MaxEngine, Scheduler
     from trainer.inference.sampling import sampling_of
     from trainer.post_training.chat_encoder import Prompts
+    from trainer.weights import open_adapters
 
     config = loaded.config
     for note in loaded.notes:

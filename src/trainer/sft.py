@@ -35,7 +35,7 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
     begun = begin(words, os.environ, kind.defaults)
     kind.check(begun.config)
     if begun.path:
-        from trainer.checkpoint import with_model
+        from trainer.weights import with_model
 
         loaded = with_model(begun)
     else:
@@ -79,7 +79,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     config = loaded.config
     found: dict[str, Any] = {}
     if not config.tokenizer_path and config.tokenizer_type != "bytes":
-        from trainer.checkpoint import open_source
+        from trainer.weights import open_source
 
         found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
         say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")

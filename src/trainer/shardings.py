@@ -42,7 +42,7 @@ def _models(sides: Sequence[Begun]) -> Callable[[Begun], Loaded]:
     _prepare([side.config for side in sides])
     if not any(side.path for side in sides):
         return Begun.end
-    from trainer.checkpoint import with_model
+    from trainer.weights import with_model
 
     return with_model
 

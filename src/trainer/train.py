@@ -89,7 +89,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     add_threads_for_simulated_devices()
 
     with distributed(begun.config):
-        from trainer.checkpoint import with_model
+        from trainer.weights import with_model
 
         loaded = with_model(begun)
         _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, started)

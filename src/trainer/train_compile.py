@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.aot import executable
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
-    from trainer.checkpoint import with_model
+    from trainer.weights import with_model
 
     loaded = with_model(begun)
     if loaded.measures:

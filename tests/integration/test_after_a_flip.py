@@ -13,8 +13,8 @@ from flax import linen, nnx
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import names_of
 from trainer.config import UserError, load
+from trainer.leaves import names_of
 from trainer.models import families
 from trainer.ops.paths import by_name
 from trainer.training import build, placed

@@ -26,9 +26,10 @@ from checkpoint_cases import (
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer import train
-from trainer.checkpoint import load_parameters, names_of
 from trainer.config import load, resolve
 from trainer.export import main
+from trainer.leaves import names_of
+from trainer.weights import load_parameters
 
 
 def failure(capsys, *argv):
@@ -263,7 +264,7 @@ def test_a_refused_or_broken_export_leaves_nothing(tmp_path, capsys, monkeypatch
     def full_disk(self, name, value):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("trainer.checkpoint.safetensors_file.SafetensorsFile.write", full_disk)
+    monkeypatch.setattr("trainer.weights.huggingface.safetensors_file.SafetensorsFile.write", full_disk)
     with pytest.raises(OSError, match="no space"):
         main([str(tmp_path / "hf"), str(tmp_path / "out"), "format=hf"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "params"]

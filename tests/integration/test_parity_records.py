@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from support import ALL_COMBINATIONS, arguments
 
 from trainer import train
-from trainer.checkpoint.safetensors_file import file_metadata, header, stored_tensors
 from trainer.compare import Record, record
 from trainer.config import UserError
 from trainer.models.llama2 import block as llama2
+from trainer.weights.huggingface.safetensors_file import file_metadata, header, stored_tensors
 
 KEYS = {"base_num_decoder_layers": 2}
 

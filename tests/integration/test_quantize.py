@@ -16,12 +16,13 @@ from support import ALL_COMBINATIONS, arguments, packed_batch, pinned
 from trainer import export, inspect, quantize
 from trainer.aot.topologies import devices_of, topology_of
 from trainer.backends import make_model
-from trainer.checkpoint import Leaf, filled, joined, load_parameters, names_of, nested, open_source, write_params
-from trainer.checkpoint.stored import stored_kernels, with_arrays
 from trainer.config import UserError, load, resolve
 from trainer.config.dump import as_words
 from trainer.inference import MaxEngine
+from trainer.leaves import Leaf, filled, joined, names_of, nested
 from trainer.products.dequantized import dequantize
+from trainer.weights import load_parameters, open_source, write_params
+from trainer.weights.stored import stored_kernels, with_arrays
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
 LATENT = {

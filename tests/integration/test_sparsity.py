@@ -4,9 +4,9 @@ import numpy as np
 from run_cases import assert_equal, train
 from support import ALL_COMBINATIONS, pinned
 
-from trainer.checkpoint import contents_of
 from trainer.export import main as export
 from trainer.observe.metrics import METRICS_FILE, read_rows
+from trainer.weights import contents_of
 
 SPARSE = {
     "weight_sparsity_n": 2,

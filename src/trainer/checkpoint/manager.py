@@ -34,11 +34,11 @@ from trainer.checkpoint.disk import (
     read_errors,
     silence_orbax,
 )
-from trainer.checkpoint.maxtext import ITEMS
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
 from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config import Config, UserError
+from trainer.leaves.orbax import ITEMS
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.folders import check_folder

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from trainer.config import UserError
 from trainer.config.errors import shortened
 from trainer.config.json_files import read_object
+from trainer.leaves.orbax import gone
 from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote, size
 
 T = TypeVar("T")
@@ -112,16 +113,6 @@ def damaged(folder: Any, name: str, what: str) -> UserError:
     """Returns the error for file `name` of a checkpoint. `what` continues the sentence after the name."""
     return gone(folder) or UserError(
         f"checkpoint {folder} is damaged: {name} {what}; to continue from the previous checkpoint, remove {folder}"
-    )
-
-
-def gone(folder: Any) -> UserError | None:
-    """Returns the error for a checkpoint, or a part of it, that was removed while it was read; None if it exists."""
-    if folder.exists():
-        return None
-    return UserError(
-        f"{folder} was removed while it was read, as a run removes its expired checkpoints: read a newer one, or let "
-        "the run keep more of them (max_num_checkpoints_to_keep)"
     )
 
 

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint import inspect, newest, orbax
-from trainer.checkpoint.params import CONFIG, TREE
+from trainer.checkpoint import inspect, newest
 from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import UserError
+from trainer.leaves import orbax
 from trainer.models.families import in_stack
 from trainer.runtime import storage
 from trainer.runtime.folders import check_folder
+from trainer.weights.params.read import CONFIG, TREE
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 

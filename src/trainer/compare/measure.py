@@ -15,7 +15,6 @@ from flax import nnx
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
-from trainer.checkpoint import filled, names_of
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import Config, UserError
 from trainer.config.context_keys import token_order
@@ -23,6 +22,7 @@ from trainer.config.invariant_keys import compiler_options
 from trainer.config.pipeline_keys import unpipelined
 from trainer.data import Batch
 from trainer.layers.sown import Activation
+from trainer.leaves import filled, names_of
 from trainer.models import families
 from trainer.models.mtp import MTP
 from trainer.models.names import Names

@@ -20,7 +20,6 @@ from typing import Any, Self
 import numpy as np
 from safetensors import SafetensorError
 
-from trainer.checkpoint.safetensors_file import NAMES, Tensors, file_metadata, header, stored_tensors
 from trainer.compare import measure
 from trainer.compare.measure import Measured, Shared, Snapshot
 from trainer.compare.reference import Reference, Step
@@ -29,6 +28,7 @@ from trainer.config import Config, Loaded, Side, UserError, combination, load, r
 from trainer.config.dump import to_flow
 from trainer.data import Batch
 from trainer.runtime.versions import machine
+from trainer.weights.huggingface.safetensors_file import NAMES, Tensors, file_metadata, header, stored_tensors
 
 ENDING = ".safetensors"
 _FORMAT = 1

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import ml_collections
 
-from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.compare.difference import Layers
 from trainer.compare.measure import Measured, Program, Shared, Snapshot
 from trainer.config import Config, Side, UserError
 from trainer.config.files import by_hand
 from trainer.data import Batch, open_dataset
+from trainer.leaves import names_of
 from trainer.models.names import names_of_blocks
 from trainer.observe.banner import banner_rows
 from trainer.ops.paths import whole_name

@@ -5,19 +5,6 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint import (
-    Adapters,
-    joined,
-    load_parameters,
-    names_of,
-    nested,
-    of_checkpoint,
-    open_adapters,
-    open_source,
-    parted,
-)
-from trainer.checkpoint.adapters import Merged
-from trainer.checkpoint.described import keys_of_run
 from trainer.config import Config, UserError
 from trainer.config.dump import to_flow
 from trainer.config.invariant_keys import KEY, OF_BITS, unchecked
@@ -27,7 +14,11 @@ from trainer.inference.adapters import loaded
 from trainer.inference.ends import stop_tokens
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
+from trainer.leaves import joined, names_of, nested, parted
 from trainer.ops.random import seed_key
+from trainer.weights import Adapters, load_parameters, of_checkpoint, open_adapters, open_source
+from trainer.weights.adapters import Merged
+from trainer.weights.model_of_command import keys_of_run
 
 _MODULES = "mtp_num_layers"
 

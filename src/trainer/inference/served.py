@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model, make_model
-from trainer.checkpoint import Adapters
 from trainer.config import Config, UserError, resolve
 from trainer.config.context_keys import AXES, LENGTHS
 from trainer.config.expert_keys import drops
@@ -20,6 +19,7 @@ from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
 from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
+from trainer.weights import Adapters
 
 # A row is not sharded: tokens are added to it one at a time. The axes that shard it in training shard rows instead.
 _ROWS = "activation_batch"

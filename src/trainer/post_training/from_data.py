@@ -77,7 +77,7 @@ def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
     without a name is continued if it has the same configuration, or if its model is gone."""
     if not config.run_name and not config.load_parameters_path:
         return None
-    from trainer.checkpoint import open_source, own_run
+    from trainer.weights import open_source, own_run
 
     if not config.run_name:
         try:
@@ -107,7 +107,7 @@ def _conventional(config: Config) -> list[str]:
 
 def _measured(config: Config) -> tuple[int, str]:
     """Returns the length that the data ask for, 0 without any, and why."""
-    from trainer.checkpoint import open_source as open_model
+    from trainer.weights import open_source as open_model
 
     train, tokenizer = _opened(config)
     most = max(1, EXAMINED // len(train))

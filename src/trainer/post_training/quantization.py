@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.checkpoint import Leaf, names_of, nested
 from trainer.config import Config, UserError
+from trainer.leaves import Leaf, names_of, nested
 from trainer.post_training.calibration import calibrate
 from trainer.post_training.recording import Statistics
 from trainer.products import Kernel

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import About, about_in, about_tokenizer, newest, open_adapters, open_source
-from trainer.checkpoint.about import FIELDS
+from trainer.checkpoint import newest
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.config import Config
@@ -14,7 +13,10 @@ from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
+from trainer.leaves import About
+from trainer.leaves.about import FIELDS
 from trainer.runtime.storage import folder, is_remote
+from trainer.weights import about_in, about_tokenizer, open_adapters, open_source
 
 
 def about_run(

@@ -7,20 +7,14 @@ import jax
 from ml_collections import FrozenConfigDict
 
 from trainer.checkpoint import (
-    About,
     Base,
     CheckpointManager,
     SavedCheckpoints,
     Sidecar,
     base_of,
     check_base,
-    initial_parameters,
     inspect,
-    joined,
-    load_parameters,
-    nested,
     newest,
-    parted,
     place_of,
     restore,
     saved_config,
@@ -42,6 +36,7 @@ from trainer.config.lora_keys import ENABLE, RESTORE
 from trainer.config.pipeline_keys import unpipelined
 from trainer.config.words import counted
 from trainer.data import Dataset
+from trainer.leaves import About, joined, nested, parted
 from trainer.models.names import names_of_blocks, renamed
 from trainer.ops.paths import Path, by_path
 from trainer.runtime.agreement import agreed, from_first
@@ -52,6 +47,7 @@ from trainer.state.diloco import like_islands, without_islands
 from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
+from trainer.weights import initial_parameters, load_parameters
 
 Say = Callable[[str], None]
 

@@ -10,8 +10,8 @@ import pytest
 from trainer.backends import TrainTree
 from trainer.checkpoint.base import checked, digests, with_base, without_base
 from trainer.checkpoint.sidecar import Base
-from trainer.checkpoint.source import Leaf, whole
 from trainer.config import UserError
+from trainer.leaves.source import Leaf, whole
 from trainer.state.diloco import DiLoCoTrainState
 
 VALUES = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)

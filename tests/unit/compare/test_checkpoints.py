@@ -13,10 +13,12 @@ from checkpoint_cases import config_of, random_params
 
 from trainer import parity
 from trainer.backends import TrainTree
-from trainer.checkpoint import CheckpointManager, Leaf, Sidecar, write_params
+from trainer.checkpoint import CheckpointManager, Sidecar
 from trainer.config import to_yaml
+from trainer.leaves import Leaf
 from trainer.runtime import storage
 from trainer.state import DiLoCoTrainState
+from trainer.weights import write_params
 
 SETTINGS = {
     "async_checkpointing": False,

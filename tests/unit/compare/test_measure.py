@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 
-from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.config import UserError, load
+from trainer.leaves import names_of
 from trainer.models import transformer
 from trainer.models.llama2 import block as llama2
 from trainer.models.names import Names

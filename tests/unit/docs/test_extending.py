@@ -20,8 +20,8 @@ from support import (
     tiny_config,
 )
 
-from trainer.checkpoint import names_of
 from trainer.config import UserError, load
+from trainer.leaves import names_of
 from trainer.objectives import Weights
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS

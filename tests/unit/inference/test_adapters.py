@@ -7,12 +7,12 @@ import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import joined, names_of, nested, parted
 from trainer.config import UserError
 from trainer.config.lora_keys import ADAPTER
 from trainer.inference import Engine, MaxEngine, Sampling, canonical
 from trainer.inference.adapters import with_adapters
 from trainer.inference.served import serve
+from trainer.leaves import joined, names_of, nested, parted
 from trainer.models.adapters import apply_lora_on_base_params
 from trainer.models.matrices import lora_kernels, matrix_names
 from trainer.ops.paths import by_name

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from trainer.checkpoint import load_model_keys, open_source
 from trainer.inference import MaxEngine, Scheduler
+from trainer.weights import load_model_keys, open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 # One of each family, and those whose cache or positions differ: windows of 5 positions, latents, YaRN.

@@ -14,12 +14,12 @@ from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import model_config, weight_shapes
-from trainer.checkpoint.description import check_words
 from trainer.config import UserError
 from trainer.layers.sown import SownValue, Total
 from trainer.objectives import NextToken, make_objective, prepared
 from trainer.ops.random import seed_key
+from trainer.weights import model_config, weight_shapes
+from trainer.weights.model_keys import check_words
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 LINEN, NNX = "team_block:LinenBlock", "team_block:NNXBlock"

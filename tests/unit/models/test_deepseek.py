@@ -11,26 +11,18 @@ from checkpoint_cases import abstract_of, assert_same, config_of, random_params,
 from support import ALL_COMBINATIONS, arguments, lowered_update, pinned
 
 from trainer import export
-from trainer.checkpoint import (
-    Leaf,
-    contents_of,
-    load_parameters,
-    model_config,
-    names_of,
-    open_source,
-    orbax,
-    write_huggingface,
-)
-from trainer.checkpoint.description import described
-from trainer.checkpoint.maxtext import layer_name
-from trainer.checkpoint.maxtext_out import write_maxtext
 from trainer.config import UserError, load
+from trainer.leaves import Leaf, names_of, orbax
 from trainer.models.families import place, stacks
-from trainer.models.huggingface_config import config_json, model_keys
-from trainer.models.maxtext_config import maxtext_keys
 from trainer.ops.routing import Routing, chosen_of_softmax, times, within_groups
 from trainer.training import build
 from trainer.training.start import start
+from trainer.weights import contents_of, load_parameters, model_config, open_source, write_huggingface
+from trainer.weights.huggingface.config_json import config_json, model_keys
+from trainer.weights.maxtext.model_arguments import maxtext_keys
+from trainer.weights.maxtext.read import layer_name
+from trainer.weights.maxtext.write import write_maxtext
+from trainer.weights.model_keys import described
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")

@@ -20,13 +20,13 @@ from trainer.layers.dense import Embed
 from trainer.layers.norm import RMSNorm
 from trainer.models.families import stacks
 from trainer.models.flops import visible_keys
-from trainer.models.huggingface_config import config_json
-from trainer.models.maxtext_config import maxtext_keys
 from trainer.models.patterns import repeated
 from trainer.ops.attention import Mask
 from trainer.ops.blockwise import blockwise_attention
 from trainer.ops.splash import splash_kernel
 from trainer.training import build, placed
+from trainer.weights.huggingface.config_json import config_json
+from trainer.weights.maxtext.model_arguments import maxtext_keys
 
 GATED = {"mlp_activations": "[gelu,linear]"}
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}

@@ -17,14 +17,12 @@ from support import ALL_COMBINATIONS, arguments, tiny_config
 from two_kinds import Shift
 
 from trainer.backends import make_model
-from trainer.checkpoint import names_of
-from trainer.checkpoint.huggingface import layouts_of, tensors_of
-from trainer.checkpoint.maxtext import layer_name
 from trainer.compare import measure
 from trainer.config import UserError, load
 from trainer.inference import MaxEngine, Scheduler, canonical
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
+from trainer.leaves import names_of
 from trainer.models.families import RESERVED, axis_rules, place, stacks
 from trainer.models.family import Family
 from trainer.models.huggingface import Layout
@@ -33,6 +31,8 @@ from trainer.models.names import names_of_blocks
 from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder
 from trainer.training import build
+from trainer.weights.huggingface.read import layouts_of, tensors_of
+from trainer.weights.maxtext.read import layer_name
 
 OWN = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
 

@@ -14,20 +14,12 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 from support import ALL_COMBINATIONS, pinned
 
-from trainer.checkpoint import (
-    Leaf,
-    joined,
-    load_parameters,
-    model_config,
-    names_of,
-    open_source,
-    parted,
-    write_huggingface,
-)
 from trainer.layers.attention import OPS
+from trainer.leaves import Leaf, joined, names_of, parted
 from trainer.objectives import NextToken
 from trainer.ops.blockwise import blockwise_attention
 from trainer.training import build
+from trainer.weights import load_parameters, model_config, open_source, write_huggingface
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())

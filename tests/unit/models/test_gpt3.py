@@ -11,12 +11,13 @@ from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, pinned, tiny_config
 
 from trainer.backends import make_model
-from trainer.checkpoint import Leaf, names_of, open_source, write_maxtext
-from trainer.checkpoint.description import described
 from trainer.config import UserError, load, resolve
+from trainer.leaves import Leaf, names_of
 from trainer.models.caches import init_cache
 from trainer.models.gpt3.family import Block
 from trainer.optim.qk_clip import scaled
+from trainer.weights import open_source, write_maxtext
+from trainer.weights.model_keys import described
 
 FIRST = ALL_COMBINATIONS[0]
 ROWS, LENGTH, HEADS = 2, 16, 4

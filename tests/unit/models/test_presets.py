@@ -12,9 +12,9 @@ from trainer.config import load, resolve
 from trainer.config.files import preset_names
 from trainer.config.load import Loaded
 from trainer.layers.param import Buffer
-from trainer.models.huggingface_config import model_keys
 from trainer.models.transformer import Transformer
 from trainer.training import build
+from trainer.weights.huggingface.config_json import model_keys
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
 # rope_theta, tie_word_embeddings of each model's config.json, and the parameters of its published weights (a tied

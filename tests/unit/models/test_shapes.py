@@ -11,12 +11,12 @@ from flax import nnx
 from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE, clipped_gate
 from support import ALL_COMBINATIONS, arguments, tiny_config
 
-from trainer.checkpoint import names_of
 from trainer.compare import measure
 from trainer.config import UserError, load, resolve
 from trainer.inference import MaxEngine, Scheduler, canonical
 from trainer.layers.attention import Attention
 from trainer.layers.moe import MoE
+from trainer.leaves import names_of
 from trainer.models.llama2 import facts
 from trainer.models.llama2.block import make_rope
 from trainer.models.names import names_of_blocks

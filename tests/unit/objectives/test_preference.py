@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 from support import arguments, copied, pinned, state_from
 
-from trainer.checkpoint import model_config, nested, open_source, parted, weight_shapes
 from trainer.config import load
 from trainer.config.dump import as_words
 from trainer.data.batches import make_batch
 from trainer.data.documents import Counts, Document
 from trainer.data.packing import Packing
+from trainer.leaves import nested, parted
 from trainer.objectives import Frozen
 from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
 from trainer.training import build, placed
 from trainer.training.step import make_gradients
+from trainer.weights import model_config, open_source, weight_shapes
 
 TESTS = Path(__file__).parents[2]
 GOLDEN, MODEL = json.loads((TESTS / "preferences" / "trl.json").read_text()), TESTS / "goldens" / "llama"

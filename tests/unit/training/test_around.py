@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
 
-from trainer.checkpoint import CheckpointManager, Sidecar, names_of, open_source, restore
+from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.compare import measure
 from trainer.config import load, to_yaml
 from trainer.export import main
+from trainer.leaves import names_of
 from trainer.models.names import Names
 from trainer.optim.average import averaged
 from trainer.training import build, placed
+from trainer.weights import open_source
 
 INTERVAL, FACTOR, EMA, ROWS, STEPS, PERIOD = 8, 2.5, 0.75, 8, 12, 4
 KEYS = {

@@ -14,7 +14,6 @@ from trainer.aot import executable
 from trainer.aot.compilation import compile_step
 from trainer.aot.text import report_text
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
-from trainer.checkpoint.contents import contents_of
 from trainer.config import UserError, load, to_yaml
 from trainer.data import open_dataset
 from trainer.objectives import (
@@ -32,6 +31,7 @@ from trainer.objectives.router import WithRouters
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
 from trainer.training import Reports, build, fit, placed, start
+from trainer.weights.contents import contents_of
 
 SGD = {
     "base_num_decoder_layers": 1,

@@ -21,9 +21,9 @@ from support import (
 )
 
 from trainer.backends import StateCodec, TrainTree, make_model
-from trainer.checkpoint import names_of
 from trainer.config import UserError, load
 from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
+from trainer.leaves import names_of
 from trainer.models.llama2 import block as llama2
 from trainer.models.mtp import Ahead, run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout

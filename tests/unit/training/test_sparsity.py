@@ -19,12 +19,12 @@ from support import (
 )
 
 from trainer.backends import make_model
-from trainer.checkpoint import check_masks
 from trainer.config import UserError, load
 from trainer.models.matrices import check_matrices
 from trainer.ops.paths import by_name
 from trainer.state.diloco import without_islands
 from trainer.training import build, placed
+from trainer.weights import check_masks
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 START, EVERY = 2, 2

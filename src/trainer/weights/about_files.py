@@ -1,0 +1,57 @@
+"""Reads and writes the files in which a folder says something about its model beside the weights (`leaves.about`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.config.json_files import Field, field_problems, read_object, shown
+from trainer.config.tokenizer_files import tokenizer_parts
+from trainer.leaves.about import CHANGED, FIELDS, GENERATION, TOKENS, About
+from trainer.runtime.folders import read_bounded
+from trainer.weights.huggingface.config_fields import neutral_keys
+
+_IDS = Field(int, null=True, many=True)
+_BOS, _END, _PAD = TOKENS
+
+
+def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
+    """Returns what the files in `folder`, a path on this machine or in a bucket, say.
+
+    Args:
+      fields: those of its config.json; by default, the content of its huggingface.json.
+
+    Raises:
+      UserError: a file is damaged, or a value has the wrong type.
+    """
+    changed = dict[str, Any]()
+    if fields is None and (folder / FIELDS).is_file():
+        said = read_object(folder / FIELDS)
+        changed = said.get(CHANGED, {})
+        if not isinstance(changed, dict):
+            raise UserError(f"{folder / FIELDS}: {CHANGED}={shown(changed)}, not an object")
+        fields = neutral_keys(said, str(folder / FIELDS))
+    generation = read_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    if wrong := field_problems(generation or {}, dict.fromkeys(TOKENS, _IDS)):
+        raise UserError("\n  ".join([f"{folder / GENERATION}:", *wrong]))
+    return About(fields or {}, generation, changed)
+
+
+def about_tokenizer(bos: int | None, eos: int | None) -> About:
+    """Returns what a tokenizer alone says, of a model that began without any."""
+    said = {_BOS: bos, _END: eos}
+    return About({**said, _PAD: None}, {name: token for name, token in said.items() if token is not None})
+
+
+def copy_beside(folder: Any, about: About, target: Path, *, fields: bool) -> None:
+    """Copies the tokenizer's files in `folder` into `target`, and writes `about` there.
+
+    Args:
+      folder: a path on this machine or in a bucket.
+      fields: whether to write huggingface.json: `target` has no config.json.
+    """
+    files = {name: read_bounded(folder / name) for name in tokenizer_parts(folder)}
+    files |= {name: data for name, data in about.files().items() if fields or name != FIELDS}
+    for name, data in files.items():
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_bytes(data)

@@ -1,0 +1,350 @@
+"""Reads and writes config.json. Checked against transformers 5.23; 4.x reads and writes the same files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import Config, UserError, schema
+from trainer.config.errors import shortened
+from trainer.config.expert_keys import STEP, dense_layers
+from trainer.config.json_files import shown
+from trainer.config.latent_keys import TYPE
+from trainer.config.limits import PERIOD
+from trainer.config.values import check
+from trainer.config.windows import has_window, period
+from trainer.models import FAMILIES
+from trainer.models.families import family, hugging_face
+from trainer.models.huggingface import HuggingFace
+from trainer.weights.huggingface.config_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
+from trainer.weights.huggingface.quantization_config import recipe
+from trainer.weights.huggingface.rope_fields import LOCAL, THETA, can_rotate, rope_fields, rope_keys
+
+# Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu",
+    "relu": "relu",
+    "tanh": "tanh",
+    "sigmoid": "sigmoid",
+    "linear": "linear",
+}
+_FULL, _SLIDING = KINDS_OF_LAYERS
+SCALAR = "query_pre_attn_scalar"
+
+
+def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
+    """Returns the keys of base.yml for the config.json `data`, without keys that have no effect.
+
+    Args:
+      data: config.json, parsed, with `rope_theta` and `rope_scaling`, or with `rope_parameters` of transformers 5.
+      where: its path, for messages.
+      decoder_block: the configured family, by name or import path; "" if none is configured.
+
+    Raises:
+      UserError: lists all missing fields of `data`, and all fields that no key can represent.
+    """
+    if wrong := mistyped(data):
+        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
+    block, hf = _declaration(data, where, decoder_block)
+    # A base of RoPE that is null is as good as absent.
+    bases = (THETA, hf.local_rope)
+    stated = {name: value for name, value in data.items() if value is not None or name not in bases}
+    said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **stated}
+    sizes = _sizes(hf, said, data)
+    if lacking := [name for name in sizes.values() if name not in said]:
+        raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
+    refused = _switched_on(hf, said) + _contradicting_counts(hf, data) + unknown_fields(hf, data)
+    recipe(data, refused)
+    keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
+    keys |= hf.implies
+    keys |= _latent_keys(hf, said, refused) if hf.latent else {}
+    heads = said["num_attention_heads"]
+    keys |= {
+        "decoder_block": block,
+        "base_num_kv_heads": said.get("num_key_value_heads") or heads,
+        "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
+        "normalization_layer_epsilon": float(said["rms_norm_eps"]),
+        **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
+        "use_qk_norm": hf.qk_norm,
+        "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
+    }
+    if not hf.latent:
+        keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
+    if keys["logits_via_embedding"]:
+        keys["normalize_embedding_logits"] = False
+    activations, activation = {**ACTIVATIONS, **hf.activations}, said[hf.activation]
+    if activation in activations:
+        keys["mlp_activations"] = (activations[activation], "linear")
+    else:
+        refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
+    keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
+    if keys.get(SCALAR) == keys.get("head_dim"):
+        keys.pop(SCALAR, None)
+    if hf.latent:
+        keys["attention_type"] = TYPE
+        if keys.get("rope_type") == "yarn":
+            keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
+    if "num_experts" in hf.sizes and not dense_layers({"first_num_dense_layers": 0, STEP: 1, **keys}):
+        keys.pop("base_mlp_dim", None)  # no layer has an MLP
+    if keys.get(STEP) == 1:
+        del keys[STEP]
+    refused += [
+        f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
+        for name, key in schema().keys.items()
+        if name in keys and (problem := check(key, keys[name]))
+    ]
+    if refused:
+        raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
+    return keys
+
+
+def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
+    """Returns the family of the model type of `data`, and its declaration. For the arguments see `model_keys`.
+
+    Raises:
+      UserError: no family declares it.
+    """
+    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
+    declared = [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
+    known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
+    if data.get("model_type", "") not in known:
+        given = shortened(data.get("model_type", "(absent)"))
+        if isinstance(data.get("text_config"), Mapping):
+            others = [name for name in data if name.endswith("_config")]
+            raise UserError(
+                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
+                "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
+            )
+        raise UserError(
+            f"{where}: model_type={given} is not known; known: {', '.join(known)}; for a family of your own, give "
+            "decoder_block=package.module:NAME, a Family whose hugging_face declares this model_type"
+        )
+    return known[data["model_type"]]
+
+
+def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
+    """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
+    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
+    names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
+    names += [name for name in hf.off if said.get(name)]
+    names += ["use_sliding_window"] if said.get("use_sliding_window") and hf.window != "switched" else []
+    names += [] if said.get("is_causal", True) else ["is_causal"]
+    return [f"{name}={shown(said[name])}" for name in dict.fromkeys(names)]
+
+
+def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
+    given = {name: data[name] for name in COUNTS if name in data and "num_experts" in hf.sizes}
+    return [] if len(set(given.values())) < 2 else [" and ".join(f"{name}={value}" for name, value in given.items())]
+
+
+def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
+    """Returns our keys of sizes, each with the field of `said` that gives it: `data`, config.json, with its defaults.
+    With experts there is no other MLP."""
+    own = dict(hf.sizes)
+    if "num_experts" in own and own["num_experts"] not in data:
+        own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
+    experts = "num_experts" in own
+    return {ours: theirs for theirs, ours in SIZES.items() if not experts or ours != "base_mlp_dim"} | own
+
+
+def _or_default(key: str, value: Any) -> Any:
+    """Returns `value`; without one, the default of our key, with its type."""
+    default = schema().keys[key].default
+    return default if value is None else float(value) if isinstance(default, float) else value
+
+
+def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
+    fields."""
+    if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
+        refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
+    groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
+    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
+    if method == hf.methods[1] and groups > 1:
+        keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
+    elif method not in hf.methods:
+        refused.append(f"topk_method={shortened(method)} (known: {', '.join(dict.fromkeys(hf.methods))})")
+    return keys
+
+
+def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
+    window = said.get("sliding_window") or 0 if hf.window else 0
+    full = 0  # the number of layers with full attention; the other layers attend within a window
+    if hf.window == "switched":
+        window = window if said.get("use_sliding_window") else 0
+        full = said.get("max_window_layers", 28)
+    layers = said["num_hidden_layers"]
+    given = said.get("layer_types")
+    if given and len(given) != layers:
+        refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
+        return {}
+    if hf.window == "alternating":
+        return _alternating(said, hf, refused)
+    if given:
+        kinds = set(given)
+        if hf.window == "given" and window and kinds != {_SLIDING}:  # there transformers ignores layer_types
+            refused.append(f"layer_types of {shortened(' and '.join(sorted(kinds)))} with sliding_window={window}")
+    else:
+        kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
+    if kinds == {_FULL}:
+        return {"attention_type": "global"}
+    if kinds == {_SLIDING} and window:
+        return {"attention_type": "local_sliding", "sliding_window_size": window}
+    refused.append(
+        f"layers of kinds {shortened(' and '.join(sorted(kinds)))} with sliding_window={said.get('sliding_window')}"
+    )
+    return {}
+
+
+def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of layers of which every n-th has no window. layer_types take precedence, as in transformers."""
+    layers, given = said["num_hidden_layers"], said.get("layer_types")
+    every = said.get(hf.period_field, hf.period)
+    if given and _FULL in given:
+        every = given.index(_FULL) + 1
+    elif given:  # the beginning of a period
+        every = max(hf.period, layers + 1)
+    elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        refused.append(f"{hf.period_field}={shown(every)} without layer_types")
+        return {}
+    if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
+        refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
+    if PERIOD < every <= layers:
+        refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
+    window = said.get("sliding_window")
+    if every > 1 and not window:
+        refused.append(f"sliding_window={window} with layers of kind {_SLIDING}")
+    return {
+        "attention_type": "global",
+        "sliding_window_pattern": every,
+        **({"sliding_window_size": window} if every > 1 and window else {}),
+    }
+
+
+def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of config.json for a resolved configuration whose tensors are written in `dtype`.
+
+    RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
+
+    Args:
+      neutral: fields to copy unchanged, such as eos_token_id; see `NEUTRAL`.
+
+    Raises:
+      UserError: lists every key whose value cannot be represented in config.json.
+    """
+    hf = hugging_face(config)
+    if refused := _inexpressible(config):
+        head = f"{hf.architecture} of Hugging Face cannot represent"
+        raise UserError("\n  ".join([f"{head}:", *refused]))
+    theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+    data = {
+        "architectures": [hf.architecture],
+        "model_type": hf.model_type,
+        **{name: config[ours] for name, ours in SIZES.items()},
+        **({"intermediate_size": config.base_moe_mlp_dim} if "num_experts" in hf.sizes else {}),
+        **{
+            name: _their_size(config, ours)
+            for ours, name in hf.sizes.items()
+            if ours != "base_mlp_dim" or dense_layers(config)
+        },
+        **hf.only,
+        **hf.write(config),
+        "num_key_value_heads": config.base_num_kv_heads,
+        **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
+        hf.activation: theirs[config.mlp_activations[0]],
+        "rms_norm_eps": config.normalization_layer_epsilon,
+        "tie_word_embeddings": config.logits_via_embedding,
+        **rope_fields(hf, config),
+        "max_position_embeddings": _context_length(config),
+        "torch_dtype": dtype,
+    }
+    window = config.sliding_window_size if has_window(config) else None
+    if hf.window:
+        data["sliding_window"] = window
+    if hf.window == "alternating":
+        # transformers makes a mask with this window even if no layer uses it
+        data["sliding_window"] = window or hf.defaults["sliding_window"]
+        every = period(config)
+        kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
+        data |= {"layer_types": kinds, **({hf.period_field: every} if hf.period_field else {})}
+    if hf.window == "switched":
+        data["use_sliding_window"] = window is not None
+        data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
+    if config.mtp_num_layers:
+        data["num_nextn_predict_layers"] = config.mtp_num_layers
+    return as_typed({**data, **neutral})
+
+
+def _context_length(config: Config) -> int:
+    """Returns the maximum text length of the model if its keys define it, otherwise the length of a row."""
+    if config.rope_type == "default":
+        return config.max_target_length
+    return round(config.rope_factor * config.original_max_position_embeddings)
+
+
+def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
+    said, length = neutral.get("max_position_embeddings"), _context_length(config)
+    if said is None and config.rope_type == "default":
+        return [
+            f"max_position_embeddings={length} is written, which is the row length, because the maximum text length of "
+            "the model is unknown; max_target_length=... sets it"
+        ]
+    if config.rope_type == "yarn" and said is not None and said != length:
+        original = config.original_max_position_embeddings
+        return [
+            f"warning: max_position_embeddings={said} is not rope_factor * original_max_position_embeddings = "
+            f"{length}: transformers 4 takes {said / original:g} for the factor; max_target_length={length} makes them "
+            "agree"
+        ]
+    return []
+
+
+# Keys of which 0 means none, for which config.json has null.
+_NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
+
+
+def _their_size(config: Config, key: str) -> Any:
+    value = config[key]
+    if key == SCALAR:
+        return int(value or config.head_dim)
+    return None if key in _NONE and not value else value
+
+
+def _latent_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
+    """Returns the inverse of `_latent_keys`."""
+    grouped = config.n_routing_groups > 1
+    return {
+        "q_lora_rank": config.q_lora_rank or None,
+        "topk_method": hf.methods[grouped],
+        "n_group": config.n_routing_groups if grouped else 1,
+        "topk_group": config.topk_routing_group if grouped else 1,
+    }
+
+
+def _inexpressible(config: Config) -> list[str]:
+    """Returns `key=value` for each key that cannot be represented in config.json."""
+    hf, activations = hugging_face(config), config.mlp_activations
+    gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
+    tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
+    conditions = {
+        **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
+        SCALAR: config[SCALAR] not in (0, config.head_dim) and (SCALAR not in hf.sizes or config[SCALAR] % 1 != 0),
+        LOCAL: not can_rotate(hf, config),
+        "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
+        "mlp_activations": not gated,
+        "normalize_embedding_logits": tied_scaled,
+        "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "attention_type": config.attention_type == "local_sliding" and not hf.window,
+        "normalization_layer_epsilon": config.normalization_layer_epsilon
+        != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
+        "rope_min_timescale": config.rope_min_timescale != 1,
+        STEP: config[STEP] != 1 and STEP not in hf.sizes,
+        "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
+    }
+    conditions |= dict.fromkeys(hf.contradicted(config), True)
+    why = {
+        LOCAL: ": there RoPE in layers with a window is never scaled, and has a base of its own in some families only"
+    }
+    return [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]

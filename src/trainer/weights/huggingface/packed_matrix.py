@@ -1,0 +1,161 @@
+"""A quantized matrix in a folder of Hugging Face. See `packed` for its tensors."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.config import UserError
+from trainer.leaves.source import Box
+from trainer.weights.huggingface.packed_words import Readable
+from trainer.weights.huggingface.quantization_config import Scheme
+from trainer.weights.huggingface.safetensors_file import StoredTensor
+
+
+class PackedMatrix(NamedTuple):
+    """A quantized matrix, with the interface of `StoredTensor`. Its values are float32.
+
+    Attributes:
+      name: the name of the float tensor in a folder that is not quantized.
+      codes: reads int8 or float8_e4m3fn [out, in].
+      scales, zeros: read a value for each block; zeros are in the range of the codes.
+      groups: the group of each input, if inputs of a group need not be neighbours: integers [in].
+      block: the number of outputs and of inputs that share a scale.
+      scheme: how it is stored.
+      where: its folder.
+    """
+
+    name: str
+    codes: Readable
+    scales: Readable
+    zeros: Readable | None
+    groups: StoredTensor | None
+    block: tuple[int, int]
+    scheme: Scheme
+    where: Path
+
+    @property
+    def kind(self) -> str:
+        """See `StoredTensor`."""
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredTensor`."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `StoredTensor`."""
+        return np.dtype(np.float32)
+
+    @property
+    def kind_of_codes(self) -> str:
+        """The type of its codes: "int4", "int8" or "fp8"."""
+        return self.scheme.kind
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code."""
+        return self.scheme.bits
+
+    def read(self, box: Box) -> np.ndarray:
+        """See `StoredTensor.read`.
+
+        Raises:
+          UserError: a file was truncated, or groups or zero points contradict the scheme.
+        """
+        tiles, columns = self._tiles(box), self._groups(box[1])
+        if columns is None:
+            columns = _places(box[1], self.block[1])
+        else:
+            tiles = (tiles[0], slice(0, self.scales.shape[1]))
+        rows = _places(box[0], self.block[0])
+        values = self.codes.read(box).astype(np.float32)
+        if self.zeros is not None:
+            values -= _spread(self._zero_points(tiles), rows, columns)
+        values *= _spread(self.scales.read(tiles), rows, columns)
+        return values
+
+    def parts(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Returns (codes in `box`, scales, zero points). Scales, float32, and zero points are those of the blocks that
+        overlap with `box`. Zero points are None if all of them are 0.
+
+        Raises:
+          UserError: a file was truncated, or inputs that share a scale are not neighbours.
+        """
+        scales, zeros = self.scales_and_zeros(box)
+        return self.codes.read(box), scales, zeros
+
+    def scales_and_zeros(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns the last two of `parts`. Reads no codes."""
+        if not self.in_order:
+            raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
+        tiles = self._tiles(box)
+        zeros = None if self.zeros is None else self._zero_points(tiles)
+        if zeros is not None and not zeros.astype(np.float32).any():
+            zeros = None
+        return self.scales.read(tiles).astype(np.float32), zeros
+
+    @property
+    def in_order(self) -> bool:
+        """Whether inputs that share a scale are neighbours."""
+        into = slice(0, self.shape[1])
+        columns = self._groups(into)
+        return columns is None or bool((columns == np.arange(into.stop) // self.block[1]).all())
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether a zero point is not 0."""
+        if self.zeros is None:
+            return False
+        return bool(self._zero_points(tuple(slice(0, size) for size in self.zeros.shape)).astype(np.float32).any())
+
+    def _tiles(self, box: Box) -> Box:
+        return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
+
+    def _groups(self, cut: slice) -> np.ndarray | None:
+        """Returns the group of each input in `cut`; None if that is a matter of order."""
+        if self.groups is None:
+            return None
+        found = self.groups.read((slice(0, self.shape[1]),))
+        if (found == -1).all():  # compressed-tensors: in order
+            return None
+        count = self.scales.shape[1]
+        if found.min() < 0 or found.max() >= count:
+            raise UserError(f"{self.groups.path}: {self.name}: the groups of its inputs are not in [0, {count - 1}]")
+        if (most := np.bincount(found).max()) > self.block[1]:
+            raise UserError(
+                f"{self.groups.path}: {self.name}: {most} inputs are in one group, but config.json says "
+                f"group_size={self.block[1]}"
+            )
+        return found[cut]
+
+    def _zero_points(self, tiles: Box) -> np.ndarray:
+        assert self.zeros is not None
+        found = self.zeros.read(tiles)
+        if not self.scheme.symmetric or not found.astype(np.float32).any():
+            return found
+        # GPTQ: stored as the other format has them, all are off by one.
+        other = {1: "gptq_v2", -1: "gptq"}.get(int(found[0, 0])) if self.scheme.layout == "gptq" else None
+        if other and (found == found[0, 0]).all():
+            raise UserError(
+                f"{self.where}: {self.name}: its zero points are stored as {other} has them, but the "
+                f"quantization_config of config.json has another checkpoint_format; set it to {other}"
+            )
+        raise UserError(
+            f"{self.where}: {self.name}: it has zero points, but the quantization_config of config.json says that "
+            "there are none (sym, symmetric or zero_point); one of them is wrong"
+        )
+
+
+def _places(cut: slice, size: int) -> np.ndarray:
+    return np.arange(cut.start, cut.stop) // size - cut.start // size
+
+
+def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Returns float32 values, one for each weight, or an array that broadcasts to it."""
+    values = tiles.astype(np.float32)
+    for axis, places in enumerate((rows, columns)):
+        values = values if values.shape[axis] == 1 else values.take(places, axis)
+    return values

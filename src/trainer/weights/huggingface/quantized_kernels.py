@@ -1,0 +1,212 @@
+"""Stored weights in folders of Hugging Face: kernels as `products.dequantized` stores them, and quantized matrices.
+
+Where a kernel is [*in, *out], with a scale for each tile of both, the matrix is [out, in] with a scale for each block.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.config import Config, UserError
+from trainer.config.quantization_keys import ALGORITHM, BLOCK, METHODS, STORED, UNQUANTIZED, WHICH
+from trainer.leaves.source import Leaf, Tick, names_of, nested, whole
+from trainer.models.huggingface import Layout, reordered, transposed
+from trainer.models.matrices import matrix_names
+from trainer.models.quantization import HEAD, MTP, ROUTER
+from trainer.weights.huggingface.compressed_tensors import arrays_of, scheme_of, tensors_of
+from trainer.weights.huggingface.packed_matrix import PackedMatrix
+from trainer.weights.huggingface.quantization_config import Scheme
+from trainer.weights.huggingface.safetensors_file import Tensors
+
+_PARTS = ("qvalue", "scale", "zero_point")
+_AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
+
+
+def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
+    """Returns the keys of a model that stores its weights as a folder does; {} if none are quantized, or if they are
+    not all quantized alike, so that the model has to read them as floats.
+
+    Args:
+      config: of the float model, resolved.
+      matrices: the tensors of each matrix whose product can be chosen (`matrix_names`), by its canonical name.
+      others: all other tensors.
+    """
+    packed = [it for tensors in matrices.values() for it in tensors if isinstance(it, PackedMatrix)]
+    whole_or_not = all(len({isinstance(it, PackedMatrix) for it in tensors}) == 1 for tensors in matrices.values())
+    if not packed or not whole_or_not or any(isinstance(tensor, PackedMatrix) for tensor in others):
+        return {}
+    kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
+    block = blocks.pop() if blocks else None
+    # A matrix with one scale for each output has one block of inputs, if they are few.
+    fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
+    asymmetric = any(it.has_zeros for it in packed)
+    alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)
+    kind = kinds.pop()
+    if not alike or (asymmetric and kind == "fp8"):
+        return {}
+    floats = [name for name, tensors in matrices.items() if not any(isinstance(it, PackedMatrix) for it in tensors)]
+
+    def any_quantized(pattern: str) -> bool:
+        return any(re.search(pattern, name) for name in matrices if name not in floats)
+
+    chosen = dict(zip(WHICH[1:], map(any_quantized, (ROUTER, HEAD, MTP)), strict=True))
+    left_out = [pattern for pattern, key in zip((ROUTER, HEAD, MTP), WHICH[1:], strict=True) if not chosen[key]]
+    named = [name for name in floats if not any(re.search(pattern, name) for pattern in left_out)]
+    return {
+        STORED: True,
+        "quantization": kind,
+        BLOCK: block,
+        ALGORITHM: "rounding",
+        METHODS[0]: "minmax" if asymmetric else "absmax",
+        UNQUANTIZED: tuple(re.escape(name.removesuffix("/kernel")) for name in named),
+        **chosen,
+    }
+
+
+def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
+    """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. One scale for a
+    whole matrix is that of each output."""
+    rows, columns = matrix.block
+    return None if columns == matrix.shape[1] and rows in (1, matrix.shape[0]) else (columns, rows)
+
+
+def stored_leaves(
+    name: str, kernel: Any, layout: Layout, layers: Sequence[Sequence[PackedMatrix]], stacked: bool, head: int
+) -> dict[str, Leaf]:
+    """Returns the leaves of the parts of a kernel, whose values are read layer by layer.
+
+    Args:
+      name: canonical.
+      kernel: as it is stored, a pytree of ShapeDtypeStructs.
+      layers: the matrices of each layer, one or that of each expert.
+      stacked: whether the kernel has an axis of layers.
+      head: see `Layout.to_ours`.
+
+    Raises:
+      UserError: its scales are those of other blocks.
+    """
+    found = {}
+    for path, like in names_of(nested({name: kernel})).items():
+        part = path.rpartition("/")[2]
+        assert part in _PARTS, path
+        of_layer = functools.partial(_of_layer, name, kernel, layout, part, stacked, head)
+
+        def put(layer: Sequence[PackedMatrix], abstract: jax.ShapeDtypeStruct, of_layer: Any = of_layer) -> jax.Array:
+            value = of_layer(layer).reshape(abstract.shape).astype(abstract.dtype, copy=False)
+            return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda box: value[box])
+
+        parts = [functools.partial(of_layer, layer) for layer in layers]
+        puts = [functools.partial(put, layer) for layer in layers]
+        found[path] = Leaf(like.shape, np.dtype(like.dtype), parts, puts)
+    return found
+
+
+def _of_layer(
+    name: str, kernel: Any, layout: Layout, part: str, stacked: bool, head: int, layer: Sequence[PackedMatrix]
+) -> np.ndarray:
+    """Returns a part of a kernel in one layer."""
+    shape, like = kernel.qvalue.shape[int(stacked) :], getattr(kernel, part)
+    one = shape[1:] if layout.of_experts else shape
+    tiles = kernel.scale.shape[kernel.scale.ndim - len(one) :]
+    values = [_part(name, matrix, layout, part, one, tiles, head) for matrix in layer]
+    found = np.stack(values) if layout.of_experts else values[0]
+    return found.astype(like.dtype)
+
+
+def _part(
+    name: str,
+    matrix: PackedMatrix,
+    layout: Layout,
+    part: str,
+    shape: tuple[int, ...],
+    tiles: tuple[int, ...],
+    head: int,
+) -> np.ndarray:
+    if part == "qvalue":
+        return layout.to_ours(matrix.parts(whole(matrix.shape))[0], shape, head)
+    scales, zeros = matrix.scales_and_zeros(whole(matrix.shape))
+    if part == "zero_point":
+        scales = np.zeros(scales.shape, np.int8) if zeros is None else zeros
+    ways = []
+    for axes, block in ((slice(layout.inputs, None), matrix.block[0]), (slice(0, layout.inputs), matrix.block[1])):
+        count = prod(tiles[axes])
+        size = prod(shape[axes]) // count
+        if block % size and count > 1:
+            raise UserError(f"{name}: its scales are those of blocks of {block}, which do not fit tiles of {size}")
+        ways.append(np.arange(count) * size // block)
+    ours = scales[ways[0]][:, ways[1]].T.reshape(tiles)
+    if head and tiles[-1] == shape[-1]:
+        return reordered(ours, head, pairs=True)
+    if head and tiles[-1] > shape[-1] // head:
+        raise UserError(
+            f"{name}: a head has several scales, but its entries are stored in another order; give "
+            "rope_interleave=false, or checkpoint_is_quantized=false"
+        )
+    return ours
+
+
+def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> tuple[Scheme, tuple[int, int]]:
+    """Returns how a stored kernel is written, and the shape [out, in] of a matrix.
+
+    Raises:
+      UserError: there is no such layout.
+    """
+    if not layout.inputs or not hasattr(kernel, "qvalue"):
+        form = "codes of nf4 or scales of AWQ" if layout.inputs else "a matrix that is not of a linear layer"
+        raise UserError(f"{name}: compressed-tensors has no {form}; {_AS_FLOATS}")
+    dtype = kernel.qvalue.dtype.name
+    kind = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "fp8"}.get(dtype)
+    if kind is None or kernel.zero_point is not None:
+        what = "zero points are" if kind else f"{dtype} is"
+        raise UserError(f"{name}: {what} not written in the layout of compressed-tensors; {_AS_FLOATS}")
+    first = int(stacked) + layout.of_experts
+    shape, tiles = kernel.qvalue.shape[first:], kernel.scale.shape[first:]
+    into, out = prod(shape[: layout.inputs]), prod(shape[layout.inputs :])
+    columns, rows = into // prod(tiles[: layout.inputs]), out // prod(tiles[layout.inputs :])
+    return scheme_of(kind, (rows, columns if rows > 1 or columns < into else 0)), (out, into)
+
+
+def tensors_out(tensors: Sequence[str], scheme: Scheme, shape: tuple[int, int]) -> list[Tensors]:
+    """Returns what each of `tensors`, the names of matrices, becomes."""
+    return [tensors_of(tensor, shape, scheme) for tensor in tensors]
+
+
+def arrays_out(
+    tensors: Sequence[str],
+    parts: Mapping[str, Leaf],
+    scheme: Scheme,
+    layout: Layout,
+    stacked: bool,
+    head: int,
+    tick: Tick,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays that store each of `tensors`, in their order, by name. `parts`: by the last word of their
+    names."""
+
+    def matrices(part: str) -> Iterator[np.ndarray]:
+        leaf = parts[part]
+        for layer in leaf.layers(tick) if stacked else [leaf.read(leaf.dtype, tick)]:
+            yield from layer if layout.of_experts else [layer]
+
+    for tensor, codes, scale in zip(tensors, matrices("qvalue"), matrices("scale"), strict=True):
+        if head and scale.shape[-1] not in (1, codes.shape[-1]):
+            raise UserError(
+                f"{tensor}: a head has several scales, and its entries are written in another order; {_AS_FLOATS}"
+            )
+        values = codes.astype(np.int8) if codes.dtype.name == "int4" else codes
+        scale = reordered(scale, head if scale.shape[-1] > 1 else 0, pairs=False)
+        scales = transposed(np.ascontiguousarray(scale.reshape(prod(scale.shape[: layout.inputs]), -1)))
+        yield from arrays_of(tensor, layout.to_theirs(values, head), scales, scheme).items()
+
+
+def stored_matrices(config: Config) -> list[str]:
+    """Returns the canonical names of the matrices whose products can be chosen; [] if the blocks' are their own."""
+    try:
+        return matrix_names(config)
+    except UserError:
+        return []

@@ -1,0 +1,274 @@
+"""Hugging Face directories: config.json and safetensors, in one file or in shards."""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from trainer.backends import make_model
+from trainer.config import Config, UserError
+from trainer.config.json_files import read_object
+from trainer.config.quantization_keys import STORED
+from trainer.leaves.source import (
+    Box,
+    Leaf,
+    Shapes,
+    check_tensors,
+    common_dtype,
+    names_of,
+    nested,
+    put_slices,
+    whole,
+    within,
+)
+from trainer.models.families import Place, place, stacks
+from trainer.models.huggingface import EXPERT, Layout
+from trainer.models.mtp_names import (
+    MODULES,
+    hugging_face_copies,
+    hugging_face_layouts,
+    hugging_face_modules,
+    in_other_module,
+)
+from trainer.weights.about_files import about_in
+from trainer.weights.huggingface.config_fields import neutral_keys
+from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.packed import note, with_matrices
+from trainer.weights.huggingface.packed_matrix import PackedMatrix
+from trainer.weights.huggingface.packed_words import Readable
+from trainer.weights.huggingface.quantization_config import recipe
+from trainer.weights.huggingface.quantized_kernels import stored_keys, stored_leaves, stored_matrices
+from trainer.weights.huggingface.safetensors_file import DTYPES, StoredTensor
+from trainer.weights.huggingface.weight_files import BUFFER, model_tensors, other_forms
+from trainer.weights.model_keys import model_config
+from trainer.weights.stored import stored_kernels
+
+CONFIG = "config.json"
+_ROWS = 4096  # the number of rows of a table to compare at once
+
+
+class Values(Readable, Protocol):
+    """Values of a tensor, which are read in parts."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As stored."""
+
+
+class HuggingFaceSource:
+    """See `Source`."""
+
+    kind = "Hugging Face"
+    averaged = False
+
+    def __init__(self, path: Path, decoder_block: str = ""):
+        """`decoder_block`: see `model_keys`.
+
+        Raises:
+          UserError: config.json cannot be represented, or a file is missing or damaged.
+        """
+        self.path = self.tokenizer = path
+        config = read_object(path / CONFIG)
+        keys = model_keys(config, str(path / CONFIG), decoder_block)
+        self.about = about_in(path, neutral_keys(config, str(path / CONFIG)))
+        self.length = config.get("max_position_embeddings")
+        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = model_tensors(path)
+        self._others = other_forms(path)
+        self._recipe = recipe(config, [])
+        if self._recipe:
+            self._tensors = with_matrices(self._tensors, self._recipe, path)
+        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self._float_keys = {**keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
+
+    @functools.cached_property
+    def keys(self) -> Mapping[str, Any]:
+        """See `Source`. Found on use: whoever needs the tokenizer alone traces no model."""
+        packed = any(isinstance(tensor, PackedMatrix) for tensor in self._tensors.values())
+        return {**self._float_keys, **(self._stored_keys() if packed else {})}
+
+    def notes(self, config: Config) -> Sequence[str]:
+        """See `Source.notes`. Notes which weights are not read, and how quantized matrices are."""
+        matrices = note(self._tensors, self._recipe, as_floats=not config[STORED]) if self._recipe else ""
+        return tuple(f"{self.path}: {line}" for line in (self._others, matrices) if line)
+
+    def _stored_keys(self) -> dict[str, Any]:
+        """See `stored_keys`."""
+        config = model_config(self._float_keys, [], str(self.path))
+        layouts = hugging_face_layouts(config)
+        matrices, params = dict[str, list[Any]](), names_of(make_model(config).abstract[0])
+        for name in stored_matrices(config):
+            names = [tensor for tensor, _ in tensors_of(layouts[name], place(stacks(config), name), params[name].shape)]
+            matrices[name] = [self._tensors.get(tensor) for tensor in names]
+        known = {id(tensor) for tensors in matrices.values() for tensor in tensors}
+        return stored_keys(config, matrices, [it for it in self._tensors.values() if id(it) not in known])
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source.held`."""
+        layouts = hugging_face_layouts(config, self.keys["decoder_block"])
+        tensors = {
+            name: tensors_of(layouts[name], place(stacks(config), name), shape)
+            for name, shape in shapes.items()
+            if name in layouts
+        }
+        return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor, _ in each)]
+
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source.leaves`."""
+        kernels = stored_kernels(config)
+        parts = names_of(nested(kernels))
+        needed, shapes = shapes, {name: shape for name, shape in shapes.items() if name not in parts}
+        shapes |= {name: kernel.qvalue.shape for name, kernel in kernels.items()}
+        places = {name: place(stacks(config), name) for name in shapes}
+        layouts = layouts_of(config, places, self.keys["decoder_block"])
+        layers = config.base_num_decoder_layers
+        if layers * config.num_experts > len(self._tensors):  # checked before so many names are generated
+            experts = f" and {config.num_experts} experts" if config.num_experts > 1 else ""
+            raise UserError(
+                f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
+            )
+        found = {
+            name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
+            for name, tensor in self._tensors.items()
+        }
+        wanted = dict(
+            tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
+        )
+        head = layouts["decoder/logits_dense/kernel"].name if "decoder/logits_dense/kernel" in layouts else ""
+        table = layouts["token_embedder/embedding"].name
+        tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
+        if tied:
+            del found[head]
+        copies = {name: layouts[of].name for name, of in hugging_face_copies(config).items()}
+        copies = {name: of for name, of in copies.items() if name in found and found[name] == found.get(of)}
+        # Some files also hold buffers, which follow from config.json.
+        found = {
+            name: it
+            for name, it in found.items()
+            if not name.endswith(BUFFER)
+            and name not in copies
+            and (name in wanted or not self._is_zero_bias(name))
+            and not in_other_module(config, name, self.modules)
+        }
+        check_tensors(found, wanted, str(self.path))
+        if tied:
+            self._check_copy(
+                head, table, f"the configuration ties the head to the embedding table, but {head} is not {table}"
+            )
+        for name, of in copies.items():
+            self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
+        leaves = dict[str, Leaf]()
+        for name, shape in shapes.items():
+            where = layouts[name], places[name], shape, head_to_reorder(config, layouts[name], shape)
+            if name in kernels:
+                leaves |= self._stored(name, kernels[name], *where)
+            else:
+                leaves[name] = self._leaf(*where)
+        return {name: leaves[name] for name in needed}
+
+    def _stored(
+        self, name: str, kernel: Any, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int
+    ) -> dict[str, Leaf]:
+        tensors: list[Any] = [self._tensors[tensor] for tensor, _ in tensors_of(layout, where, shape)]
+        if not all(isinstance(tensor, PackedMatrix) for tensor in tensors):
+            raise UserError(f"{self.path}: {name} is not quantized; give unquantized_modules with its name")
+        count = len(tensors) // len(where.layers) if where else len(tensors)
+        layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
+        return stored_leaves(name, kernel, layout, layers, where is not None, head)
+
+    def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
+        tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
+        return leaf_of(tensors, layout, where, shape, head)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Returns whether a tensor is a bias of zeros beside a matrix of GPTQ. AutoGPTQ gave one to every matrix."""
+        module, _, last = name.rpartition(".")
+        matrix, bias = self._tensors.get(f"{module}.weight"), self._tensors[name]
+        if last != "bias" or not isinstance(matrix, PackedMatrix) or matrix.scheme.layout != "gptq":
+            return False
+        return bias.kind in DTYPES and bias.shape == matrix.shape[:1] and not bias.read(whole(bias.shape)).any()
+
+    def _check_copy(self, name: str, of: str, otherwise: str) -> None:
+        if not is_copy(self._tensors[name], self._tensors[of]):
+            raise UserError(f"{self.path}: {otherwise}")
+
+
+def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
+    """Returns the leaf of a canonical parameter with `shape`, which is read layer by layer.
+
+    Args:
+      tensors: those that `tensors_of` names, in their order.
+      where: its position in the stacks.
+      head: see `head_to_reorder`.
+    """
+    stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
+    part_shape = shape if where is None else shape[1:]
+    count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
+    layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
+
+    def read_box(layer: Sequence[Values], box: Box) -> np.ndarray:
+        if not layout.of_experts:
+            return _read(layer[0], layout, part_shape, box, head)
+        return np.stack([_read(it, layout, part_shape[1:], box[1:], head) for it in layer[box[0]]])
+
+    def put(layer: Sequence[Values], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(box: Box) -> np.ndarray:
+            return read_box(layer, box) if where is None else read_box(layer, box[1:])[None]
+
+        return put_slices(part, abstract)
+
+    parts = [functools.partial(read_box, layer, whole(part_shape)) for layer in layers]
+    puts = [functools.partial(put, layer) for layer in layers]
+    return Leaf(shape, stored, parts, puts, mixed)
+
+
+def is_copy(one: Values, other: Values) -> bool:
+    """Returns whether two tables of the same shape have the same bytes. Reads both, a few rows at once."""
+    rows, columns = one.shape
+    boxes = [(slice(row, min(row + _ROWS, rows)), slice(0, columns)) for row in range(0, rows, _ROWS)]
+    return all(one.read(box).tobytes() == other.read(box).tobytes() for box in boxes)
+
+
+def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head: int) -> np.ndarray:
+    """Reads `box` of our parameter with `shape` from `tensor`."""
+    wide = layout.widened(shape, box, head)
+    sizes = tuple(cut.stop - cut.start for cut in wide)
+    value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, head)
+    return value[within(box, wide)]
+
+
+def layouts_of(config: Config, places: Mapping[str, Place | None], decoder_block: str = "") -> Mapping[str, Layout]:
+    """Returns a family's layouts, after checking them for the parameters in `places`, by canonical name.
+
+    Args:
+      decoder_block: the family; by default that of `config`.
+
+    Raises:
+      UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
+    """
+    layouts = hugging_face_layouts(config, decoder_block)
+    problems = [f"{name}: no Layout" for name in places if name not in layouts]
+    for name in places.keys() & layouts.keys():
+        if "{}" not in layouts[name].name and places[name] is not None:
+            problems.append(f"{name}: {layouts[name].name} has no {{}} for the number of the layer")
+    if problems:
+        head = f"decoder_block={decoder_block or config.decoder_block}: Hugging Face layouts:"
+        raise UserError("\n  ".join([head, *sorted(problems)]))
+    return layouts
+
+
+def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
+    """Returns the number of entries of a head whose order differs between the tensor and our parameter with `shape`; 0
+    if the order is the same."""
+    return layout.head(config, shape) if config.rope_interleave else 0
+
+
+def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns name and shape of the Hugging Face tensors of a canonical parameter at position `where` in the stacks."""
+    names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
+    one = shape if where is None else shape[1:]
+    if not layout.of_experts:
+        return [(name, layout.shape(one)) for name in names]
+    return [(name.replace(EXPERT, str(e)), layout.shape(one[1:])) for name in names for e in range(one[0])]

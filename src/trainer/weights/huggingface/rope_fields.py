@@ -1,0 +1,163 @@
+"""RoPE in config.json: reads and writes its fields."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import Config
+from trainer.config.errors import shortened
+from trainer.config.latent_keys import is_latent
+from trainer.config.windows import has_window
+from trainer.models.huggingface import HuggingFace
+from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
+
+_FULL, _SLIDING = KINDS_OF_LAYERS
+LOCAL, THETA = "local_rope_max_timescale", "rope_theta"
+_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
+# The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
+_WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
+}
+
+
+def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of RoPE. transformers 5 writes one object for each kind of layers, if these rotate
+    differently."""
+    each = said.get("rope_parameters") or {}
+    if not {_FULL, _SLIDING}.intersection(each):
+        keys = _rope_of(said, refused)
+        local = said.get(hf.local_rope) if hf.local_rope else None
+        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore it
+            refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
+    else:
+        outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
+        theta = said.get("rope_theta") or 10000
+        keys = _rope_of({"rope_theta": theta, **outside, "rope_parameters": each.get(_FULL) or {}}, refused)
+        inner = each.get(_SLIDING) or {}
+        local = inner.get("rope_theta") or said.get(hf.local_rope or "rope_theta")
+        if inner.get("rope_type", "default") != "default" or inner.keys() - {"rope_type", "rope_theta"}:
+            refused.append(f"rope_parameters.{_SLIDING}={shortened(str(inner))} (known: rope_theta, without scaling)")
+        if not hf.local_rope and each.get(_FULL) != inner:
+            refused.append("rope_parameters that differ between kinds of layers")
+            local = None
+    if local is None or not keys:
+        return keys
+    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in the RoPE of one kind of layers
+        refused.append("truncate=false in RoPE of kind yarn")
+    if local != int(local):
+        refused.append(
+            f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
+        )
+    scaled = keys["rope_type"] != "default" or keys["rope_linear_scaling_factor"] != 1
+    return keys | ({LOCAL: int(local)} if scaled or local != keys["rope_max_timescale"] else {})
+
+
+def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
+    kind = rope.pop("rope_type", None) or rope.get("type") or "default"
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", None) or said.get("rope_theta") or 10000
+    if kind not in _TYPES:
+        refused.append(f"rope_type={shortened(kind)} (known: {', '.join(_TYPES)})")
+        return {}
+    if theta != int(theta):
+        refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
+    if {rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")} - {None, 1}:
+        refused.append("partial_rotary_factor other than 1")
+    needed, allowed = _WORDS[kind]
+    if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
+        refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
+    if lacking := [name for name in needed if rope.get(name) is None]:
+        refused.append(f"RoPE of kind {kind} without {', '.join(lacking)}")
+        return {}
+    keys: dict[str, Any] = {
+        "rope_type": _TYPES[kind],
+        "rope_min_timescale": 1,
+        "rope_max_timescale": int(theta),
+    }
+    if _TYPES[kind] == "default":
+        return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
+    own = [length for at in (rope, said) if (length := at.get("original_max_position_embeddings"))]
+    if len(set(own)) > 1:
+        refused.append(f"two values of original_max_position_embeddings, {own[0]} in RoPE and {own[1]}")
+    original = next(iter(own), None) or said.get("max_position_embeddings")
+    if original is None:
+        refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
+        return {}
+    keys |= {"rope_factor": float(rope["factor"]), "original_max_position_embeddings": original}
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return keys | {"rope_low_freq_factor": low, "rope_high_freq_factor": high}
+    return keys | {
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "rope_truncate": bool(rope.get("truncate", True)),
+        "rope_attention_scaling": _scales_attention(rope, refused),
+    }
+
+
+def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
+    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) and not
+    by 1."""
+    usual = _yarn_scale(rope["factor"])
+    factor = rope.get("attention_factor")
+    if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        factor = _yarn_scale(rope["factor"], rope["mscale"]) / _yarn_scale(rope["factor"], rope["mscale_all_dim"])
+    elif factor is None:
+        factor = usual
+    if factor == 1:
+        return False
+    if not math.isclose(factor, usual, rel_tol=1e-6):
+        refused.append(f"YaRN's attention_factor={factor:.6g} (known: 1, and {usual:.6g} of its factor)")
+    return True
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
+    """Returns the inverse of `rope_keys`, for a resolved configuration: for each kind of layers, if the family has a
+    base for each; and in the form that every version of transformers reads."""
+    theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
+    fields = {"rope_theta": theta, "rope_scaling": scaling}
+    if not hf.local_rope:
+        return fields
+    local = float(config[LOCAL] if config[LOCAL] > 0 else theta)
+    full = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
+    each = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": local}}
+    return {**fields, hf.local_rope: local, "rope_parameters": each}
+
+
+def _rope_scaling(config: Config) -> dict[str, Any] | None:
+    if config.rope_type == "default":
+        factor = config.rope_linear_scaling_factor
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    scaling = {
+        "rope_type": {ours: name for name, ours in _TYPES.items()}[config.rope_type],
+        "factor": config.rope_factor,
+        "original_max_position_embeddings": config.original_max_position_embeddings,
+    }
+    if config.rope_type == "llama3.1":
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        return scaling | {"low_freq_factor": low, "high_freq_factor": high}
+    scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow, "truncate": config.rope_truncate}
+    if is_latent(config) and config.mscale:
+        scaling |= {"mscale": config.mscale, "mscale_all_dim": config.mscale}
+        if config.rope_attention_scaling:
+            scaling["attention_factor"] = _yarn_scale(config.rope_factor)
+    return scaling if config.rope_attention_scaling else scaling | {"attention_factor": 1.0}
+
+
+def can_rotate(hf: HuggingFace, config: Config) -> bool:
+    """Returns whether config.json can say how layers with a window rotate."""
+    if not has_window(config):
+        return True
+    local, theta = config[LOCAL], config.rope_max_timescale
+    plain = config.rope_type == "default" and config.rope_linear_scaling_factor == 1
+    if not hf.local_rope:
+        return local == -1 or (plain and local == theta)
+    return (plain if local == -1 else True) and (hf.local_rope != "rope_theta" or local in (-1, theta))

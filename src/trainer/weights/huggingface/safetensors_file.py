@@ -1,0 +1,169 @@
+"""Reads and writes parts of safetensors files. The library only reads complete tensors and writes complete files.
+
+The format: the header's length as 8 bytes, little-endian; the header, JSON; the bytes of the tensors in C order
+(https://huggingface.co/docs/safetensors, "Format").
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+
+from trainer.config import UserError
+from trainer.leaves.source import Box
+
+# The dtypes that can be read and written, by their names in the format.
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# Can be read, but only as parts of quantized matrices; see `packed`.
+FLOAT8 = "F8_E4M3"
+_READ = {
+    **DTYPES,
+    FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
+    **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
+}
+# The dtypes that can be shown; the file may come from any program.
+_SHOWN = {
+    **_READ,
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F64": np.dtype(np.float64),
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
+}
+NAMES = {dtype: name for name, dtype in _SHOWN.items()}
+
+_STRIP = 1 << 25  # bytes to read at once
+
+Tensors = dict[str, tuple[tuple[int, ...], np.dtype]]  # name: (shape, dtype)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    kind: str  # the format's name of the dtype, which may be one that cannot be read
+    shape: tuple[int, ...]
+    start: int  # position of its first byte in the file
+    nbytes: int  # bytes in the file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of its values. The dtype must be one that can be read."""
+        return _READ[self.kind]
+
+    def read(self, box: Box) -> np.ndarray:
+        """Returns the values in `box`. Reads complete rows, in strips, and keeps the columns of the box.
+
+        Raises:
+          UserError: the file was truncated after it was opened.
+        """
+        row, size = math.prod(self.shape[1:]), self.dtype.itemsize
+        values = np.empty([cut.stop - cut.start for cut in box], f"u{size}")  # NumPy cannot read bfloat16 from files
+        step = max(1, _STRIP // (row * size))
+        for first in range(box[0].start, box[0].stop, step):
+            rows = min(step, box[0].stop - first)
+            strip = np.fromfile(self.path, values.dtype, rows * row, offset=self.start + first * row * size)
+            if len(strip) < rows * row:
+                raise UserError(f"{self.path}: the file ends within its tensors")
+            at = first - box[0].start
+            values[at : at + rows] = strip.reshape(rows, *self.shape[1:])[(slice(None), *box[1:])]
+        return values.view(self.dtype)
+
+    @property
+    def shown_dtype(self) -> np.dtype | None:
+        """The dtype of its values for `all_values`; None if it cannot be shown."""
+        return _SHOWN.get(self.kind)
+
+    def all_values(self) -> np.ndarray:
+        """Returns all values.
+
+        Raises:
+          UserError: the file was truncated after it was opened, or `shown_dtype` is None.
+        """
+        dtype = self.shown_dtype
+        if dtype is None:
+            raise UserError(f"{self.path}: values of dtype {self.kind} are not read; norms=false shows the rest")
+        found = np.fromfile(self.path, f"u{dtype.itemsize}", math.prod(self.shape), offset=self.start)
+        if found.size < math.prod(self.shape):
+            raise UserError(f"{self.path}: the file ends within its tensors")
+        return found.view(dtype).reshape(self.shape)
+
+
+def file_metadata(path: Path) -> dict[str, str]:
+    """Returns the texts in a file's header by name. Raises what `stored_tensors` raises."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
+
+
+def header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file. The bytes of `tensors` follow it in their order, with nothing between them."""
+    parts: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        parts[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(parts, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name, without reading them.
+
+    Raises:
+      OSError, safetensors.SafetensorError: the file cannot be read, or its header does not fit its tensors.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np"), path.open("rb") as file:  # the library checks the header
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            path,
+            it["dtype"],
+            tuple(it["shape"]),
+            8 + length + it["data_offsets"][0],
+            it["data_offsets"][1] - it["data_offsets"][0],
+        )
+        for name, it in header.items()
+    }
+
+
+class SafetensorsFile:
+    """A safetensors file whose tensors can be written in any order."""
+
+    def __init__(self, path: Path, tensors: Tensors):
+        begin = header(tensors, {"format": "pt"})
+        self._offsets: dict[str, tuple[int, int]] = {}
+        end = len(begin)
+        for name, (shape, dtype) in tensors.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            self._offsets[name] = (start, end)
+        self._file = path.open("wb")
+        self._file.write(begin)
+        self._file.truncate(end)
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        """Writes one tensor, which must have the shape and dtype that the header states."""
+        start, end = self._offsets[name]
+        assert value.nbytes == end - start, name
+        self._file.seek(start)
+        self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Closes the file. If there was no error, it is first synced to disk."""
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())

@@ -1,0 +1,47 @@
+"""Weights with their masks applied, for formats that have no masks."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from trainer.config import Config, UserError
+from trainer.config.sparsity_keys import M, N
+from trainer.layers.sparse import mask_name
+from trainer.leaves.source import Leaf, Shapes, Source
+from trainer.models.matrices import masked_kernels
+
+
+def masks_of(config: Config) -> dict[str, str]:
+    """Returns the canonical names of the masks of a model of `config`, each with that of its kernel."""
+    return {mask_name(kernel): kernel.name for kernel in masked_kernels(config)}
+
+
+def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
+    """Refuses masks that `source`, of weights with `shapes`, lacks.
+
+    Raises:
+      UserError: says which keys ask for them.
+    """
+    masks = {name: shapes[name] for name in masks_of(config)}
+    if masks and not source.held(config, masks):
+        raise UserError(f"{source.path}: it has no masks of weights; leave out {N} and {M}")
+
+
+def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Returns `leaves` of a model of `config`, with zeros where weight sparsity masks them, and without the masks. They
+    are only to be written."""
+    found = dict(leaves)
+    for mask, kernel in masks_of(config).items():
+        (of_mask,), leaf = found.pop(mask).parts, leaves[kernel]
+        (of_kernel,) = leaf.parts  # only the trainer's own checkpoints have masks, and their leaves have one part
+        found[kernel] = dataclasses.replace(leaf, parts=[_masked(of_kernel, of_mask)], puts=())
+    return found
+
+
+def _masked(kernel: Callable[[], np.ndarray], mask: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        value = kernel()
+        return np.where(mask(), value, np.zeros((), value.dtype))
+
+    return read

@@ -1,0 +1,1 @@
+"""MaxText's checkpoints, and what its command line says of a model."""

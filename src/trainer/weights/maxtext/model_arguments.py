@@ -1,0 +1,110 @@
+"""Converts a model's keys to arguments of MaxText's command line. Checked against MaxText's commit
+e591f30 (0.2.4) and 0.2.5."""
+
+from typing import Any
+
+from trainer.config import Config, UserError
+from trainer.config.expert_keys import STEP, has_experts, only_experts
+from trainer.config.windows import has_window, period
+from trainer.models.families import maxtext
+from trainer.models.family import MaxText
+from trainer.weights.huggingface.config_json import SIZES
+
+# RoPE constants of type llama3.1 in MaxText's code.
+_LLAMA31 = {
+    "rope_factor": 8,
+    "rope_low_freq_factor": 1,
+    "rope_high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+_SCALAR, _LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
+# Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
+_WHOLE = ("rope_min_timescale", "rope_max_timescale")
+_WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+
+
+def maxtext_keys(config: Config) -> dict[str, Any]:
+    """Returns MaxText's keys for the model that `config`, resolved, describes.
+
+    Its `model_name` stays the default, except where a family's block derives something from that name.
+
+    Raises:
+      UserError: lists every key whose value MaxText's block cannot compute.
+    """
+    if refused := _inexpressible(config):
+        raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
+    names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
+    names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
+    names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type", *maxtext(config.decoder_block).keys)
+    names += (_LOCAL,) if period(config) and config[_LOCAL] != -1 else ()
+    keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
+    if has_experts(config):
+        keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
+        keys["norm_topk_prob"] = config.norm_topk_prob
+        if only_experts(config):
+            keys["base_mlp_dim"] = config.base_moe_mlp_dim
+    keys |= maxtext(config.decoder_block).more(config)
+    if not config.logits_via_embedding:
+        del keys["normalize_embedding_logits"]
+    if config.rope_type == "default":
+        keys["rope_linear_scaling_factor"] = config.rope_linear_scaling_factor
+    if config.rope_type == "yarn":
+        keys |= {name: int(config[name]) for name in _WHOLE_YARN}
+        keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
+        # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's cos/sin table.
+        length = keys["rope_factor"] * keys["original_max_position_embeddings"]
+        keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
+    return keys
+
+
+def maxtext_notes(config: Config) -> list[str]:
+    """Returns a line if MaxText computes the same function only on short texts."""
+    if config.attention_type != "local_sliding":
+        return []
+    return [
+        f"warning: MaxText's block {config.decoder_block} ignores attention_type and attends to the whole row: results "
+        f"differ for rows longer than sliding_window_size={config.sliding_window_size}"
+    ]
+
+
+def _other_rotation(config: Config, there: MaxText) -> list[str]:
+    """Returns why layers with a window rotate in another way there."""
+    if not period(config):
+        return ["its block has no layers with a window"]
+    if config.rope_type != "default":
+        return [f"with rope_type={config.rope_type} all of its layers rotate alike"]
+    if there.scales_windows and config.rope_linear_scaling_factor != 1:
+        return [
+            f"it scales RoPE by rope_linear_scaling_factor={config.rope_linear_scaling_factor} in these layers, too"
+        ]
+    return []
+
+
+def _inexpressible(config: Config) -> list[str]:
+    refused, there = [], maxtext(config.decoder_block)
+    if config.mtp_num_layers:
+        refused.append(
+            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, here after "
+            "it; mtp_num_layers=0 writes the model without them"
+        )
+    if config.use_qk_norm and not there.norms_heads:
+        refused.append("use_qk_norm=True: it has no such norm")
+    if config.attn_logits_soft_cap and not there.caps_scores:
+        refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
+    if config[_SCALAR] not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
+        refused.append(f"{_SCALAR}={config[_SCALAR]}: it always divides scores by the square root of head_dim")
+    if has_window(config) and config[_LOCAL] != -1:
+        refused += [f"{_LOCAL}={config[_LOCAL]}: {why}" for why in _other_rotation(config, there)]
+    refused += there.refuses(config)
+    if has_experts(config) and config[STEP] != 1:
+        refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")
+    if config.rope_type == "llama3.1":
+        refused += [
+            f"{name}={config[name]}: {value} is fixed in its code"
+            for name, value in _LLAMA31.items()
+            if config[name] != value
+        ]
+    for name in (*_WHOLE, *(_WHOLE_YARN if config.rope_type == "yarn" else ())):
+        if config[name] != int(config[name]):
+            refused.append(f"{name}={config[name]}: a whole number there")
+    return refused

@@ -1,0 +1,177 @@
+"""The model of a command that names none: that of the checkpoint at load_parameters_path."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.manager import RUN, newest, written_by_maxtext
+from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, read_config
+from trainer.config import Begun, Config, Description, Loaded, UserError, read_saved, schema, token_files
+from trainer.config.dump import as_words
+from trainer.config.files import by_hand
+from trainer.config.flags import FLAGS
+from trainer.config.from_model import FROM_A_MODEL
+from trainer.config.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
+from trainer.config.paths import local_path
+from trainer.config.quantization_keys import OF_STORED
+from trainer.config.tokenizer_files import has_tokenizer
+from trainer.config.trust import code_of_checkpoint
+from trainer.leaves.source import Source
+from trainer.observe.runs import runs_to_resume
+from trainer.runtime import storage
+from trainer.runtime.agreement import agreed
+from trainer.runtime.folders import read_bounded
+from trainer.runtime.storage import files_below, is_remote, mirror
+from trainer.weights.model_keys import LENGTH, MODEL, check_same_model, resolved_alone
+from trainer.weights.open import open_adapters, open_source
+
+_PATH, _KIND, _START = "tokenizer_path", "tokenizer_type", "load_parameters_path"
+_ADAPTERS = RANK, ALPHA, PATTERN, MASK  # which lora_restore_path gives if the user gives none of them
+_SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # in the line about the model
+
+
+def with_model(begun: Begun) -> Loaded:
+    """Returns the configuration of `begun`, with the model at `begun.path`. Every process calls this first of all that
+    wait for others.
+
+    A run that has a name and a checkpoint continues from it, so its model is that of this checkpoint, and
+    load_parameters_path is not read. Without a name, this holds if load_parameters_path cannot be read.
+
+    Quantized weights are trained as floats, so how they are stored is left out.
+
+    Raises:
+      UserError: there is no checkpoint, its model contradicts the user's keys, or it names code that the user does not;
+        or another process raised this.
+    """
+    return agreed(lambda: _with_model(begun) if begun.path else begun.end())
+
+
+def _with_model(begun: Begun) -> Loaded:
+    named = bool(begun.config.run_name)
+    if named and (own := _of_own_run(begun)):
+        return begun.end(own)
+    try:
+        decoder_block = begun.config.decoder_block if "decoder_block" in begun.given else ""
+        source = open_source(begun.path, decoder_block, verify=False)
+        keys = source.keys
+    except UserError as error:
+        if not named and (own := _of_own_run(begun)):
+            return begun.end(own)
+        raise UserError(f"{error}\n  the model's keys come from there, because model_name is not given") from error
+    if not keys:
+        return begun.end()
+    where = f"{_START}={begun.path}"
+    if code := code_of_checkpoint(keys, begun.given, where):
+        raise UserError("\n  ".join(code))
+    ours = {name: value for name, value in keys.items() if name not in OF_STORED}
+    said = ", ".join(as_words(ours, [name for name in _SHOWN if name in ours]))
+    tokenizer, notes = _tokenizer(source, begun)
+    lines = [f"{where} gives the model's keys: {said}", *notes]
+    if adapters := _adapters(begun, ours):
+        said = ", ".join(as_words(adapters))
+        lines.append(f"{RESTORE}={begun.config[RESTORE]} gives its adapters' keys: {said}")
+    loaded = begun.end(Description(ours | tokenizer | adapters, where, notes=lines))
+    # Loading the parameters checks this again, after the data have been prepared.
+    model = resolved_alone(as_words(loaded.config, [*FLAGS, LENGTH, *(key for key in schema().keys if key in MODEL)]))
+    given = [name for name, setting in begun.given.items() if by_hand(setting.where)]
+    check_same_model(keys, model, str(source.path), given, say=lambda line: None)
+    return loaded
+
+
+def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives some of them."""
+    if not _describes_adapters(begun):
+        return {}
+    keys = open_adapters(begun.config[RESTORE], verify=False).lora_keys(resolved_alone(as_words(model)))
+    return {name: keys[name] for name in _ADAPTERS if name in keys}
+
+
+def _describes_adapters(begun: Begun) -> bool:
+    return bool(begun.config[ENABLE] and begun.config[RESTORE]) and begun.given.keys().isdisjoint(_ADAPTERS)
+
+
+def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
+    """Returns the keys of the checkpoint's tokenizer, {} if it is not to be used, and lines about it."""
+    config = begun.config
+    kind = config[_KIND] if _KIND in begun.given else "auto"
+    if config.dataset_type == "synthetic" or _PATH in begun.given or kind == "bytes":
+        return {}, []
+    if not is_remote(source.tokenizer) and has_tokenizer(source.tokenizer, kind):
+        path = str(source.tokenizer)
+        return {_PATH: path, _KIND: kind}, [f"{_PATH}={path}: the tokenizer of the model, because none is given"]
+    if token_files(config) or not config.tokenize_train_data or config[_PATH]:
+        return {}, []
+    why = "is in a bucket; copy it to this machine" if is_remote(source.tokenizer) else f"has none of {_KIND}={kind}"
+    return {}, [
+        f"warning: {_PATH} is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, whose tokens "
+        "the model has never seen"
+    ]
+
+
+def keys_of_run(path: str) -> Mapping[str, Any]:
+    """Returns the keys with which the run at `path` made its newest checkpoint; {} if there is no run.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    checkpoint = newest(storage.folder(path))
+    if checkpoint is None or written_by_maxtext(checkpoint):
+        return {}
+    return read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
+
+
+def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns the keys with which the run that this command continues made its newest checkpoint, and the checkpoint;
+    None without one. A run without a name is one that started from `path`.
+
+    Raises:
+      UserError: they cannot be read.
+    """
+    if not config.enable_checkpointing:
+        return None
+    for folder in runs_to_resume(config.base_output_directory, config.run_name):
+        checkpoint = newest(folder)
+        if checkpoint is None or written_by_maxtext(checkpoint):
+            continue
+        saved = read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
+        if config.run_name or saved.get(_START) == path:
+            return saved, checkpoint
+    return None
+
+
+def _of_own_run(begun: Begun) -> Description | None:
+    """Returns the description of that checkpoint."""
+    own = own_run(begun.config, begun.path)
+    return own and _of_saved(*own, begun)
+
+
+def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Description:
+    config, where = begun.config, str(checkpoint)
+    if code := code_of_checkpoint({name: saved[name] for name in MODEL & saved.keys()}, begun.given, where):
+        raise UserError("\n  ".join(code))
+    kept = {*MODEL, *(() if _PATH in begun.given else (_PATH,)), _KIND}.difference(OF_STORED, begun.given)
+    # Earlier versions had other defaults, and a run goes on with its own.
+    kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
+    kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
+    keys = {name: value for name, value in saved.items() if name in kept}
+    notes = [f"{where}: the model's keys come from this run's own checkpoint; {_START}={begun.path} is not read"]
+    path, copy = config[_PATH] if _PATH in begun.given else saved.get(_PATH, ""), ""
+    if path and path == saved.get(_PATH) and _used(config) and not local_path(path).exists():
+        copy = str(_local(checkpoint / RUN / TOKENIZER))
+        notes.append(f"{_PATH}={path} is gone: the tokenizer in {checkpoint / RUN / TOKENIZER} is used")
+    return Description(keys, where, copy, notes)
+
+
+def _used(config: Config) -> bool:
+    return config.dataset_type != "synthetic" and config[_KIND] != "bytes"
+
+
+def _local(folder: Any) -> Path:
+    """Returns `folder`, or a copy on this machine if it is in a bucket."""
+    if not is_remote(folder):
+        return folder
+    local = mirror(folder)
+    for name in files_below(folder):
+        (local / name).parent.mkdir(parents=True, exist_ok=True)
+        (local / name).write_bytes(read_bounded(folder / name))
+    return local

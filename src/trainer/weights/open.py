@@ -1,0 +1,187 @@
+"""Opens checkpoints, whose kind is recognized by their files."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.backends import make_model
+from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
+from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
+from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
+from trainer.config import Config, UserError
+from trainer.config.family import import_facts
+from trainer.config.lora_keys import ENABLE
+from trainer.config.paths import local_path
+from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES
+from trainer.leaves.about import FIELDS, GENERATION, About
+from trainer.leaves.orbax import COMPOSITE, ITEMS
+from trainer.leaves.source import Source, joined, names_of
+from trainer.observe.rundir import CHECKPOINTS
+from trainer.ops.random import seed_key
+from trainer.runtime import storage
+from trainer.runtime.folders import check_folder
+from trainer.weights.adapters import Initial, Merged, RunAdapters
+from trainer.weights.huggingface.read import CONFIG as HUGGING_FACE_CONFIG
+from trainer.weights.huggingface.read import HuggingFaceSource
+from trainer.weights.huggingface.weight_files import INDEX, weight_files
+from trainer.weights.maxtext.read import MaxTextSource
+from trainer.weights.params.read import CONFIG, TREE, ParamsSource
+from trainer.weights.peft.read import PeftSource, is_peft
+
+
+def open_source(
+    path: str, decoder_block: str = "", *, average: bool = False, base: str = "", verify: bool = True
+) -> Source:
+    """Opens the checkpoint at `path`, whose kind is recognized by its files.
+
+    Args:
+      path: a path on this machine, or of a run in a bucket.
+      decoder_block: the family that the user names, if there is one. Its facts are imported: they say which keys of the
+        checkpoint its parameters depend on.
+      average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
+      base: for a checkpoint of adapters, where the parameters that they belong to are now; by default, where they were.
+      verify: whether to compare the checksums of a run's checkpoint, for which all of it is read, and in which all
+        processes wait for each other.
+
+    Raises:
+      UserError: there is no checkpoint, it is damaged, or it has no average; or there is no base.
+    """
+    import_facts(decoder_block)
+    if average or "://" in path:
+        return _of_run(path, decoder_block, base, average=average, verify=verify)
+    folder = local_path(path)
+    check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, FIELDS, GENERATION, *VOCABULARIES, *SETTINGS))
+    files = [file.name for file in weight_files(folder)]
+    if (folder / HUGGING_FACE_CONFIG).is_file() and files:
+        check_folder(folder, files)
+        return HuggingFaceSource(folder, decoder_block)
+    if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
+        check_folder(folder, [TREE])
+        return ParamsSource(folder)
+    if (tree := _maxtexts_tree(folder)) is not None:
+        if tree == folder:
+            check_folder(folder)
+            check_folder(folder.parent, [COMPOSITE])  # read, too
+        else:
+            check_folder(folder, [str(tree.parent.relative_to(folder))])
+        return MaxTextSource(tree, folder)
+    if is_peft(folder):
+        return _merged(PeftSource(folder), base, decoder_block, verify=verify)
+    if newest(folder) is not None:
+        return _of_run(path, decoder_block, base, verify=verify)
+    state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
+    raise UserError(
+        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
+        f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or "
+        "_METADATA (a MaxText checkpoint)"
+    )
+
+
+def _maxtexts_tree(folder: Path) -> Path | None:
+    """Returns the parameter tree of a MaxText checkpoint, for a run's folder of its newest one; None without one."""
+    if (folder / "_METADATA").is_file():
+        return folder
+    for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
+        if written_by_maxtext(checkpoint):
+            return checkpoint / ITEMS
+    return None
+
+
+def open_adapters(path: str, *, average: bool | None = False, verify: bool = True) -> "RunAdapters | PeftSource":
+    """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a folder of PEFT.
+
+    Args:
+      average: whether to read averages (`ema_decay`); None: if there are any.
+      verify: see `open_source`.
+
+    Raises:
+      UserError: there are none, or they are damaged.
+    """
+    if "://" not in path and is_peft(local_path(path)):
+        return PeftSource(local_path(path))
+    checkpoint = newest(storage.folder(path))
+    sidecar = None if checkpoint is None else _sidecar(checkpoint, verify)
+    if sidecar is None or sidecar.base is None:
+        what = (
+            "neither a run with a checkpoint nor a folder of PEFT" if sidecar is None else "it trained all parameters"
+        )
+        raise UserError(
+            f"{path}: no adapters there: {what}; give a run with {ENABLE}=true, or one of its checkpoints/N"
+        )
+    found = RunAdapters(checkpoint, sidecar)
+    averaged = found.averaged if average is None else average
+    return RunAdapters(checkpoint, sidecar, average=True) if averaged else found
+
+
+def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str, *, verify: bool) -> Source:
+    place = base or adapters.origin.path
+    if not place and isinstance(adapters, RunAdapters):
+        return Merged(Initial(adapters, _drawn), adapters, weight_shapes)
+    if "://" not in place and not (place and local_path(place).is_dir()):
+        named = f"the parameters in {place}" if place else "parameters whose place is not known"
+        raise UserError(
+            f"{adapters.path}: its adapters belong to {named}, and there is no such folder; give its place with "
+            "load_parameters_path"
+        )
+    return Merged(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
+
+
+def _drawn(config: Config) -> dict[str, jax.Array]:
+    return names_of(joined(*jax.jit(make_model(config).init)(seed_key(config.init_weights_seed))))
+
+
+def _sidecar(checkpoint: Any, verify: bool) -> Sidecar:
+    if verify:
+        return inspect(checkpoint)
+    refuse_maxtexts(checkpoint)
+    return read_sidecar(checkpoint / RUN)
+
+
+def _of_run(
+    path: str, decoder_block: str = "", base: str = "", *, average: bool = False, verify: bool = True
+) -> Source:
+    if (checkpoint := newest(storage.folder(path))) is not None:
+        sidecar = _sidecar(checkpoint, verify)
+        if sidecar.base is not None:
+            return _merged(RunAdapters(checkpoint, sidecar, average=average), base, decoder_block, verify=verify)
+        source = ParamsSource(checkpoint, "", f"{RUN}/{SIDECAR_CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
+        if not (source.tokenizer / FIELDS).is_file():
+            source.about, source.lacks = _about_start(sidecar, checkpoint, source.about)
+        return source
+    if average:
+        raise UserError(
+            f"{path}: no run with a checkpoint there, and only a run contains averaged parameters; leave out "
+            "weights=ema"
+        )
+    raise UserError(
+        f"{path}: no run with a checkpoint there; from a bucket, only a run's folder or one of its "
+        "checkpoints/N can be read: copy other checkpoints to this machine"
+    )
+
+
+def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
+    """Returns what the folder says with which a run began that was saved before runs kept this, and a line."""
+    place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
+    if not place:
+        return own, ""
+    if "://" not in place and local_path(place).is_dir():
+        with contextlib.suppress(UserError):  # what is there now may be no model
+            own, begun = open_source(place, verify=False).about, place
+    return own, (
+        f"{checkpoint} was saved by an earlier version, which did not keep what its model's folder says: the tokens "
+        f"that end a text are those of {begun}, without the end of a turn; a run that is resumed keeps all of it"
+    )
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
+    return weights_of(config)[0]
+
+
+def weights_of(config: Config) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Returns `weight_shapes`, and which of these weights are not parameters: the model's state without gradient."""
+    params, rest = make_model(config).abstract
+    shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
+    return shapes, frozenset(names_of(rest))

@@ -1,0 +1,1 @@
+"""Parameters in this trainer's own format."""

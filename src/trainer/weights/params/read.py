@@ -1,0 +1,150 @@
+"""Parameters in this trainer's own format: an Orbax tree, config.yml and the tokenizer's files.
+
+They are read from a run's checkpoint (see `manager`), or from a folder that `trainer.export` wrote, which holds
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
+                gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
+  config.yml    the model's keys, see `description.model_yaml`
+  huggingface.json, generation_config.json    optional, see `about`
+"""
+
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.config import Config, UserError
+from trainer.config.quantization_keys import STORED
+from trainer.leaves import orbax
+from trainer.leaves.about import LONGEST
+from trainer.leaves.source import Leaf, Shapes, check_tensors, names_of, nested
+from trainer.models import FAMILIES
+from trainer.models.huggingface import reordered
+from trainer.models.mtp_names import module_of, rotated_heads
+from trainer.optim.average import AVERAGE
+from trainer.state.diloco import mean_of_islands
+from trainer.weights.about_files import about_in
+from trainer.weights.masks import masks_of
+from trainer.weights.model_keys import ORDER, read_model_yaml
+from trainer.weights.stored import as_floats, stored_kernels, with_storage
+
+TREE = "checkpoint"
+CONFIG = "config.yml"
+ROOT, REST = "params/", "rest/"
+_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: of all islands, on a first axis
+_AVERAGES = f"{AVERAGE}/"
+
+
+class ParamsSource:
+    """See `Source`."""
+
+    kind = "trainer"
+
+    def __init__(
+        self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
+    ):
+        """`tree`, `config`, `tokenizer`: their paths in the folder `path`. `average`: whether to read averages instead
+        of the parameters that have one.
+
+        Raises:
+          UserError: something is damaged, or there is no average.
+        """
+        self.path, self.tokenizer = path, path / tokenizer
+        self.keys: Mapping[str, Any]
+        self.keys, length = read_model_yaml(path / config)
+        self.about, self.lacks = about_in(self.tokenizer), ""  # `lacks`: a line on what an old run does not say
+        if length is not None and self.keys["rope_type"] == "default":
+            self.about = self.about._replace(fields={LONGEST: length, **self.about.fields})
+        self._tree = path / tree
+        self._headers = orbax.headers(self._tree)
+        self.length = length
+        self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
+        roots = (_AVERAGES, ROOT, REST, _ISLANDS) if average else (ROOT, REST, _ISLANDS)
+        # The path of each weight in the tree. Frozen parameters have no average.
+        self._paths = {
+            path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
+        }
+        if average and not self.averaged:
+            raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
+
+    def notes(self, config: Config) -> Sequence[str]:
+        """See `Source.notes`."""
+        as_floats = self.keys.get(STORED) and not config[STORED]
+        stored = f"{self.path}: weights are stored in {self.keys.get('quantization')}; they are read as float32"
+        return [*filter(None, [self.lacks]), *([stored] if as_floats else ())]
+
+    def held(self, config: Config, shapes: Shapes) -> Collection[str]:
+        """See `Source.held`."""
+        whole = {name for path in self._paths for name in itertools.accumulate(path.split("/"), "{}/{}".format)}
+        return shapes.keys() & whole
+
+    def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
+        """See `Source.leaves`."""
+        if self.keys.get(STORED) and not config[STORED]:
+            stored = with_storage(config, self.keys)
+            kernels = {name: kernel for name, kernel in stored_kernels(stored).items() if name in shapes}
+            parts = {part: leaf.shape for part, leaf in names_of(nested(kernels)).items()}
+            whole = {name: shape for name, shape in shapes.items() if name not in kernels}
+            leaves = self._leaves(config, whole | parts, self._heads(config, whole))
+            heads = self._heads(config, {name: shapes[name] for name in kernels})
+            found = as_floats(config, kernels, leaves, heads)
+            return {name: found[name] for name in shapes}
+        kernels = stored_kernels(config)
+        if kernels and self.keys[ORDER] != config[ORDER]:
+            raise UserError(
+                f"{self.path}: saved with {ORDER}={self.keys[ORDER]}: the order of quantized weights is kept; give "
+                f"{ORDER}={self.keys[ORDER]}, or {STORED}=false"
+            )
+        return self._leaves(config, shapes, self._heads(config, shapes))
+
+    def _leaves(self, config: Config, shapes: Shapes, heads: Mapping[str, int]) -> dict[str, Leaf]:
+        headers = {name: self._headers[path] for name, path in self._paths.items()}
+        found = {
+            name: (tuple(header.shape)[self._of_islands(name) :], np.dtype(header.dtype).name)
+            for name, header in headers.items()
+            if module_of(name) <= config.mtp_num_layers
+        }
+        # Parts of a parameter have dtypes of their own, which `load_parameters` compares.
+        check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
+        return {name: self._leaf(name, shape, heads.get(name, 0), config[ORDER]) for name, shape in shapes.items()}
+
+    def _heads(self, config: Config, shapes: Shapes) -> dict[str, int]:
+        """Returns the weights of `shapes` whose heads have another order here, with the number of entries of a head."""
+        if self.keys[ORDER] == config[ORDER]:
+            return {}
+        masks = masks_of(config)
+        why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
+        trained = self.keys["decoder_block"]
+        others = {name: shape for name, shape in shapes.items() if name not in masks}
+        heads = rotated_heads(config, others, why, trained if trained in FAMILIES else "")
+        return heads | {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
+
+    def _of_islands(self, name: str) -> bool:
+        """Whether `name` is stored for every island, on a first axis."""
+        return self._paths[name].startswith(_ISLANDS)
+
+    def _leaf(self, name: str, shape: tuple[int, ...], head: int, pairs: bool) -> Leaf:
+        tree, path = self._tree, self._paths[name]
+        dtype = np.dtype(self._headers[path].dtype)
+        read = functools.partial(orbax.read, tree, path, tuple(self._headers[path].shape), dtype)
+        if self._of_islands(name):
+
+            def mean() -> np.ndarray:
+                return np.asarray(mean_of_islands(jnp.asarray(read())))
+
+            return Leaf(shape, dtype, [mean], [lambda abstract: jax.device_put(mean(), abstract.sharding)])
+        place = functools.partial(orbax.place, tree, path)
+        if not head:
+            return Leaf(shape, dtype, [read], [place])
+        convert = functools.partial(reordered, head=head, pairs=pairs)
+        converted = jax.jit(convert)
+        return Leaf(
+            shape,
+            dtype,
+            [lambda: convert(read())],
+            [lambda abstract: jax.device_put(converted(place(abstract)), abstract.sharding)],
+        )

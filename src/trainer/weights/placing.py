@@ -1,0 +1,78 @@
+"""Assembles the leaves of a checkpoint on devices, as they are or quantized."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
+
+# Given the shardings of the parts, a function from some layers of a leaf to the parts of these layers.
+Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
+
+
+def place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
+    """Returns the leaf on the devices, with dtype and sharding of `abstract`."""
+    (array,) = _assembled(leaf, abstract, {"": abstract}, lambda shardings: lambda value: {"": value}, tick).values()
+    return array
+
+
+def place_quantized(
+    name: str, leaf: Leaf, parts: Mapping[str, jax.ShapeDtypeStruct], store: Callable[[jax.Array], Any], tick: Tick
+) -> dict[str, jax.Array]:
+    """Returns what is stored for the kernel `name`, by the names of its parts (`names_of`), layer by layer.
+
+    Args:
+      leaf: the float kernel.
+      parts: as shapes with shardings. Each has the axes of the kernel.
+      store: returns what is stored for a kernel, or for a part of its layers.
+    """
+    like = next(iter(parts.values()))
+    on_device = resharded(like.sharding, len(leaf.shape), lambda axes: axes)
+    abstract = jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=on_device)
+
+    def stored(value: jax.Array) -> dict[str, jax.Array]:
+        return names_of(nested({name: store(value)}))
+
+    return _assembled(leaf, abstract, parts, lambda shardings: jax.jit(stored, out_shardings=dict(shardings)), tick)
+
+
+def _assembled(
+    leaf: Leaf,
+    abstract: jax.ShapeDtypeStruct,
+    parts: Mapping[str, jax.ShapeDtypeStruct],
+    convert: Convert,
+    tick: Tick,
+) -> dict[str, jax.Array]:
+    """Returns arrays like `parts`, converted from some layers of `leaf` at a time, which are placed like `abstract`."""
+    count, ndim = len(leaf.puts), len(leaf.shape)
+
+    def of_layers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (like.shape[0] // count, *like.shape[1:])
+        sharding = resharded(like.sharding, ndim, lambda axes: [None, *axes[1:]])
+        return jax.ShapeDtypeStruct(shape, like.dtype, sharding=sharding)
+
+    if count == 1:
+        converted = convert({name: part.sharding for name, part in parts.items()})
+        found = jax.block_until_ready(dict(converted(leaf.puts[0](abstract))))
+        tick(leaf.nbytes)
+        return found
+    layer, converted = of_layers(abstract), convert({name: of_layers(part).sharding for name, part in parts.items()})
+    arrays = {
+        name: jnp.zeros(part.shape, part.dtype, device=resharded(part.sharding, ndim, lambda axes: axes))
+        for name, part in parts.items()
+    }
+    for i, put in enumerate(leaf.puts):
+        # Waits before the next part is read, so that the host memory of this one is free.
+        for name, part in jax.block_until_ready(dict(converted(put(layer)))).items():
+            arrays[name] = _with_part(arrays[name], part, i * part.shape[0])
+        tick(leaf.nbytes // count)
+    return {name: jax.device_put(array, parts[name].sharding) for name, array in arrays.items()}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_part(array: jax.Array, part: jax.Array, start: int) -> jax.Array:
+    """Writes `part` into `array` in place, starting at index `start` of the first axis."""
+    return jax.lax.dynamic_update_slice_in_dim(array, part, start, axis=0)

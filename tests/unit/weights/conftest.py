@@ -1,0 +1,9 @@
+"""Fixtures that the tests of checkpoints share."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def loading_is_never_slow(monkeypatch):
+    """Never prints how long loading took, so that output is the same on a busy machine."""
+    monkeypatch.setattr("trainer.weights.load._SHORT", float("inf"))

@@ -1,0 +1,209 @@
+"""config.json and tensors of families with windows that alternate, biases, and layers without RoPE."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+from trainer import export
+from trainer.config import UserError
+from trainer.weights import model_config, open_source
+from trainer.weights.huggingface.config_json import config_json, model_keys
+from trainer.weights.model_keys import described
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def data_of(case):
+    return json.loads((GOLDENS / case / "config.json").read_text())
+
+
+def keys_of(case, **changes):
+    data = {name: value for name, value in (data_of(case) | changes).items() if value != "absent"}
+    return model_keys(data, "config.json")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsys):
+    """Through our format and back, with heads stored as halves."""
+    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    shutil.copytree(GOLDENS / case, theirs)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (theirs / name).write_text("{}")
+    export.main([str(theirs), str(ours), "format=params"])
+    export.main([str(ours), str(back), "format=hf"])
+    before, after = (load_file(folder / "model.safetensors") for folder in (theirs, back))
+    assert before.keys() == after.keys()
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
+    assert open_source(str(back)).keys == open_source(str(theirs)).keys
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads((back / name).read_text()) == {}
+
+
+# transformers 4 writes one RoPE at the top, and the pattern of layers as a number.
+OLD = {"rope_parameters": "absent", "layer_types": "absent"}
+
+
+@pytest.mark.parametrize(
+    ("case", "old"),
+    [
+        ("gemma2", {"rope_theta": 10000.0}),
+        (
+            "gemma3",
+            {
+                "rope_theta": 1000.0,
+                "rope_local_base_freq": 100.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 6,
+            },
+        ),
+        ("smollm3", {"rope_theta": 2e6, "no_rope_layers": "absent"}),
+        ("qwen2", {"rope_theta": 10000.0}),
+    ],
+)
+def test_the_old_form_says_the_same(case, old):
+    assert keys_of(case, **OLD | old) == keys_of(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("gemma3", {"layer_types": [SLIDING] * 7}, {"sliding_window_pattern": 8}),
+        ("gemma3", {"layer_types": [SLIDING, FULL] * 3 + [SLIDING]}, {"sliding_window_pattern": 2}),
+        ("gemma3", {"layer_types": [SLIDING] * 3, "num_hidden_layers": 3}, {"sliding_window_pattern": 6}),
+        ("gemma3", {"layer_types": [FULL] * 7, "sliding_window": None}, {"sliding_window_pattern": 1}),
+        ("gemma3", {"layer_types": "absent", "sliding_window_pattern": 3}, {"sliding_window_pattern": 3}),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, {"mlp_activations": ("gelu", "linear")}),
+        ("gemma2", {"query_pre_attn_scalar": 8}, {"query_pre_attn_scalar": None}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attn_logits_soft_cap": 0.0}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, {"nope_layer_interval": -1}),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, {"nope_layer_interval": 2}),
+        ("qwen2", {"use_mrope": False}, {"attention_bias": True}),
+        ("olmo2", {"use_sliding_window": False}, {"attention_type": "global"}),
+        ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
+        ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
+        ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
+        # transformers reads this field in Gemma 3 only.
+        ("gemma2", {"layer_types": "absent", "sliding_window_pattern": 3}, {"sliding_window_pattern": 2}),
+        ("olmo3", {"layer_types": "absent", "sliding_window_pattern": 2}, {"sliding_window_pattern": 4}),
+    ],
+)
+def test_what_a_field_says(case, changes, expected):
+    keys = keys_of(case, **changes)
+    assert {name: keys.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("gemma3", {"layer_types": [SLIDING, FULL, FULL, SLIDING, SLIDING, SLIDING, SLIDING]}, "every n-th is full"),
+        ("gemma3", {"layer_types": [SLIDING] * 6}, "layer_types of 6 layers with num_hidden_layers=7"),
+        ("gemma3", {"sliding_window": None}, "sliding_window=None with layers of kind sliding_attention"),
+        ("gemma3", {"layer_types": "absent", "sliding_window_pattern": "LG"}, 'sliding_window_pattern="LG" without'),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("gemma3", {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: 3}}, "sliding_attention=3, not an object"),
+        (
+            "gemma3",
+            {"rope_parameters": {FULL: {}, SLIDING: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
+            "rope_parameters.sliding_attention=",
+        ),
+        (
+            "gemma2",
+            {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e4}}},
+            "rope_parameters that differ between kinds of layers",
+        ),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, "no_rope_layers="),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen2", {"use_mrope": True}, "use_mrope=true"),
+        ("olmo2", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("gemma2", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("olmo2", {"attention_bias": True}, "attention_bias=true"),
+        ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            "rope_parameters without full_att",
+        ),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    FULL: {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "truncate": False},
+                    SLIDING: {"rope_theta": 1e4},
+                }
+            },
+            "truncate=false in RoPE of kind yarn",
+        ),
+        ("smollm3", {"num_hidden_layers": 4096, "layer_types": "absent"}, "no_rope_layers="),
+        ("gemma3", {"num_hidden_layers": 4096}, "layer_types of 7 layers"),
+        ("qwen2", {"x" * 20_000: 1}, r"^.{0,500}$"),
+    ],
+)
+def test_what_no_key_says_is_refused(case, changes, named):
+    with pytest.raises(UserError) as error:
+        keys_of(case, **changes)
+    assert re.search(named, str(error.value).replace("\n", " ")), error.value
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "named"),
+    [
+        ("olmo3", "local_rope_max_timescale", -1, "local_rope_max_timescale=-1: there RoPE in layers with a window"),
+        ("olmo3", "local_rope_max_timescale", 300, "local_rope_max_timescale=300"),
+        ("olmo3", "rope_truncate", False, "rope_truncate=False"),
+        ("gemma2", "local_rope_max_timescale", 300, "local_rope_max_timescale=300"),
+        ("gemma3", "local_rope_max_timescale", -1, "local_rope_max_timescale=-1"),
+        ("gemma3", "query_pre_attn_scalar", 9.5, "query_pre_attn_scalar=9.5"),
+        ("olmo2", "query_pre_attn_scalar", 9.0, "query_pre_attn_scalar=9.0"),
+    ],
+)
+def test_what_config_json_cannot_say_is_refused(case, key, value, named):
+    config = ConfigDict({**model_config(keys_of(case), [], ""), key: value})
+    with pytest.raises(UserError, match=named):
+        config_json(config, "float32", {})
+
+
+def test_tokens_of_the_published_vocabulary_are_not_implied():
+    written = config_json(model_config(keys_of("smollm3"), [], ""), "float32", {"eos_token_id": 5})
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None, 5, None]
+
+
+@pytest.mark.parametrize("case", ["olmo2", "qwen2", "gemma"])
+def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path, capsys):
+    """It changes what the same parameters compute. The width of the heads changes nothing."""
+    with pytest.raises(SystemExit):
+        export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", "query_pre_attn_scalar=9"])
+    assert "to load it, give: query_pre_attn_scalar=0.0" in capsys.readouterr().err
+    keys = keys_of(case)
+    assert described(model_config(keys, [f"query_pre_attn_scalar={keys['head_dim']}"], "")) == keys
+
+
+def test_a_model_with_images_is_refused_by_the_name_of_what_it_has():
+    data = {"model_type": "gemma3", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
+    with pytest.raises(UserError, match=r"more than a model of text: it has text_config, vision_config.*weights\.md"):
+        model_keys(data, "config.json")
+
+
+def test_wrong_tensors_are_one_error(tmp_path):
+    from safetensors.numpy import save_file
+
+    folder = shutil.copytree(GOLDENS / "gemma3", tmp_path / "folder")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["vision_tower.patch.weight"] = tensors.pop("model.layers.6.self_attn.q_norm.weight")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:, :3].copy()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError) as error:
+        export.main.__wrapped__([str(folder), str(tmp_path / "out"), "format=params"])
+    said = str(error.value)
+    assert "3 tensors do not fit" in said
+    for name in ("vision_tower.patch.weight", "model.layers.6.self_attn.q_norm.weight", "layers.0.mlp.up_proj.weight"):
+        assert name in said

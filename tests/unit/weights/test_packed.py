@@ -1,0 +1,414 @@
+"""Matrices that other programs stored quantized (tests/packed, see scripts/write_packed.py), and random ones."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_cases import FAMILIES, abstract_of, config_of, hf_tensors, random_params, shapes_of, write_hf
+from safetensors.numpy import save_file
+
+from trainer.config import UserError
+from trainer.weights import contents_of, load_parameters, open_source
+from trainer.weights.huggingface.packed import with_matrices
+from trainer.weights.huggingface.quantization_config import Recipe, Scheme, recipe
+from trainer.weights.huggingface.safetensors_file import file_metadata, stored_tensors
+
+FOLDER = Path(__file__).parents[2] / "packed"
+CASES = sorted(path.stem for path in FOLDER.iterdir())
+assert len(CASES) == 15
+ORDERED = "gptq-int4-ordered"
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+
+
+def recipe_of(said):
+    refused = []
+    found = recipe({"quantization_config": said}, refused)
+    assert not refused
+    return found
+
+
+def refusals(said):
+    refused = []
+    recipe({"quantization_config": said}, refused)
+    assert all(line.startswith("quantization_config: ") for line in refused)
+    return "\n".join(refused)
+
+
+def compressed(form="pack-quantized", **changes):
+    group = {"targets": ["Linear"], "weights": INT4, **changes}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+def golden(case):
+    """Returns the matrix of a golden, and the values that the program that wrote it computes."""
+    file = FOLDER / f"{case}.safetensors"
+    found = recipe_of(json.loads(file_metadata(file)["quantization_config"]))
+    tensors = with_matrices(stored_tensors(file), found, file)
+    assert tensors.keys() == {"m.weight", "values"}
+    return tensors["m.weight"], tensors["values"].all_values()
+
+
+def boxes(shape, seed):
+    """Returns the box of the whole matrix, and random ones."""
+    rng = np.random.default_rng(seed)
+    starts = [[int(rng.integers(0, size)) for size in shape] for _ in range(20)]
+    ends = [[int(rng.integers(start + 1, size + 1)) for start, size in zip(it, shape, strict=True)] for it in starts]
+    cuts = [tuple(map(slice, *it)) for it in zip(starts, ends, strict=True)]
+    return [tuple(slice(0, size) for size in shape), *cuts]
+
+
+def expanded(tiles, block, shape):
+    """Returns a value for each weight."""
+    return np.repeat(np.repeat(tiles, block[0], 0), block[1], 1)[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_part_has_the_values_of_the_program_that_wrote_it(case):
+    matrix, values = golden(case)
+    assert matrix.shape == values.shape
+    for box in boxes(values.shape, len(case)):
+        np.testing.assert_array_equal(matrix.read(box).astype(values.dtype), values[box])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != ORDERED])
+def test_codes_and_scales_make_up_the_values(case):
+    matrix, values = golden(case)
+    codes, scales, zeros = matrix.parts(boxes(values.shape, 0)[0])
+    assert codes.dtype == ("float8_e4m3fn" if matrix.kind_of_codes == "fp8" else "int8")
+    # Integers of 4 bits that take a byte each count as int8.
+    kind = {"int4-plain": "int8", "awq": "int4"}.get(case, case.removeprefix("gptq-").split("-")[0])
+    assert matrix.kind_of_codes == kind
+    assert np.abs(codes.astype(np.float32)).max() <= {"int4": 8, "int8": 128, "fp8": 448}[kind]
+    assert (zeros is not None) == ("asymmetric" in case or case.startswith(("gptq", "awq")))
+    spread = [expanded(it, matrix.block, values.shape) for it in (scales, 0 * scales if zeros is None else zeros)]
+    meant = (codes.astype(np.float32) - spread[1]) * spread[0]
+    np.testing.assert_array_equal(meant.astype(values.dtype), values)
+    # The scales of a part are those of the blocks that it overlaps with.
+    box = (slice(3, 5), slice(7, 9))
+    tiles = tuple(slice(c.start // b, -(-c.stop // b)) for c, b in zip(box, matrix.block, strict=True))
+    np.testing.assert_array_equal(matrix.parts(box)[0], codes[box])
+    np.testing.assert_array_equal(matrix.parts(box)[1], scales[tiles])
+
+
+def test_inputs_in_the_order_of_activations_have_no_blocks():
+    matrix, values = golden(ORDERED)
+    with pytest.raises(UserError, match=r"m\.weight: its groups are in the order of activations"):
+        matrix.parts(boxes(values.shape, 0)[0])
+
+
+def words_of(values, order):
+    """Returns unsigned integers of 4 bits [n, m] as int32 [n, ceil(m / 8)]; `order`: the integer at each place."""
+    rows, columns = values.shape
+    words = np.zeros((rows, -(-columns // 8)), np.int64)
+    for row in range(rows):
+        for column in range(columns):
+            word, place = divmod(column, 8)
+            words[row, word] |= int(values[row, column]) << 4 * order.index(place)
+    return words.astype(np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("layout", ["packed", "gptq", "gptq_v2", "gptqmodel", "awq"])
+def test_random_sizes_and_groups(layout, tmp_path):
+    rng = np.random.default_rng(len(layout))
+    straight = list(range(8))
+    for number in range(6):
+        out, into = (int(it) for it in rng.integers(1, 6, 2) * (1 if layout == "packed" else 8))
+        group = int(rng.integers(1, into + 3))
+        count = -(-into // group)
+        codes, zeros = rng.integers(0, 16, (out, into)), rng.integers(0, 16, (out, count))
+        scales = rng.uniform(0.1, 2, (out, count)).astype(np.float16)
+        if layout == "packed":
+            scheme = Scheme("int4", (1, group), "packed", zeros=True)
+            tensors = {"weight_packed": words_of(codes, straight), "weight_shape": np.array([out, into])}
+            tensors |= {"weight_scale": scales, "weight_zero_point": words_of(zeros.T, straight).T}
+        elif layout == "awq":
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            scheme = Scheme("int4", (1, group), "awq")
+            tensors = {"qweight": words_of(codes.T, order), "qzeros": words_of(zeros.T, order), "scales": scales.T}
+        else:
+            said = {"quant_method": "gptq", "bits": 4, "group_size": group, "checkpoint_format": layout}
+            if layout == "gptqmodel":
+                said |= {"checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:4.0"]}}
+            scheme = recipe_of(said).schemes["Linear"]
+            less = (zeros - 1) % 16 if layout == "gptq" else zeros
+            stored = words_of(less.T, straight)
+            if layout == "gptqmodel":  # a zero point of 0 borrows from the next one
+                stored = (stored.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+            tensors = {"qweight": words_of(codes, straight).T, "qzeros": stored, "scales": scales.T}
+        file = tmp_path / str(number)
+        save_file({f"m.{name}": np.ascontiguousarray(it) for name, it in tensors.items()}, file)
+        matrix = with_matrices(stored_tensors(file), Recipe({"Linear": scheme}), file)["m.weight"]
+        meant = codes - expanded(zeros, (1, group), codes.shape)
+        meant = meant.astype(np.float32) * expanded(scales.astype(np.float32), (1, group), codes.shape)
+        for box in boxes(codes.shape, number):
+            np.testing.assert_array_equal(matrix.read(box), meant[box])
+
+
+def changed(case, tmp_path, **changes):
+    """Returns the message about a golden whose tensors were changed; None removes one."""
+    file = FOLDER / f"{case}.safetensors"
+    tensors = {name: it.all_values() for name, it in stored_tensors(file).items()}
+    tensors |= {f"m.{name}": it for name, it in changes.items()}
+    save_file({name: it for name, it in tensors.items() if it is not None}, tmp_path / "file")
+    found = recipe_of(json.loads(file_metadata(file)["quantization_config"]))
+
+    def read():
+        matrix = with_matrices(stored_tensors(tmp_path / "file"), found, tmp_path)["m.weight"]
+        matrix.read(boxes(matrix.shape, 0)[0])
+
+    with pytest.raises(UserError) as error:
+        read()
+    return str(error.value)
+
+
+def test_tensors_that_do_not_fit(tmp_path):
+    words, shape = np.zeros((12, 4), np.int32), np.array([12, 32])
+    assert "\n  m.weight_scale: missing" in changed("int4-group", tmp_path, weight_scale=None)
+    assert "\n  m.weight_shape: missing" in changed("int4-group", tmp_path, weight_shape=None)
+    assert "\n  m.weight_packed: missing" in changed("int4-group", tmp_path, weight_packed=None)
+    assert "\n  m.weight_zero_point: missing" in changed("int4-group-asymmetric", tmp_path, weight_zero_point=None)
+    assert "\n  m.qzeros: missing" in changed("awq", tmp_path, qzeros=None)
+    assert "\n  m.scales: missing" in changed("gptq-int8", tmp_path, scales=None)
+    message = changed("int4-group", tmp_path, weight_packed=words.astype(np.int64))
+    assert "m.weight_packed: stored as I64, wanted I32" in message
+    assert "m.weight_shape: says [12, 24]" in changed("int4-group", tmp_path, weight_shape=shape - [0, 8])
+    assert "m.weight_shape: says [-12, 32]" in changed("int4-group", tmp_path, weight_shape=shape * [-1, 1])
+    scales = np.ones((12, 3), np.float32)
+    assert "m.weight_scale: found [12, 3], wanted [12, 2]" in changed("int4-group", tmp_path, weight_scale=scales)
+    assert "m.qzeros: found [12, 4], wanted [2, 4]" in changed("awq", tmp_path, qzeros=words)
+    assert "m.weight: found [0, 4], wanted two axes" in changed("int8-plain", tmp_path, weight=np.zeros((0, 4), "i1"))
+    groups = np.full(32, 4, np.int32)
+    assert "m.weight: the groups of its inputs are not in [0, 1]" in changed("gptq-int4", tmp_path, g_idx=groups)
+
+
+def of_gptq(folder, bits, said, stored, **more):
+    """Returns a matrix [16, 16] in two groups of 8 whose zero points are stored as `stored`, for both or for each."""
+    said = {"quant_method": "gptq", "bits": bits, "group_size": 8} | said
+    each = [stored] * 2 if isinstance(stored, int) else stored
+    words = np.array([[sum(one << bits * i for i in range(32 // bits))] for one in each], np.uint32).view(np.int32)
+    tensors = {"qweight": np.zeros((16 * bits // 32, 16), np.int32), "scales": np.ones((2, 16), np.float16), **more}
+    tensors["qzeros"] = np.repeat(words, 16 * bits // 32, axis=1)
+    save_file({f"m.{name}": tensor for name, tensor in tensors.items()}, folder / "file")
+    return with_matrices(stored_tensors(folder / "file"), recipe_of(said), folder)["m.weight"]
+
+
+V1, V2 = {"checkpoint_format": "gptq", "sym": True}, {"checkpoint_format": "gptq_v2", "sym": True}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_gptq_that_are_stored_as_the_other_format_has_them(bits, tmp_path):
+    middle = 2 ** (bits - 1)
+    writer = {"meta": {"quantizer": ["gptqmodel:4.0"]}}
+    for said, stored in ((V1, middle - 1), ({"sym": True}, middle - 1), (V1 | writer, middle - 1), (V2, middle)):
+        matrix = of_gptq(tmp_path, bits, said, stored)
+        assert (matrix.read(boxes(matrix.shape, 0)[0]) == -middle).all()
+        assert not matrix.has_zeros
+    for said, stored, other in (
+        (V1, middle, "gptq_v2"),
+        ({"sym": True}, middle, "gptq_v2"),
+        (V1 | writer, middle, "gptq_v2"),
+        (V2, middle - 1, "gptq"),
+    ):
+        matrix = of_gptq(tmp_path, bits, said, stored)
+        message = rf"m\.weight: its zero points are stored as {other} has them.* to {other}$"
+        for read in (matrix.read, matrix.parts):
+            with pytest.raises(UserError, match=message):
+                read(boxes(matrix.shape, 0)[0])
+        with pytest.raises(UserError, match=message):
+            _ = matrix.has_zeros
+        assert of_gptq(tmp_path, bits, said | {"sym": False}, stored).has_zeros  # they may be meant so
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        _ = of_gptq(tmp_path, bits, V1, 3).has_zeros
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        _ = of_gptq(tmp_path, bits, V1, [middle, 3]).has_zeros
+
+
+def test_groups_of_gptq_that_contradict_its_configuration(tmp_path):
+    with pytest.raises(UserError, match=r"\n  m\.g_idx: missing"):
+        of_gptq(tmp_path, 4, {"desc_act": True}, 7)
+    for said, groups in (({"desc_act": True}, np.arange(16) % 2), ({}, np.arange(16) // 8)):
+        matrix = of_gptq(tmp_path, 4, V1 | said, 7, g_idx=groups.astype(np.int32))
+        assert (matrix.read(boxes(matrix.shape, 0)[0]) == -8).all()
+    matrix = of_gptq(tmp_path, 4, V1, 7, g_idx=(np.arange(16) > 8).astype(np.int32))
+    with pytest.raises(UserError, match=r"m\.weight: 9 inputs are in one group, but config\.json says group_size=8"):
+        matrix.read((slice(0, 1), slice(15, 16)))
+    ordered = compressed(weights=INT4 | {"actorder": "group"})
+    file = FOLDER / "int4-group.safetensors"
+    with pytest.raises(UserError, match=r"\n  m\.weight_g_idx: missing"):
+        with_matrices(stored_tensors(file), recipe_of(ordered), file)
+
+
+@pytest.mark.parametrize("case", ["awq", "int4-plain"])
+def test_zero_points_of_a_symmetric_matrix(case, tmp_path):
+    file = FOLDER / f"{case}.safetensors"
+    tensors = {name: it.all_values() for name, it in stored_tensors(file).items() if name != "values"}
+    said = json.loads(file_metadata(file)["quantization_config"]) | ({"zero_point": False} if case == "awq" else {})
+    name = {"awq": "m.qzeros", "int4-plain": "m.weight_zero_point"}[case]
+    none = np.full((2, 4), -0x77777778, np.int32) if case == "awq" else np.zeros((6, 2), np.int8)
+    for zeros, fits in ((none, True), (none + 1, False)):
+        save_file(tensors | {name: zeros}, tmp_path / "file")
+        matrix = with_matrices(stored_tensors(tmp_path / "file"), recipe_of(said), tmp_path)["m.weight"]
+        if fits:
+            assert not matrix.has_zeros
+            continue
+        with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+            matrix.read(boxes(matrix.shape, 0)[0])
+
+
+def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes((FOLDER / "int8-plain.safetensors").read_bytes())
+    found = recipe_of(json.loads(file_metadata(file)["quantization_config"]))
+    matrix = with_matrices(stored_tensors(file), found, file)["m.weight"]
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(UserError, match="the file ends within its tensors"):
+        matrix.read(boxes(matrix.shape, 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            'quant_method="bitsandbytes" is not read .*; load the folder with transform',
+        ),
+        ({"quant_method": "hqq"}, 'quant_method="hqq"'),
+        ({"bits": 4}, "quant_method=null"),
+        ({"quant_method": "gptq", "bits": 3}, "bits=3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, 'checkpoint_format="marlin"'),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic="),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, 'version="gemv"'),
+        ({"quant_method": "awq", "bits": 8}, "bits=8"),
+        (compressed("nvfp4-pack-quantized"), 'group_0: format="nvfp4-pack-quantized" is not read'),
+        (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config="),
+        (compressed() | {"transform_config": {"config_groups": {}}}, "transform_config="),
+        (compressed() | {"config_groups": {}}, "no config_groups"),
+        (compressed() | {"config_groups": {"W4A16": ["Linear"]}}, "W4A16=.*not an object"),
+        (compressed(weights=INT4 | {"num_bits": 3}), "3 bits of type int"),
+        (compressed(weights=INT4 | {"num_bits": "4"}), 'num_bits="4", not an integer'),
+        (compressed(weights=INT4 | {"strategy": "tensor_group"}), "strategy=tensor_group"),
+        (compressed(weights=INT4 | {"strategy": "block"}), "block_structure=null"),
+        (compressed(targets=["re:("]), r"target re:\("),
+        (compressed(targets=["re:" + "x" * 201]), "more than 200 characters"),
+        (compressed(targets=["re:x{0,100}"]), "2 digits of a number of repetitions"),
+        (compressed(targets=["re:a(?!b)c"]), "may stand at its beginning only"),
+        (compressed(targets=["re:(?!a)b|c"]), "alternatives beside an assertion"),
+        (compressed(targets=["re:(?!a"]), r"missing \)"),
+        (compressed() | {"ignore": [f"re:{i}" for i in range(5000)]}, "5,000 regular expressions, more than 100"),
+        (compressed() | {"config_groups": {str(i): {} for i in range(100_000)}}, "100,000 config_groups"),
+    ],
+)
+def test_what_is_refused_by_name(said, words):
+    assert re.search(words, refusals(said))
+
+
+def test_targets():
+    byte = INT4 | {"num_bits": 8}
+    groups = {
+        "a": {"targets": ["Linear"], "weights": INT4},
+        "b": {"targets": ["re:.*down_proj"], "weights": byte | {"group_size": 8}},
+        "c": {"targets": ["m.1.down_proj"], "weights": byte | {"group_size": 4}},
+        "d": {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}},
+    }
+    said = compressed() | {"config_groups": groups, "ignore": ["lm_head", "re:.*gate$"]}
+    found = recipe_of(said)
+    names = ("m.0.up_proj", "m.0.down_proj", "m.1.down_proj", "lm_head", "m.0.gate", "m.0.gate_proj")
+    schemes = found.schemes_of(names)
+    assert [scheme and scheme.block[1] for scheme in schemes] == [16, 8, 4, None, None, 16]
+    assert recipe({"compression_config": {k: v for k, v in said.items() if k != "quant_method"}}, []) == found
+    assert recipe({"quantization_config": None}, []) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (".?" * 90 + "Q", []),
+        ("(a*)*" * 30 + "Q", []),
+        (r".*mlp\.gate$", [1]),
+        (r"model\.layers\.\d+\..*", [0, 1, 2]),
+        (r"^(?!.*vision).*(q_proj|v_proj)$", [0]),
+        (r"(?=model)(?!.*[)]|.*\(|.*gate)model", [0, 2]),
+        (r".*\.(q_proj|v_proj)", [0, 2, 4]),
+        ("lm_head", [3]),
+    ],
+)
+def test_patterns_match_as_in_python_and_in_linear_time(pattern, matched):
+    names = ["layers.0.q_proj", "layers.12.mlp.gate", "layers.1.vision.v_proj"]
+    names = [*(f"model.{name}" for name in names), "lm_head", "x.q_proj_x", "\ud800"]
+    if "?" * 2 not in pattern and "Q" not in pattern:
+        assert [i for i, name in enumerate(names) if re.match(pattern, name)] == matched
+    schemes = recipe_of(compressed() | {"ignore": [f"re:{pattern}"]}).schemes_of(names)
+    assert [i for i, scheme in enumerate(schemes) if scheme is None] == matched
+
+
+def test_a_matrix_that_no_target_matches(tmp_path):
+    file = FOLDER / "int4-group.safetensors"
+    for said in (compressed(targets=["LlamaMLP"]), compressed() | {"ignore": ["re:m"]}):
+        with pytest.raises(UserError, match="\n  m: quantized, but no target of quantization_config matches it"):
+            with_matrices(stored_tensors(file), recipe_of(said), file)
+
+
+def quarters(matrix):
+    """Returns a matrix of few bits: codes in int4, and a scale for each group of 8 inputs."""
+    groups = matrix.reshape(len(matrix), -1, 8)
+    scales = np.abs(groups).max(2) / np.float32(7)
+    codes = np.round(groups / scales[..., None]).astype(np.int8)
+    return codes.reshape(matrix.shape), scales, (codes * scales[..., None]).reshape(matrix.shape).astype(np.float32)
+
+
+def test_a_folder_of_experts(tmp_path):
+    config = config_of(decoder_block="qwen3_moe", **FAMILIES["qwen3_moe"])
+    stored, meant = {}, {}
+    for name, tensor in hf_tensors(random_params(config)).items():
+        meant[name] = tensor
+        if tensor.ndim < 2 or "_proj" not in name:
+            stored[name] = tensor
+            continue
+        codes, scales, meant[name] = quarters(tensor)
+        stored[f"{name}_packed"] = words_of(codes + 8, list(range(8)))
+        stored |= {f"{name}_scale": scales, f"{name}_shape": np.array(codes.shape)}
+        stored[name.replace("weight", "input_scale")] = np.ones(1, np.float32)
+    said = compressed(weights=INT4 | {"group_size": 8}, input_activations={"num_bits": 8}) | {"ignore": ["lm_head"]}
+    path = write_hf(tmp_path / "int4", config, stored, shards=2, quantization_config=said)
+    lines = []
+    load_parameters(str(path), config, abstract_of(config), lines.append)
+    count = sum(name.endswith("_packed") for name in stored)
+    note = (
+        f"{count} matrices are stored as int4 in groups of 8; they are read as float32; activations are not quantized"
+    )
+    assert f"{path}: {note}" in lines
+    assert contents_of(str(path)).notes == (f"{path}: {note.replace('are read as float32', 'stay so')}",)
+    plain = write_hf(tmp_path / "plain", config, meant)
+    pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
+    for name, leaf in pair[0].items():
+        other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
+        np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+
+
+def test_biases_of_zeros_beside_matrices_of_gptq(tmp_path):
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
+    straight, stored, meant = list(range(8)), {}, {}
+    for name, tensor in hf_tensors(random_params(config)).items():
+        if "_proj" not in name:
+            stored[name] = meant[name] = tensor
+            continue
+        codes, scales, meant[name] = quarters(tensor)
+        module = name.removesuffix(".weight")
+        words = {"qweight": words_of(codes + 8, straight).T, "qzeros": words_of(scales.T * 0 + 7, straight)}
+        words |= {"scales": scales.T, "g_idx": np.arange(codes.shape[1], dtype=np.int32) // 8}
+        words["bias"] = np.zeros(len(codes), np.float16)
+        stored |= {f"{module}.{last}": np.ascontiguousarray(it) for last, it in words.items()}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 8}
+    path = write_hf(tmp_path / "gptq", config, stored, quantization_config=said)
+    plain = write_hf(tmp_path / "plain", config, meant)
+    pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
+    for name, leaf in pair[0].items():
+        other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
+        np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+    stored[f"{module}.bias"][0] = 1
+    path = write_hf(tmp_path / "other", config, stored, quantization_config=said)
+    with pytest.raises(UserError, match=rf"{module}\.bias: the model has no such parameter"):
+        open_source(str(path)).leaves(config, shapes_of(config))
