@@ -26,12 +26,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 import tokenizers  # noqa: F401, too
 
+from trainer.chat.template import Template
 from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.readers import JsonlPart, ParquetPart
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.unpacked import check_unpacked
-from trainer.post_training.chat_template import Template
 from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.huggingface.quantization_config import recipe
 

@@ -11,9 +11,9 @@ import jax
 from ml_collections import FrozenConfigDict
 from support import tiny_config
 
+from trainer.chat.encoder import Prompts
 from trainer.inference import MaxEngine, Scheduler
 from trainer.inference.sampling import sampling_of
-from trainer.post_training.chat_encoder import Prompts
 from trainer.serving import Model, Server, bound
 
 LENGTH, SLOTS, WAITING, BODY = 128, 3, 6, 20_000

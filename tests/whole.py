@@ -80,7 +80,7 @@ COVERED = {
     r"integration/test_lora\.py::test_(a_run_begins|adapters_of_initial)": "a run that resumes; test_peft.py",
     r"integration/test_parity_records\.py::test_a_record_of_a_started": "records of a first step",
     r"integration/test_serve\.py::test_several_adapters": "inference/test_adapters.py; serving/",
-    r"integration/test_quantize\.py::test_calibration_w": "post_training/test_calibration.py",
+    r"integration/test_quantize\.py::test_calibration_w": "calibration/test_layerwise.py",
     r"integration/test_quantized_training\.py::test_a_run_from": "its step; checkpoints in test_qwix_types.py",
     r"integration/test_grpo\.py::test_with_batch_inv": "inference/test_batch_invariant.py",
     r"integration/test_pipeline_runs\.py::test_a_run_goes_on": "state/test_stages.py, and losses in test_pipeline.py",

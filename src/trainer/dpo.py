@@ -24,13 +24,13 @@ def _check(config: Config) -> None:
 
 
 def _show(config: Config, count: int, say: Callable[[str], None]) -> None:
-    from trainer.post_training import chat_show
+    from trainer.chat import show as chat_show
 
     chat_show.pairs(config, count, say)
 
 
 def _encoder() -> Any:
-    from trainer.post_training.pairs import pair_encoder
+    from trainer.chat.pairs import pair_encoder
 
     return pair_encoder
 

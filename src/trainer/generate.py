@@ -158,7 +158,7 @@ def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
                 "use_chat_template=true applies it"
             )
         return None
-    from trainer.post_training.chat_encoder import Prompts
+    from trainer.chat.encoder import Prompts
 
     chat = Prompts(loaded.config, tokenizer, say)
     if not chat.stop_tokens():

@@ -24,8 +24,8 @@ def _check(config: Config) -> None:
 
 
 def _dataset(config: Config, say: Callable[[str], None]) -> Any:
-    from trainer.post_training.prompts import open_prompts
-    from trainer.post_training.room import check_rows
+    from trainer.rl.prompts import open_prompts
+    from trainer.rl.room import check_rows
 
     check_rows(config)
     return open_prompts(config, say)
@@ -35,7 +35,7 @@ def _source(
     run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
 ) -> AbstractContextManager[Any]:
     from trainer.observe import RolloutFiles
-    from trainer.post_training.rollouts import Rollouts
+    from trainer.rl.rollouts import Rollouts
     from trainer.runtime.agreement import is_first
 
     files = RolloutFiles(run_dir) if run_dir is not None and is_first() else None

@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
+    from trainer.calibration.quantize import Calibrated
     from trainer.models.matrices import quantized_kernels
     from trainer.models.quantization import storage_of
-    from trainer.post_training.quantization import Calibrated
     from trainer.weights import copy_beside, model_config, open_source, weights_of, write_params
     from trainer.weights.model_keys import check_words
     from trainer.weights.stored import as_stored, stored_kernels

@@ -91,9 +91,9 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
         if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise UserError(f"the package {error.name} is not installed: pip install 'trainer[serve]'") from error
+    from trainer.chat.encoder import Prompts
     from trainer.inference import MaxEngine, Scheduler
     from trainer.inference.sampling import sampling_of
-    from trainer.post_training.chat_encoder import Prompts
     from trainer.weights import open_adapters
 
     config = loaded.config

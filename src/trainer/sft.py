@@ -74,7 +74,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     Raises:
       UserError: they cannot be read.
     """
-    from trainer.post_training.from_data import taken
+    from trainer.training.from_data import taken
 
     config = loaded.config
     found: dict[str, Any] = {}
@@ -92,20 +92,20 @@ def _say(text: str) -> None:
 
 
 def _show(config: Config, count: int, say: Callable[[str], None]) -> None:
-    from trainer.post_training import chat_show
+    from trainer.chat import show as chat_show
 
     chat_show.conversations(config, count, say)
 
 
 def _encoder() -> Any:
-    from trainer.post_training.chat_encoder import chat_encoder
+    from trainer.chat.encoder import chat_encoder
 
     return chat_encoder
 
 
 def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
     """Returns what encodes the prompt of the sample, see `train.Kind`."""
-    from trainer.post_training.chat_encoder import Prompts
+    from trainer.chat.encoder import Prompts
 
     return Prompts(config, tokenizer, say)
 

@@ -19,7 +19,7 @@ from trainer.checkpoint import newest
 from trainer.config import load
 from trainer.objectives import hidden_states, target_log_probs
 from trainer.observe.metrics import METRICS_FILE, read_rows
-from trainer.post_training.groups import advantages
+from trainer.rl.groups import advantages
 from trainer.training import build, start
 
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_local.py"

@@ -20,6 +20,8 @@ from sample_data import document, write_corpus, write_records, write_tfds
 from support import TINY, arguments, pinned
 
 from trainer.aot.dump import given_folder
+from trainer.chat.encoder import chat_encoder
+from trainer.chat.pairs import pair_encoder
 from trainer.config import load, schema
 from trainer.config import resolve as resolve_config
 from trainer.config.chat_keys import SFT_DEFAULTS
@@ -33,10 +35,8 @@ from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
-from trainer.post_training.chat_encoder import chat_encoder
-from trainer.post_training.pairs import pair_encoder
-from trainer.post_training.prompts import open_prompts
-from trainer.post_training.room import check_rows
+from trainer.rl.prompts import open_prompts
+from trainer.rl.room import check_rows
 from trainer.train import main
 from trainer.training import build
 

@@ -12,7 +12,7 @@ _INCOMPLETE = "\ufffd"  # the decoded form of bytes that are not a complete char
 
 
 class Chat(Protocol):
-    """Makes a conversation of a prompt: `post_training.Prompts`."""
+    """Makes a conversation of a prompt: `chat.encoder.Prompts`."""
 
     def tokens(self, prompt: str) -> list[int]:
         """Returns the tokens of the conversation up to where the assistant begins."""

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trainer.chat.encoder import Prompts
 from trainer.config import Config, UserError
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference import Event, Sampling, Scheduler, Service
 from trainer.inference.controls import Scores
-from trainer.post_training.chat_encoder import Prompts
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.metrics import Metrics
 from trainer.serving.queries import Query, as_api_error

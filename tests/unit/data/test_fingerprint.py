@@ -49,7 +49,7 @@ CHANGES = [
 
 # Other data keys: where documents come from (covered by the files' own fingerprint), how many workers read them
 # (covered by a position), how to evaluate, where to store things, and how many rows a step takes (which may change on
-# resume). test_megatron.py changes the keys of token files, post_training/test_chat_encoder.py those of conversations,
+# resume). test_megatron.py changes the keys of token files, chat/test_encoder.py those of conversations,
 # test_pairs.py those of pairs.
 ELSEWHERE = re.compile(
     r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|"

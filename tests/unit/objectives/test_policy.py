@@ -10,7 +10,7 @@ from support import assert_equal_bits
 
 from trainer.layers.sown import Maximum
 from trainer.objectives.policy import DRIFT, Policy
-from trainer.post_training.groups import Rollout, packed, places
+from trainer.rl.groups import Rollout, packed, places
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 20
 AGGREGATIONS = ("token-mean", "sequence-mean", "sequence-mean-token-mean")

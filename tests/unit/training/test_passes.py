@@ -8,7 +8,7 @@ from sample_data import config_of, opened, write_records
 from support import TINY, pinned
 
 from trainer.config import UserError, resolve
-from trainer.post_training.prompts import open_prompts
+from trainer.rl.prompts import open_prompts
 from trainer.train import _with_passes
 from trainer.training import passes_text, steps_of
 

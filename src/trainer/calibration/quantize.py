@@ -1,0 +1,140 @@
+"""Quantizes the weights of a checkpoint, with calibration on text. Arrays wait in files, not in memory."""
+
+import functools
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainer.calibration.layerwise import calibrate
+from trainer.calibration.recording import Statistics
+from trainer.config import Config, UserError
+from trainer.leaves import Leaf, names_of, nested
+from trainer.products import Kernel
+from trainer.products.calibrated import How, awq, gptq, values
+from trainer.products.dequantized import Storage
+
+Say = Callable[[str], None]
+
+
+class Calibrated:
+    """Quantized kernels of a model. A context manager, which removes the files at the end."""
+
+    def __init__(self, kernels: Mapping[str, Kernel], storage: Storage, folder: Path):
+        """`folder`: for files with the size of the model as it is stored, and as it will be."""
+        self._kernels, self._storage = kernels, storage
+        self._folder = tempfile.TemporaryDirectory(prefix="calibration-", dir=folder)
+        self._found: dict[str, dict[str, np.ndarray]] = {}
+
+    def __enter__(self) -> "Calibrated":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._found.clear()
+        self._folder.cleanup()
+
+    def run(
+        self,
+        config: Config,
+        stored: Mapping[str, Any],
+        leaves: Mapping[str, Leaf],
+        batches: Iterable[Mapping[str, Any]],
+        algorithm: str,
+        say: Say,
+    ) -> None:
+        """Quantizes all kernels.
+
+        Args:
+          config: of the float model, resolved.
+          stored: each kernel as it will be stored, a pytree of ShapeDtypeStructs.
+          leaves: the float weights.
+          batches, say: see `calibrate`.
+          algorithm: "awq" or "gptq".
+        """
+        quantize = functools.partial(self._quantize, algorithm)
+        rest = {name: leaf.read(leaf.dtype, _nothing) for name, leaf in leaves.items() if leaf.buffer}
+        reader = _Reader(leaves, Path(self._folder.name))
+        hessian = algorithm == "gptq"
+        for layer in calibrate(
+            config, batches, reader.read, nested(rest), quantize, self._kernels.__contains__, hessian=hessian, say=say
+        ):
+            for name, value in layer.stored.items():
+                whole = self._of(name, stored[name])
+                for part, array in names_of(nested({name: value})).items():
+                    whole[part][... if layer.number is None else layer.number] = array
+            del layer  # with its hidden states
+
+    def leaves(self, name: str) -> dict[str, np.ndarray]:
+        """Returns the parts of a kernel by name, which lie in files; {} if it was not calibrated."""
+        return self._found.get(name, {})
+
+    def _of(self, name: str, stored: Any) -> dict[str, np.ndarray]:
+        if name not in self._found:
+            parts = names_of(nested({name: stored}))
+            self._found[name] = {
+                part: _on_disk(Path(self._folder.name), it.shape, it.dtype) for part, it in parts.items()
+            }
+        return self._found[name]
+
+    def _quantize(self, algorithm: str, name: str, value: jax.Array, found: Statistics) -> tuple[Any, jax.Array]:
+        kernel, storage = self._kernels[name], self._storage
+        how = How(storage.dtype, storage.of_inputs(kernel), storage.method)
+        if algorithm == "awq":
+            quantized, scales = awq(value, found.mean_abs(), how, name)
+            return storage.of_matrix(kernel, quantized, scales), values(quantized, scales)
+        assert found.hessian is not None
+        quantized = gptq(value, found.hessian, how, name)
+        return storage.of_matrix(kernel, quantized), values(quantized)
+
+
+class _Reader:
+    """Reads the float weights of one layer at a time."""
+
+    def __init__(self, leaves: Mapping[str, Leaf], folder: Path):
+        self._leaves, self._folder = leaves, folder
+        self._whole: dict[str, np.ndarray] = {}
+
+    def read(self, path: str, number: int | None) -> dict[str, Any]:
+        """See `calibration.Read`."""
+        below = {
+            name.removeprefix(f"{path}/"): name
+            for name, leaf in self._leaves.items()
+            if name.startswith(f"{path}/") and not leaf.buffer
+        }
+        return nested({part: self._one(name, number) for part, name in below.items()})
+
+    def _one(self, name: str, number: int | None) -> np.ndarray:
+        leaf = self._leaves[name]
+        if number is None:
+            return leaf.read(leaf.dtype, _nothing)
+        if len(leaf.parts) == leaf.shape[0] > 1:  # layers are stored one by one
+            return leaf.parts[number]().reshape(leaf.shape[1:])
+        if name not in self._whole:  # a layer of it cannot be read alone
+            self._whole[name] = _on_disk(self._folder, leaf.shape, leaf.dtype)
+            self._whole[name][...] = leaf.read(leaf.dtype, _nothing)
+        return np.array(self._whole[name][number])
+
+
+def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped.
+
+    Raises:
+      UserError: the disk has no room for it.
+    """
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise UserError(f"{folder}: no room for {size / 1e9:.2f} GB: {error.strerror}") from error
+        return np.memmap(file, np.uint8, "r+", shape=(size,)).view(dtype).reshape(shape)
+
+
+def _nothing(size: int) -> None:
+    """Counts no bytes."""

@@ -1,0 +1,336 @@
+"""Encodes conversations as documents for supervised fine-tuning: the encoder of records of `data.open_dataset`."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from trainer.chat.conversations import Formatter, Message, conversation
+from trainer.chat.template import DEFAULT, TRAINING_DATE, Template, TemplateFailed
+from trainer.chat.turns import Turns, turns
+from trainer.config import Config, UserError
+from trainer.config.chat_keys import TOOLS
+from trainer.config.paths import local_path
+from trainer.config.words import visible
+from trainer.data.chat_files import ChatTemplate, read_template
+from trainer.data.documents import Counts, Document, Encoder, Record, text_of
+from trainer.data.rendered import Encoded, Rendered, pattern
+from trainer.data.tokenizer import Tokenizer
+
+_FORMAT = 1  # increases if equal conversations become other tokens or other masks
+SHOWN = 2000  # characters of a conversation in a message
+
+
+class Example(NamedTuple):
+    """A conversation with its tokens [n], and which of them are learnt: bool [n]."""
+
+    turns: Turns
+    encoded: Encoded
+    learnt: np.ndarray
+
+
+@dataclass(frozen=True)
+class ChatEncoder(Encoder):
+    """See `Encoder`. Nothing is put before and after a conversation: the template writes all of its text.
+
+    Attributes:
+      template: how conversations become text.
+      formatter: a user's function that makes messages of records.
+      longest: a conversation is cut after this many targets; None if it continues in another row.
+    """
+
+    noun: ClassVar[str] = "conversation"
+
+    template: Template
+    formatter: Formatter | None
+    longest: int | None
+
+    @property
+    def masked(self) -> bool:
+        return self.completion_only
+
+    @property
+    def whole(self) -> bool:
+        return False  # the first token is no target, and the names of special tokens are text without bytes
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        has_tools = TOOLS in self.columns or self.formatter is not None
+        return super().identity | {
+            "template": [_FORMAT, *self.template.texts[: 1 + has_tools], TRAINING_DATE.isoformat()],
+            "names": self._tokenizer.special_names and sorted(self._tokenizer.special_names.items()),
+            "formatter": self.formatter and self.formatter.identity,
+        }
+
+    def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
+        """See `Encoder.encode`. Skips conversations without a target that is learnt.
+
+        Raises:
+          UserError: names a record that is not a conversation, or that the template cannot render.
+        """
+        examples = self.examples(records, counts)
+        return [
+            example and self.document(example, counts, record)
+            for example, record in zip(examples, records, strict=True)
+        ]
+
+    def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
+        """Yields the tokens of each of the conversations of `records` that are not empty. Errors are as in `encode`."""
+        return (len(example.learnt) for example in self.examples(records, counts) if example)
+
+    def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
+        """Returns the conversations of `records`, None for one without messages. Errors are as in `encode`."""
+        found = [self._of_record(record, counts) for record in records]
+        encoded = iter(self.encoded([one for one in found if one]))
+        return [one and next(encoded) for one in found]
+
+    def encoded(self, found: Sequence[Turns]) -> list[Example]:
+        """Returns the conversations with their tokens."""
+        examples = []
+        every = self._tokenizer.encode_rendered([one.rendered for one in found])
+        for one, tokens in zip(found, every, strict=True):
+            _check_ids(tokens, self._tokenizer, self.vocab_size)
+            learnt = tokens.within(one.learnt) if self.completion_only else np.ones(len(tokens.ids), bool)
+            examples.append(Example(one, tokens, learnt))
+        return examples
+
+    def _of_record(self, record: Record, counts: Counts) -> Turns | None:
+        (messages, tools), replaced = conversation(record, self.columns, self.formatter)
+        count_replaced(replaced, record, counts)
+        if not messages:
+            counts.empty += 1
+            return None
+        return self.turns(messages, tools, record, counts)
+
+    def turns(self, messages: Sequence[Message], tools: Any, record: Record, counts: Counts, first: int = 0) -> Turns:
+        """Returns a rendered conversation, and what is learnt of it from message number `first` on."""
+        try:
+            found = turns(self.template, messages, tools, self._markers, first)
+        except TemplateFailed as error:
+            raise UserError(f"{record.where}: {error}") from error
+        counts.bytes += len(found.rendered.text.encode())
+        self._notice(found, record, counts, self.template.of(tools).marks_generation)
+        return found
+
+    def _notice(self, found: Turns, record: Record, counts: Counts, marked: bool) -> None:
+        if self.completion_only and found.differing:
+            kept = "are not learnt (a template with {% generation %} says itself what is learnt)"
+            kept = "are learnt as they are" if marked else kept
+            counts.notice(
+                "differing",
+                lambda: (
+                    f"turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
+                    f"{kept}; the first in {record.where}, {found.differing[0]}"
+                ),
+                len(found.differing),
+            )
+        if self.completion_only and found.unended:
+            counts.notice(
+                "unended",
+                lambda: (
+                    "turns of the assistant end without a special token, so that generation will not know where to "
+                    f"stop; the first in {record.where}"
+                ),
+                found.unended,
+            )
+        self.notice_plain(found.rendered, record, counts)
+
+    def notice_plain(self, rendered: Rendered, record: Record, counts: Counts) -> None:
+        """Counts names of special tokens in messages."""
+        if rendered.plain:
+            start, stop = rendered.plain[0]
+            counts.notice(
+                "plain",
+                lambda: (
+                    f"names of special tokens in messages are encoded as ordinary text; the first in {record.where}: "
+                    f"{visible(rendered.text[start:stop])}"
+                ),
+                len(rendered.plain),
+            )
+
+    def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
+        """Returns the document of a conversation; None if no target in a row is learnt. Counts either."""
+        found, encoded, learnt = example
+        loss = learnt[1:]
+        if not loss[: self.longest].any():
+            why = "nothing in them is learnt"
+            if loss.any():
+                why = f"what is learnt in them begins after max_target_length={self.longest} tokens"
+                counts.long(len(encoded.ids))
+            counts.skipped += 1
+            counts.notice(why, lambda: f"conversations are skipped, because {why}; the first in {record.where}")
+            counts.unlearnt = counts.unlearnt or visible(found.rendered.text[:SHOWN])
+            return None
+        self.notice_crossing(example, counts, record)
+        counts.documents += 1
+        return Document(encoded.ids, loss if self.masked else None)
+
+    def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:
+        """Counts tokens of which only a part is learnt."""
+        found, encoded, _ = example
+        crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
+        if crossing and self.completion_only:
+            counts.notice(
+                "crossing",
+                lambda: (
+                    "tokens stand for characters both before and in what is learnt, and are learnt; the first in "
+                    f"{record.where}"
+                ),
+                crossing,
+            )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None
+        return self.tokenizer
+
+    @functools.cached_property
+    def _markers(self) -> re.Pattern[str]:
+        return pattern(self._tokenizer.markers)
+
+
+def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template from now
+    on.
+
+    Raises:
+      UserError: the template or the formatting function is not there, or not valid.
+    """
+    assert tokenizer is not None
+    template, formatter = open_template(config, tokenizer), open_formatter(config)
+    continues = not config.use_truncation or (config.packing and config.grain_packing_type == "concat_then_split")
+    return ChatEncoder(
+        tokenizer,
+        columns,
+        tokenize,
+        config.sft_train_on_completion_only,
+        config.vocab_size,
+        template,
+        formatter,
+        None if continues else config.max_target_length,
+    )
+
+
+def open_formatter(config: Config) -> Formatter | None:
+    """Returns the function of formatting_func_path, None without one. Raises UserError if it cannot be imported."""
+    path = config.formatting_func_path
+    kwargs: Any = config.formatting_func_kwargs
+    formatter = Formatter(path, kwargs.to_dict()) if path else None
+    if formatter is not None:
+        formatter.load()
+    return formatter
+
+
+def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
+    """Returns the template of chat_template or chat_template_path, of the tokenizer's files, or the default one.
+
+    The tokenizer has it from now on. `today`: see `Template`.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    if config.chat_template:
+        found = ChatTemplate(config.chat_template, "chat_template")
+    elif config.chat_template_path:
+        found = read_template(local_path(config.chat_template_path, "chat_template_path="))
+    else:
+        found = tokenizer.chat_template or DEFAULT
+    tokenizer.chat_template = found
+    return Template(found, tokenizer.special_names, tuple(tokenizer.special_tokens), today=today)
+
+
+def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
+    """Counts a record of which characters were replaced."""
+    if replaced:
+        counts.mended_first = counts.mended_first or str(record.where)
+        counts.mended += 1
+        counts.mended_characters += replaced
+
+
+def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError if the template writes a token that the model has not, as after one was added to a tokenizer."""
+    most = int(encoded.ids.max(initial=0))
+    if most >= vocab_size:
+        name = next((name for name, i in tokenizer.markers.items() if i == most), "")
+        raise UserError(
+            f"vocab_size={vocab_size}, but the chat template writes the token {name or most} with id {most}: set "
+            f"vocab_size={tokenizer.vocab_size} or more, or give the model's own tokenizer_path or another template"
+        )
+
+
+class Prompts:
+    """Renders prompts as the user's message of a conversation, for generation.
+
+    Attributes:
+      own_template: whether the model has a template, so that it probably answers conversations.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        today: bool = True,
+    ):
+        """Says which template it is. `today`: see `Template`. Raises UserError: see `open_template`."""
+        self.template, self._tokenizer = open_template(config, tokenizer, today=today), tokenizer
+        self._vocab_size = config.vocab_size
+        self.own_template = tokenizer.chat_template is not DEFAULT
+        say(f"chat template: {self.template.where}")
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Returns the tokens of the conversation up to where the assistant begins.
+
+        Raises:
+          UserError: the template cannot render it.
+        """
+        return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
+
+    def tokens_of(self, record: Record) -> list[int]:
+        """Returns the tokens of the conversation in the first column of `record`, a list of messages or the text of the
+        user, up to where the assistant begins.
+
+        Raises:
+          UserError: it is no conversation, or the template cannot render it.
+        """
+        value = record.values[0]
+        if isinstance(value, str | bytes):
+            record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
+        (messages, _), _ = conversation(Record(record.where, record.values[:1]), ("prompt",), None)
+        (encoded,) = self._tokenizer.encode_rendered([self.template.render(messages, prompt=True)])
+        _check_ids(encoded, self._tokenizer, self._vocab_size)
+        return encoded.ids.tolist()
+
+    def stop_tokens(self) -> list[int]:
+        """Returns the token that ends a turn of the assistant; [] if the template writes none."""
+        said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+        try:
+            found = turns(self.template, said, None, pattern(self._tokenizer.markers))
+        except TemplateFailed:
+            return []
+        (encoded,) = self._tokenizer.encode_rendered([found.rendered])
+        _, stop = found.learnt[-1] if found.learnt else (0, 0)
+        last = [int(i) for i, end in zip(encoded.ids, encoded.stops, strict=True) if end <= stop][-1:]
+        return [i for i in last if i in self._tokenizer.markers.values()]
+
+
+def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
+    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
+
+    Raises:
+      UserError: it is neither text nor messages.
+    """
+    if chat is not None:
+        return record.values[0], chat.tokens_of(record)
+    value = record.values[0]
+    if isinstance(value, list | np.ndarray):
+        raise UserError(
+            f"{record.where}: column {column} holds {type(value).__name__}, not text; use_chat_template=true takes "
+            "lists of messages"
+        )
+    text = text_of(value, column, record)[0]
+    return text, [*tokenizer.before_text, *tokenizer.encode(text)] if text else []

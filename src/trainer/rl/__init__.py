@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, rollouts, groups and rewards, as a source of batches."""

@@ -1,0 +1,183 @@
+"""The prompts of reinforcement learning: the data set of `trainer.grpo`."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.chat.encoder import Prompts, prompt_of
+from trainer.config import Config, UserError
+from trainer.config.derived import row_for
+from trainer.config.words import counted
+from trainer.data.cache import cache_root
+from trainer.data.corpus import Corpus
+from trainer.data.dataset import Dataset, Epoch, Say
+from trainer.data.prepare import open_tokenizer
+from trainer.data.sources import open_source
+from trainer.data.streams import PreparedStream, Stream, fingerprint
+from trainer.data.tokenizer import Tokenizer
+from trainer.inference.ends import stop_tokens
+from trainer.inference.served import longest_prompt
+
+_FORMAT = 1  # increases if equal records become other prompts
+INDEX = "prompt"  # the name of the array [n] with the numbers of prompts in a batch of them
+
+
+class Prompt(NamedTuple):
+    """A prompt: what the reward functions get of it, and its tokens, int32 [n].
+
+    Attributes:
+      where: its text names the record. Making it reads the file up to there.
+      text: the value of its column: a text, or a list of messages.
+      columns: the values of the other columns by name.
+    """
+
+    where: Any
+    text: Any
+    columns: Mapping[str, Any]
+    tokens: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRows:
+    """The prompts as a `data.RowSource`, whose rows are their numbers."""
+
+    prompts: Sequence[Prompt]
+    length: int
+
+    @property
+    def size(self) -> int:
+        """The number of prompts."""
+        return len(self.prompts)
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns {INDEX: the numbers of the prompts at `indices`}."""
+        return {INDEX: indices.astype(np.int32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptDataset(Dataset):
+    """A `Dataset` whose batches are numbers of prompts.
+
+    Attributes:
+      train, held_out: the prompts; none are held out without evaluation.
+      stop: the tokens that end a completion, and with use_chat_template=true a turn of the assistant.
+    """
+
+    train: PromptRows = dataclasses.field(kw_only=True)
+    held_out: PromptRows | None = dataclasses.field(kw_only=True)
+    stop: Sequence[int] = dataclasses.field(kw_only=True)
+
+
+def open_prompts(config: Config, say: Say) -> PromptDataset:
+    """Returns the prompts that the keys of `config`, resolved, name. All of them are held in memory.
+
+    `say` gets lines on prompts that are left out.
+
+    Raises:
+      UserError: the files are not there or not readable; a prompt is neither text nor messages; or none is left.
+    """
+    source = open_source(config, say)
+    if len(source.train) > 1:
+        raise UserError(
+            f"{source.name}: prompts come from one pattern of files, not from a mixture; write the files of a mixture "
+            "into one folder"
+        )
+    root = cache_root(config.data_cache_directory)
+    tokenizer = open_tokenizer(config, source.train, source.weights, root, say)
+    assert tokenizer is not None
+    chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None
+    train = _prompts(config, source.train, tokenizer, chat, say)
+    held_out = None
+    if config.eval_interval > 0:
+        if not source.evaluation:
+            raise UserError(
+                f"eval_interval={config.eval_interval}, but there are no prompts to evaluate on: set their files or "
+                "split, a held_out_share, or eval_interval=-1"
+            )
+        held_out = _prompts(config, source.evaluation, tokenizer, chat, say)
+    order: dict[str, Any] = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
+
+    def open_stream(**settings: Any) -> Stream:
+        return PreparedStream(train, **settings, **order)
+
+    stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
+    of_tokens = {
+        "tokenizer": tokenizer.fingerprint,
+        "template": chat and chat.template.text,
+        "ends": [tokenizer.before_text, stop],
+    }
+    identity = {
+        "format": _FORMAT,
+        "way": "prompts",
+        "documents": fingerprint({"corpora": [corpus.identity for corpus in source.train]}),
+        "tokenizer": fingerprint(of_tokens),
+        "length": longest_prompt(config),
+        "order": f"seed {order['seed']}" if order["shuffle"] else "that of the files",
+    }
+    summary = f"{source.name}: {counted(train.size, 'prompt')}"
+    summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
+    if not any(token < config.vocab_size for token in stop):
+        say("no token ends a completion: the tokenizer has none for the end, so each goes on to the end of its room")
+    if chat is None and (template := tokenizer.chat_template):
+        say(f"{template.where} has a chat template, which is not applied; use_chat_template=true applies it")
+    fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
+    fields["epoch"] = Epoch(train.size, counted(train.size, "prompt"))
+    return PromptDataset(held_out, tokenizer, identity, summary, open_stream, **fields)
+
+
+def _prompts(
+    config: Config, corpora: Sequence[Corpus], tokenizer: Tokenizer, chat: Prompts | None, say: Say
+) -> PromptRows:
+    longest = longest_prompt(config)
+    prompts: list[Prompt] = []
+    long: list[tuple[int, Any]] = []
+    empty: list[Any] = []
+    for corpus in corpora:
+        name, *others = corpus.columns
+        for record in corpus.records():
+            value, tokens = prompt_of(record, name, tokenizer, chat)
+            if not tokens:
+                empty.append(record.where)
+            elif len(tokens) > longest:
+                long.append((len(tokens), record.where))
+            else:
+                columns = {other: _plain(found) for other, found in zip(others, record.values[1:], strict=True)}
+                prompts.append(Prompt(record.where, _plain(value), columns, np.asarray(tokens, np.int32)))
+    label = corpora[0].label
+    if long:
+        say(
+            f"{label}: {counted(len(long), 'prompt')} with more than {longest} tokens left out, the first in "
+            f"{long[0][1]} (max_prefill_predict_length, max_target_length)"
+        )
+    if empty:
+        say(f"{label}: {counted(len(empty), 'prompt')} without text left out, the first in {empty[0]}")
+    if not prompts:
+        raise UserError(f"{label}: no prompt is left: {_why_none(config, long, len(empty))}")
+    return PromptRows(prompts, config.max_target_length)
+
+
+def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
+    """Returns why no prompt is left, and what helps. `long`: the tokens of each that is too long, and where it is."""
+    if not long:
+        return f"{counted(empty, 'prompt')} without text"
+    most, limit = max(tokens for tokens, _ in long), longest_prompt(config)
+    keys = [f"max_target_length={row_for(most + 1)}"] if most >= config.max_target_length else []
+    if 0 <= config.max_prefill_predict_length < most:
+        keys = [f"max_prefill_predict_length={most}", *keys]
+    many = f"{len(long):,} of {len(long) + empty:,}" if empty else f"all {len(long):,}"
+    return f"{many} have more than {limit} tokens (longest {most:,}); give {' '.join(keys)}"
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a file as plain Python: text instead of UTF-8 bytes, lists instead of arrays."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value

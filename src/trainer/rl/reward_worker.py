@@ -1,0 +1,116 @@
+"""The program of a process that calls a user's reward functions (rewards.py). It loads neither JAX nor the package's
+configuration, so that it starts in a few hundredths of a second."""
+
+import inspect
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trainer.chat.functions import failure, load_function
+
+Function = Callable[..., Any]
+_LARGEST = 3.4e38  # of float32, in which the trainer has rewards
+
+
+def main(paths: list[str], connection: int, lifeline: int) -> None:
+    """Loads the functions `paths`, then scores samples, until the other side closes the connection.
+
+    It gets samples as (prompt, completion, columns), pickled. For each function that was loaded or called, it sends
+    JSON: a number, or a text that says what failed. It sends nothing that is pickled: what a completion makes a
+    function do must not reach the trainer.
+
+    Args:
+      connection: the file descriptor of a socket.
+      lifeline: that of the reading end of a pipe that nobody writes to.
+    """
+    _end_with(lifeline)
+    # The parent decides when a worker ends. The signals are not ignored, since programs that a function starts would
+    # inherit that.
+    ending = (signal.SIGINT, signal.SIGTERM)
+    for number in ending:
+        signal.signal(number, lambda number, frame: None)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in ending])
+    os.set_inheritable(connection, False)
+    with Connection(connection) as parent:
+        functions = []
+        for path in paths:
+            try:
+                functions.append(load_function(path))
+                inspect.signature(functions[-1])
+                result: float | str = 0.0
+            except (ImportError, TypeError, ValueError) as error:
+                result = str(error)
+            _send(parent, result)
+        while True:
+            try:
+                sample = parent.recv()
+            except EOFError:
+                return
+            for function in functions:
+                result = _score(function, *sample)
+                _send(parent, result)
+                if isinstance(result, str):
+                    break
+
+
+def _end_with(lifeline: int) -> None:
+    """Makes the system end this process and those that it starts when the parent ends, whatever they are doing.
+
+    The parent holds the other end of the pipe. A thread that reads the pipe would not do: a regular expression that
+    does not end keeps all threads of Python waiting. Only Linux has this; elsewhere, a worker ends after the sample
+    that it is at.
+    """
+    os.set_inheritable(lifeline, False)
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # all processes of the group, which this one leads
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO ends a process
+        if select.select([lifeline], [], [], 0)[0]:
+            sys.exit("the parent has ended")
+
+
+def _send(parent: Connection, result: float | str) -> None:
+    parent.send_bytes(json.dumps(result).encode())
+
+
+def _score(function: Function, prompt: Any, completion: str, columns: Mapping[str, Any]) -> float | str:
+    """Returns what `function` returns for a sample, or what failed."""
+    try:
+        given = dict({name: [value] for name, value in columns.items()}, prompts=[prompt], completions=[completion])
+        first, named = _arguments(function, given)
+        return _number(function(*first, **named))
+    except BaseException as error:  # a user's function can raise any
+        entered = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+        there = "" if entered else f"; it can take prompts, completions{''.join(f', {name}' for name in columns)}"
+        return f"failed: {failure(error)}{there}"
+
+
+def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the arguments of `function` by position and by name: those of `given` that it takes.
+
+    They are passed by name, since some functions take no prompts. If it takes neither of the two by their names, they
+    are the first two.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    by_place = ["prompts", "completions"] if len(places) > 1 and names.isdisjoint(("prompts", "completions")) else []
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    named = {name: value for name, value in given.items() if name not in by_place and (takes_any or name in names)}
+    return [given[name] for name in by_place], named
+
+
+def _number(value: Any) -> float | str:
+    """Returns the number that a function returned for one sample, or a text that says what it returned instead."""
+    one = value.tolist() if hasattr(value, "tolist") else value  # of NumPy, JAX and PyTorch
+    if isinstance(one, list | tuple) and len(one) == 1:
+        one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]
+    if isinstance(one, int | float) and abs(one) <= _LARGEST:
+        return float(one)
+    return f"returned {repr(value)[:400]}; it must return a finite number of float32, or a list of one"

@@ -1,0 +1,329 @@
+"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are judged."""
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+from ml_collections import FrozenConfigDict
+
+from trainer.backends import make_model
+from trainer.config import UserError, eval_parts
+from trainer.config.invariant_keys import KEY, TILE
+from trainer.config.pipeline_keys import unpipelined
+from trainer.config.rl_keys import FUNCTIONS, GROUP, ITERATIONS
+from trainer.config.words import counted
+from trainer.data import Batch, Position
+from trainer.inference.engine import Engine
+from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
+from trainer.inference.scheduler import LENGTH, Scheduler
+from trainer.inference.served import Served, for_decoding, row_parts
+from trainer.inference.text import TextStream
+from trainer.models.caches import takes_cache
+from trainer.models.families import stacks
+from trainer.models.stages import division, to_layers
+from trainer.observe import RolloutFiles
+from trainer.rl.groups import Rollout, advantages, packed, places
+from trainer.rl.prompts import INDEX, Prompt, PromptDataset
+from trainer.rl.rewards import Rewards, Sample, Scored
+from trainer.rl.room import completion_limit, rows_for
+from trainer.runtime.agreement import agreed, from_first, is_first
+from trainer.runtime.place import share_of_rows
+from trainer.training import Run, Start
+
+_INTERVAL = 10.0  # seconds between two lines of progress
+Say = Callable[[str], None]
+
+
+class Round(NamedTuple):
+    """The batch of a round, and the position in the prompts after it."""
+
+    batch: Batch
+    position: Position
+
+
+class _Where(NamedTuple):
+    """Names a completion. The text is made only for a message, since that may read a file."""
+
+    name: str
+    prompt: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}, the prompt in {self.prompt}"
+
+
+class Rollouts:
+    """A `training.BatchSource`: `rl_num_iterations` updates take the batch of a round, which the parameters at its
+    beginning made.
+
+    Everything that is drawn depends on decode_sampling_seed, the number of the round and the parameters, so a run that
+    resumes makes the same rounds. Every process generates all completions; the first one judges them.
+
+    Attributes:
+      updates: of a round; a run ends and is saved between rounds.
+      metrics: of the round whose batch was taken last.
+    """
+
+    def __init__(self, run: Run, dataset: PromptDataset, start: Start, files: RolloutFiles | None, say: Say):
+        """
+        Args:
+          files: gets all completions; None in processes other than the first.
+          say: gets lines of progress.
+
+        Raises:
+          UserError: the model cannot generate text on this mesh, or the run begins within a round.
+        """
+        config = run.config
+        if start.updates % config[ITERATIONS]:
+            raise UserError(
+                f"{ITERATIONS}={config[ITERATIONS]}: load_full_state_path holds {counted(start.updates, 'update')}, "
+                "which is within a round; give load_parameters_path, for a run that begins with 0"
+            )
+        self._run, self._dataset, self._files, self._say = run, dataset, files, say
+        self.updates: int = config[ITERATIONS]
+        self.waited, self.metrics = 0.0, dict[str, float]()
+        self._done, self._round = start.updates, Round({}, start.position or {})
+        self._align = TILE if config[KEY] else 1
+        self._engine = engine_of(run, config.batch_size * config[GROUP])
+        self._stream = dataset.train_stream(start.position, rows=config.batch_size)
+        divided = division(stacks(config)) is not None
+        self._by_layer = (
+            jax.jit(functools.partial(to_layers, stacks(config))) if divided else lambda variables: variables
+        )
+        self._averages = jax.jit(run.sharded(self._averaged)) if config.ema_decay else None
+        self._interrupted: Callable[[], bool] = lambda: False
+        self._rewards: Rewards | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._rewards = agreed(self._judges)
+        if self._rewards is not None:
+            self._stack.enter_context(self._rewards)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._stream.close()
+
+    def _judges(self) -> Rewards | None:
+        """Starts the processes of reward functions, in the first process of the run."""
+        if not is_first():
+            return None
+        config = self._run.config
+        seconds = config.reward_worker_timeout_seconds
+        return Rewards(config[FUNCTIONS], config.reward_num_workers, seconds, self._say)
+
+    def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
+        """See `BatchSource.take`."""
+        self._interrupted = interrupted
+        if self._done % self.updates == 0:
+            current = jax.block_until_ready(state())  # the update before, which is not a part of the round's time
+            started = time.perf_counter()
+            made = self._make(current)
+            self.waited += time.perf_counter() - started
+            if made is None:
+                return None
+            self._round = made
+        self._done += 1
+        return self._round
+
+    def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
+        """See `BatchSource.held_out`: the most likely answers to held-out prompts, with their rewards. With ema_decay,
+        the averages answer."""
+        run, held_out = self._run, self._dataset.held_out
+        assert held_out is not None, "eval_interval is above 0"
+        rows, steps = run.eval_rows, run.config.eval_steps
+        most = len(held_out.prompts) if steps < 0 else steps * eval_parts(run.config) * rows
+        prompts = held_out.prompts[:most]
+        variables = self._averages(state()) if self._averages else self._current(state())
+        rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, "evaluation")
+        if rollouts is None:
+            return
+        scored = self._scored(prompts, self._texts(rollouts), "evaluation")
+        rewards, length = [one.reward for one in scored], run.config.max_target_length
+        for first in range(0, len(prompts), rows):
+            here = slice(first, first + rows)
+            at = [(row, 0) for row in range(len(prompts[here]))]
+            yield self._share(packed(rollouts[here], rewards[here], [0.0] * len(at), at, rows, length))
+
+    def _make(self, state: Any) -> Round | None:
+        """Returns the next round; None if it was interrupted."""
+        config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
+        chosen, position = next(self._stream)
+        prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
+        seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config[GROUP]
+        name = f"round {number + 1:,}"
+        rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, name)
+        if rollouts is None:
+            return None
+        of_each = [prompt for prompt in prompts for _ in range(group)]
+        texts = self._texts(rollouts)
+        scored = self._scored(of_each, texts, name)
+        rewards = np.array([one.reward for one in scored])
+        gains = advantages(rewards.reshape(-1, group)).reshape(-1)
+        self._write(of_each, rollouts, texts, scored, gains)
+        self.metrics = {
+            "reward_std": float(rewards.std()),
+            "equal_groups": float((rewards.reshape(-1, group) == rewards[::group, None]).all(axis=1).mean()),
+            "truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
+            "rewards_timed_out": sum(one.timed_out for one in scored),
+            "rollout_time": time.perf_counter() - started,
+        }
+        length = config.max_target_length
+        at = places([rollout.pairs for rollout in rollouts], length, self._align, together=config.packing)
+        rows = rows_for(self._run.config, 1 + max(row for row, _ in at))
+        return Round(self._share(packed(rollouts, rewards.tolist(), gains.tolist(), at, rows, length)), position)
+
+    def _current(self, state: Any) -> tuple[Any, Any]:
+        tree = self._run.codec.unpack(state)
+        return self._by_layer((tree.params, tree.rest))
+
+    def _averaged(self, state: Any) -> tuple[Any, Any]:
+        params, rest = self._run.computation.trained(self._run.codec.unpack(state))
+        params = jax.lax.with_sharding_constraint(params, self._run.param_shardings.compute)
+        return to_layers(stacks(self._run.config), (params, rest))
+
+    def _complete(
+        self,
+        variables: tuple[Any, Any],
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        samples: int,
+        name: str,
+    ) -> list[Rollout] | None:
+        """Returns `samples` completions of each prompt by `variables`, (params, rest); None if interrupted."""
+        run, stop = self._run, self._dataset.stop
+        scheduler = Scheduler(self._engine, self._engine.hold(*variables), fill=True)
+        limit = completion_limit(run.config)
+        owners: dict[int, int] = {}
+        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            first = scheduler.submit(
+                prompt.tokens.tolist(), limit=limit, stop=stop, sampling=sampling, seed=seed, samples=samples
+            )
+            owners |= {first + sample: i * samples + sample for sample in range(samples)}
+        tokens: list[list[int]] = [[] for _ in owners]
+        log_probs: list[list[float]] = [[] for _ in owners]
+        ends: dict[int, str] = {}
+        shown = time.perf_counter()
+        while not scheduler.idle:
+            for event in scheduler.turn():
+                i = owners[event.request]
+                drawn = event.stopped if event.token is None else event.token
+                assert drawn is not None
+                assert event.log_prob is not None
+                tokens[i].append(drawn)
+                log_probs[i].append(event.log_prob)
+                if event.end is not None:
+                    ends[i] = event.end
+            if self._interrupted():
+                return None
+            if time.perf_counter() - shown > _INTERVAL:
+                shown = time.perf_counter()
+                self._say(f"{name}: {len(ends):,} of {len(owners):,} completions are complete")
+        return [
+            Rollout(
+                prompts[i // samples].tokens,
+                np.array(tokens[i], np.int32),
+                np.array(log_probs[i], np.float32),
+                ends[i] == LENGTH,
+            )
+            for i in range(len(owners))
+        ]
+
+    def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
+        """Returns the texts of completions; [] in processes other than the first, which need none."""
+        return list(map(self._text, rollouts)) if is_first() else []
+
+    def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
+        """Returns the rewards of the completions `texts`, which the first process computes."""
+
+        def scored() -> list[Scored]:
+            assert self._rewards is not None
+            samples = [
+                Sample(prompt.text, text, prompt.columns, _Where(name, prompt.where))
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
+            return self._rewards(samples)
+
+        return [Scored(*one) for one in from_first(scored)]
+
+    def _text(self, rollout: Rollout) -> str:
+        """Returns the text of a completion, without what ended it."""
+        tokenizer = self._dataset.tokenizer
+        assert tokenizer is not None
+        stream = TextStream(tokenizer, rollout.prompt.tolist())
+        drawn = rollout.completion.tolist()
+        return "".join(map(stream.add, drawn if rollout.truncated else drawn[:-1])) + stream.end()
+
+    def _write(
+        self,
+        prompts: Sequence[Prompt],
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        scored: Sequence[Scored],
+        gains: np.ndarray,
+    ) -> None:
+        if self._files is None:
+            return
+        functions = self._run.config[FUNCTIONS]
+        rows = (
+            {
+                "step": self._done,
+                "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
+                "completion": text,
+                "reward": one.reward,
+                "rewards": dict(zip(functions, one.by_function, strict=True)),
+                "advantage": gain,
+                "truncated": rollout.truncated,
+                "timed_out": one.timed_out,
+                "prompt_tokens": rollout.prompt.tolist(),
+                "tokens": rollout.completion.tolist(),
+                "log_probs": rollout.log_probs.tolist(),
+            }
+            for prompt, rollout, text, one, gain in zip(prompts, rollouts, texts, scored, gains.tolist(), strict=True)
+        )
+        self._files.write(self._done // self.updates, rows)
+
+    def _share(self, batch: Batch) -> Batch:
+        """Returns this process's part of a batch."""
+        share = share_of_rows(self._run.batch_shardings["row"], len(batch["row"]))
+        each = len(batch["row"]) // share["process_count"]
+        here = slice(share["process_index"] * each, (share["process_index"] + 1) * each)
+        return {name: array[here] for name, array in batch.items()}
+
+
+def engine_of(run: Run, sequences: int) -> Engine:
+    """Returns the engine that generates with the parameters of `run`, on its mesh.
+
+    Raises:
+      UserError: the model cannot generate text, or not on this mesh.
+    """
+    config, mesh = run.config, run.mesh
+    if not takes_cache(config):
+        raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
+    if config[KEY] and mesh.shape["fsdp"] > 1:
+        raise UserError(
+            f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; set "
+            "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
+        )
+    own = FrozenConfigDict({**unpipelined(config), "return_log_prob": True})
+    decoding = for_decoding(own, mesh.devices.flat[0].platform)
+    at_once = config.rollout_micro_batch_size
+    slots = sequences if at_once < 0 else min(sequences, at_once)
+    parts = row_parts(mesh, run.rules)
+    slots = -(-max(slots, config[GROUP]) // parts) * parts
+    return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
+
+
+def _seeds(seed: int, number: int, count: int) -> list[int]:
+    """Returns different seeds for the prompts of a round."""
+    first = int(np.random.Philox(key=[seed, number]).random_raw(1)[0])
+    return [(first + i) % (UINT32_MAX + 1) for i in range(count)]

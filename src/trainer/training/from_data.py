@@ -1,0 +1,161 @@
+"""What a run takes from its data where no key says it: columns, and the length of rows if it starts from a model."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from trainer.config import Config, Loaded, UserError
+from trainer.config.chat_keys import METHODS, TOOLS
+from trainer.config.derived import row_for
+from trainer.config.dump import as_words
+from trainer.config.rl_keys import ENABLE as RL
+from trainer.config.rl_keys import NOT_COLUMNS
+from trainer.config.words import counted
+from trainer.data.cache import cache_root
+from trainer.data.corpus import Corpus
+from trainer.data.documents import Counts, Record
+from trainer.data.prepare import open_tokenizer
+from trainer.data.readers import NoColumn
+from trainer.data.sources import open_source
+from trainer.data.tokenizer import Tokenizer
+
+LENGTH = "max_target_length"
+EXAMINED = 2000  # records
+LONGEST_ROW = 2048  # tokens of a conversation, or of a prompt and its completion; a pair has two sequences
+# What each command reads, and which columns it takes, the first that are there. trainer.grpo takes all others, too.
+COLUMNS = ("train_data_columns", "eval_data_columns")
+CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
+    "use_sft": (("messages",), ("prompt", "completion")),
+    "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    RL: (("prompt",), ("messages",)),
+}
+COMPLETION = 512  # tokens of a completion for which a row has room beside the longest prompt
+_CHUNK = 64  # records to encode at once
+Say = Callable[[str], None]
+
+
+def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
+    """Sets the columns, and `max_target_length` of a run that starts from a model, if no key gives them, and returns
+    them. `say` gets a line on each.
+
+    They are those of the run's own checkpoint, if the run continues. Otherwise the columns are the first of CONVENTIONS
+    that the data have, and the length is the longest of the first EXAMINED records, up to LONGEST_ROW and the positions
+    of the model.
+
+    Raises:
+      UserError: the model or the data cannot be read, or the length contradicts other keys.
+    """
+    config = loaded.config
+    by_function = config.formatting_func_path and not config[RL]
+    columns = [name for name in COLUMNS if loaded.unset(name)] if loaded.unset(COLUMNS[0]) and not by_function else []
+    wanted = [*columns, *([LENGTH] if loaded.measures else [])]
+    found: dict[str, Any] = {}
+    if wanted and (own := _own_run(config)):
+        saved, checkpoint = own
+        found = {name: saved[name] for name in wanted if [saved[name]] != [config[name]]}
+        if found:
+            say(f"{' '.join(as_words(found))}: none is given, and {checkpoint} has it")
+        loaded.complete(found)
+        return found
+    if columns and (there := _conventional(config)) and there != [*config[COLUMNS[0]]]:
+        found = dict.fromkeys(columns, there)
+        loaded.complete(found)
+        say(f"{COLUMNS[0]}=[{','.join(there)}]: none is given, and the data have these columns")
+    if loaded.measures:
+        length, why = _measured(config)
+        if length:
+            found[LENGTH] = length
+            say(f"{LENGTH}={length}: none is given, and {why}")
+            loaded.complete(found)
+    return found
+
+
+def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns the keys of the run that this command continues, and its checkpoint; None if it continues none. A run
+    without a name is continued if it has the same configuration, or if its model is gone."""
+    if not config.run_name and not config.load_parameters_path:
+        return None
+    from trainer.weights import open_source, own_run
+
+    if not config.run_name:
+        try:
+            open_source(config.load_parameters_path, config.decoder_block, verify=False)
+            return None
+        except UserError:
+            pass
+    return own_run(config, config.load_parameters_path)
+
+
+def _conventional(config: Config) -> list[str]:
+    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them."""
+    there: Sequence[str] = ()
+    try:
+        source = open_source(ConfigDict({**config, COLUMNS[0]: ["\0"]}))
+        next(source.train[0].records(), None)
+    except NoColumn as error:
+        there = error.there
+    method = next(key for key in METHODS if config[key])
+    for names in CONVENTIONS[method]:
+        if not {*names} <= {*there} or (method == RL and names == ("messages",) and not config.use_chat_template):
+            continue
+        others = [TOOLS] if method != RL else [name for name in there if name not in (*names, *NOT_COLUMNS)]
+        return [*names, *(name for name in others if name in there)]
+    return []
+
+
+def _measured(config: Config) -> tuple[int, str]:
+    """Returns the length that the data ask for, 0 without any, and why."""
+    from trainer.weights import open_source as open_model
+
+    train, tokenizer = _opened(config)
+    most = max(1, EXAMINED // len(train))
+    lengths: list[int] = []
+    whole = True
+    what, of_records = _lengths(config, tokenizer, train[0].columns)
+    for corpus in train:
+        records = corpus.records()
+        first = itertools.islice(records, most)
+        while chunk := list(itertools.islice(first, _CHUNK)):
+            lengths += of_records(chunk)
+        whole &= next(records, None) is None
+    if not lengths:
+        return 0, ""
+    longest = max(lengths)
+    why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
+    if config[RL]:
+        longest = max(longest, config.max_prefill_predict_length) + COMPLETION
+        why += f", and a completion up to {COMPLETION}"
+    model = open_model(config.load_parameters_path, config.decoder_block, verify=False)
+    trained = [at for at in (model.length, config.trainable_position_size) if at and at > 0]
+    limits = {LONGEST_ROW * (2 if config.use_dpo else 1): "the most that is taken from data"}
+    limits |= dict.fromkeys(trained, "the positions of the model")
+    if longest <= min(limits):
+        return min(row_for(longest), *limits), why
+    return min(limits), f"{why}, more than {limits[min(limits)]}"
+
+
+def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
+    source = open_source(config)
+    root = cache_root(config.data_cache_directory)
+    tokenizer = open_tokenizer(config, source.train, source.weights, root, lambda line: None)
+    assert tokenizer is not None
+    return source.train, tokenizer
+
+
+def _lengths(
+    config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
+) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
+    """Returns what a record is, and a function that returns the tokens of each."""
+    if config[RL]:
+        from trainer.chat.encoder import Prompts, prompt_of
+
+        chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None
+        found = lambda records: (prompt_of(record, columns[0], tokenizer, chat)[1] for record in records)  # noqa: E731
+        return "prompt", lambda records: (len(tokens) for tokens in found(records) if tokens)
+    from trainer.chat.encoder import chat_encoder
+    from trainer.chat.pairs import pair_encoder
+
+    encoder = (pair_encoder if config.use_dpo else chat_encoder)(config, tokenizer, columns, True)
+    return encoder.noun, lambda records: encoder.lengths(records, Counts())
