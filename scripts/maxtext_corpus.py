@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config import UserError
-from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import UNKNOWN, Row, program
-from trainer.config.maxtext_tools import converted
-from trainer.config.maxtext_version import versions
-from trainer.config.shell_words import Unfinished
-from trainer.config.shell_words import commands as commands_of
+from trainer.maxtext.command_line import as_text, parse
+from trainer.maxtext.convert import UNKNOWN, Row, program
+from trainer.maxtext.shell_words import Unfinished
+from trainer.maxtext.shell_words import commands as commands_of
+from trainer.maxtext.tools import converted
+from trainer.maxtext.version import versions
 
 ENDINGS = (".md", ".rst", ".sh", ".py", ".ipynb", ".yml", ".yaml", ".txt")
 _START = re.compile(r"python3?\S* +(-m +)?[\"']?\S*maxtext[\w$/{}]*[./]", re.IGNORECASE)

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/config/flags.py")
 # Command lines and configurations that still set the flags to true continue to work.
-TOLERATED = Path("src/trainer/config/maxtext_keys.yml")
+TOLERATED = Path("src/trainer/config/maxtext/keys.yml")
 LEFT_OF_THE_FLAGS = """\
 - verdict: never
   why: "leave the flags out, the model is always NNX"

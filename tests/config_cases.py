@@ -3,7 +3,8 @@
 import pytest
 import yaml
 
-from trainer.config import UserError, load, maxtext, maxtext_base, schema
+from trainer.config import UserError, load, schema
+from trainer.config.maxtext import base_yml, verdicts
 
 
 def write(name: str, text: str) -> str:
@@ -28,14 +29,14 @@ def their_base(**changes) -> str:
     values = {
         name: key.default for name, key in schema().keys.items() if name not in ("held_out_share", "data_pipeline")
     }
-    values |= {name: value for name, value in maxtext_base.defaults().items() if name in values}
+    values |= {name: value for name, value in base_yml.defaults().items() if name in values}
     values |= {
         name: it.neutral[0]
-        for name, it in list(maxtext.verdicts().items())[::3]
-        if it.neutral and "." not in name and name not in maxtext_base.TABLES
+        for name, it in list(verdicts.verdicts().items())[::3]
+        if it.neutral and "." not in name and name not in base_yml.TABLES
     }
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
-    values |= dict.fromkeys(set(maxtext.table()["empty"]) & values.keys() - {"remat_policy"})  # as in e591f30
+    values |= dict.fromkeys(set(verdicts.table()["empty"]) & values.keys() - {"remat_policy"})  # as in e591f30
     values |= {"data_sharding": [["a"]]}  # not in any version that had scan_layers=false
     return yaml.safe_dump(values | changes, sort_keys=False)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from trainer.config import UserError, command_line, exit_on_user_error, nearest
 from trainer.config.errors import shortened
-from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import Conversion, Row, by_kind, program, programs, unchecked
-from trainer.config.maxtext_tools import converted
-from trainer.config.maxtext_version import versions
 from trainer.config.words import counted
+from trainer.maxtext.command_line import as_text, parse
+from trainer.maxtext.convert import Conversion, Row, by_kind, program, programs, unchecked
+from trainer.maxtext.tools import converted
+from trainer.maxtext.version import versions
 
 HELP = """\
 usage: python -m trainer.from_maxtext [--maxtext=VERSION] 'python3 -m maxtext...train base.yml key=value ...'

@@ -2,8 +2,8 @@
 
 from collections.abc import Container, Mapping
 
-from trainer.config import maxtext
 from trainer.config.errors import nearest
+from trainer.config.maxtext import verdicts
 from trainer.config.schema import schema
 
 PREFIX = "M_"
@@ -14,7 +14,7 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != PREFIX}
     if not given:
         return {}, []
-    keys = {name.upper(): name for name in (*maxtext.verdicts(), *schema().keys)}
+    keys = {name.upper(): name for name in (*verdicts.verdicts(), *schema().keys)}
     known, unknown = {}, []
     for variable, text in sorted(given.items()):
         name = variable.removeprefix(PREFIX)

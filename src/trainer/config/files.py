@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from trainer.config.errors import shortened
-from trainer.config.maxtext import find, is_base, is_prefix, verdicts
+from trainer.config.maxtext.verdicts import find, is_base, is_prefix, verdicts
 from trainer.config.paths import path_problem
 from trainer.config.plain_yaml import compose, describe, flatten, read_text, repeated_keys
 from trainer.config.schema import BASE_YML, GROUPS, Schema, schema
@@ -19,10 +19,10 @@ PRESETS = Path(__file__).parent / "models"
 COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
-MAXTEXT_YML = Path(__file__).parent / "maxtext.yml"
+MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
 # What maxtext.yml adds in each command of post-training. The files have MaxText's names.
 POST_TRAIN = {
-    key: Path(__file__).parent / "post_train" / f"{name}.yml"
+    key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
 }
 # The paths in a MaxText checkout.

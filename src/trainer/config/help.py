@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.config import maxtext
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.files import YML_ENDINGS, preset_names
+from trainer.config.maxtext import verdicts
 from trainer.config.schema import Key, plain_name, schema
 
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
@@ -129,9 +129,9 @@ def explanation(name: str) -> str:
                 f"  default: {to_flow(key.default)}",
             ]
         )
-    verdict = maxtext.find(name)
+    verdict = verdicts.find(name)
     if verdict is None:
-        near = nearest(name, schema().keys) or nearest(name, maxtext.verdicts())
+        near = nearest(name, schema().keys) or nearest(name, verdicts.verdicts())
         raise UserError(f"--explain {shortened(name)}: there is no such key{near}; --help lists the keys")
     instead = f"; write {verdict.to}" if verdict.to else ""
     return f"{name}  (a key of MaxText)\n  {verdict.kind}: {verdict.why}{instead}"

@@ -7,7 +7,6 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import METHODS
 from trainer.config.check import contradictions
 from trainer.config.command import read_by_hand, read_words, split
@@ -32,6 +31,7 @@ from trainer.config.flags import removal
 from trainer.config.from_model import defaults_from_model
 from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
+from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.paths import path_problem
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.rl_keys import drifts
@@ -233,7 +233,7 @@ class Begun:
         other_defaults = _other_defaults(self._yml, files, config, where, self._notes, reader.accepted)
         notes = [*self._notes, *other_defaults]
         notes += described.notes if described else _changes(preset, values)
-        notes += [*growth(values, sized), *maxtext.notes_of(reader.accepted)]
+        notes += [*growth(values, sized), *verdicts.notes_of(reader.accepted)]
         if notice := removal(config):
             notes.append(notice)
         warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *self._not_keys]
@@ -334,9 +334,9 @@ def _other_defaults(
         return []
     inert = inert_keys(config)
     unset = [name for name, source in where.items() if source.startswith(DEFAULT) and name not in inert]
-    differing = maxtext_base.differing(config, unset)
+    differing = base_yml.differing(config, unset)
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
-    begin = [f"{file.path} {used}{maxtext_base.tables(file.entries)}" for file in base]
+    begin = [f"{file.path} {used}{base_yml.tables(file.entries)}" for file in base]
     if not differing:
         return begin
     if not (base or notes or accepted):
@@ -365,11 +365,11 @@ def _not_known(names: Sequence[str]) -> list[str]:
 
 def _preset(reader: Reader, model_name: Setting) -> dict[str, Setting]:
     name, known = model_name.value, preset_names()
-    own = {"model_name": name} if name in known else maxtext.alias(name)
+    own = {"model_name": name} if name in known else verdicts.alias(name)
     if own is None:
         shown = f"model_name={shortened(name)} ({model_name.where})"
         allowed = f"there is no such preset; allowed: {', '.join(known)}{nearest(name, known)}"
-        message = f"{shown}: {maxtext.on_preset(name) or allowed}"
+        message = f"{shown}: {verdicts.on_preset(name) or allowed}"
         reader.mistakes.append(Unbuilt(message) if "not supported yet" in message else message)
     if own is None or name == "default":
         return {}

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.errors import SCREEN_LINES, Unbuilt, nearest, shortened
 from trainer.config.files import Entry, YmlFile
+from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import GROUPS, Key, Schema, plain_name
 from trainer.config.values import check, read_node
@@ -31,7 +31,7 @@ class Reader:
     schema: Schema
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    accepted: list[maxtext.Accepted] = field(default_factory=list)  # MaxText's keys that have no effect
+    accepted: list[verdicts.Accepted] = field(default_factory=list)  # MaxText's keys that have no effect
     unknown: list[str] = field(default_factory=list)  # unknown keys of a MaxText base.yml
     _suggested: int = 0
 
@@ -40,7 +40,7 @@ class Reader:
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
-        ours, theirs = nearest(name, self.schema.keys), maxtext.nearest_name(name)
+        ours, theirs = nearest(name, self.schema.keys), verdicts.nearest_name(name)
         contains = bool(ours) and all(part in ours for part in name.split("_"))  # not just similar letters
         prefix = theirs is not None and theirs.startswith(f"{name}_") and not contains
         return f"; nearest: {theirs} (of MaxText)" if theirs and (prefix or not ours) else ours
@@ -54,12 +54,12 @@ class Reader:
             return {}
         problems: list[str] = []
         try:
-            value = maxtext.empty_value(name) if maxtext.means_empty(key, given) else read(key)
+            value = verdicts.empty_value(name) if verdicts.means_empty(key, given) else read(key)
         except ValueError as error:
             problems = [f"{error}; allowed: {key.allowed}"]
         else:
             if problem := check(key, value):
-                known = maxtext.why_refused(name, given)
+                known = verdicts.why_refused(name, given)
                 hint = f"; {known}" if known else nearest(given, map(str, key.choices))
                 problems = [f"{problem}; allowed: {key.allowed}{hint}"]
             elif name == _RULES:
@@ -80,7 +80,7 @@ class Reader:
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:
-            entries, unknown = maxtext_base.changed_entries(entries, self.schema)
+            entries, unknown = base_yml.changed_entries(entries, self.schema)
             self.unknown += unknown
         for entry in entries:
             settings |= self.entry(entry)
@@ -90,16 +90,16 @@ class Reader:
 
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
         """Handles a key that is not in base.yml: one of MaxText's, or an unknown one."""
-        verdict = maxtext.find(name)
-        if verdict is None and (name in GROUPS or maxtext.is_prefix(name)):
+        verdict = verdicts.find(name)
+        if verdict is None and (name in GROUPS or verdicts.is_prefix(name)):
             self.mistakes.append(f"{shown}: a group of MaxText's keys; give them individually, {name}.KEY=VALUE")
         elif verdict is None:
             self.mistakes.append(f"{shown}: there is no key {shortened(name)}{self.nearest_key(name)}")
         elif verdict.accepts(read):
-            self.accepted.append(maxtext.Accepted(verdict, shortened(given)))
+            self.accepted.append(verdicts.Accepted(verdict, shortened(given)))
         else:
             message = f"{shown}: {verdict.problem(shortened(given))}"
-            self.mistakes.append(Unbuilt(message) if verdict.kind == maxtext.NOT_YET else message)
+            self.mistakes.append(Unbuilt(message) if verdict.kind == verdicts.NOT_YET else message)
 
 
 def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:

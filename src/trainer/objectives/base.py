@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax import nnx
 
+from trainer.config import Config
 from trainer.layers.sown import Sown
 
 Batch = Mapping[str, jax.Array]
@@ -158,7 +159,7 @@ def reads_of(objective: Objective) -> Collection[str]:
     return objective.reads if "reads" in vars(type(objective)) else ()  # type: ignore[attr-defined]
 
 
-def unread(objective: Objective, config: Any) -> list[str]:
+def unread(objective: Objective, config: Config) -> list[str]:
     """Returns a message for each term of the loss that `config` asks for and `objective` does not compute."""
     return [
         f"{key}={config[key]}: the objective {type(objective).__name__} does not read it; leave it out, or name it in "

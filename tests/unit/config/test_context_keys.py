@@ -5,15 +5,16 @@ import re
 
 import pytest
 
-from trainer.config import UserError, context_keys, kernels, load, maxtext, resolve, schema
+from trainer.config import UserError, context_keys, kernels, load, resolve, schema
 from trainer.config.context_keys import BALANCE, KEYS, ORDER, SIZES, STRATEGY, parts, token_order
 from trainer.config.effects import without_effect_here
 from trainer.config.family import Facts
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import DIFFERS, SAME, TRAIN, by_kind, convert
+from trainer.config.maxtext import verdicts
 from trainer.config.resume import LAYOUT
 from trainer.config.step_keys import step_keys
 from trainer.config.vocab_tiles import tile_bytes
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import DIFFERS, SAME, TRAIN, by_kind, convert
 
 # Written out, because the defaults of base.yml may change.
 BASE = (
@@ -335,7 +336,7 @@ def test_the_command_of_maxtext():
     found = convert(parse([*MAXTEXT.split(), *more.split(), f"{BALANCE}=true", f"{ORDER}=auto"]), TRAIN)
     assert found.runs
     kinds = {name: {row.given.partition("=")[0] for row in rows} for name, rows in by_kind(found.rows).items()}
-    assert kinds[maxtext.NEEDLESS] == {word.partition("=")[0] for word in more.split()}
+    assert kinds[verdicts.NEEDLESS] == {word.partition("=")[0] for word in more.split()}
     assert kinds[DIFFERS] == {"dataset_type", "per_device_batch_size"}
     assert {*KEYS, "ici_context_parallelism"} <= kinds[SAME]
     config = resolve(found.loaded.config, device_count=8, platform="tpu")
@@ -346,4 +347,4 @@ def test_the_command_of_maxtext():
 def test_what_maxtext_does_with_other_axes_is_refused(word):
     found = convert(parse([*MAXTEXT.split(), word]), TRAIN)
     assert not found.runs
-    assert [row.given for row in by_kind(found.rows)[maxtext.NEVER]] == [word]
+    assert [row.given for row in by_kind(found.rows)[verdicts.NEVER]] == [word]

@@ -8,8 +8,8 @@ import pytest
 
 from trainer.config import UserError, load
 from trainer.config.family import Facts, facts_of, families, lacks, reads
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import TRAIN, convert
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import family
 
 OWN = """

@@ -9,13 +9,14 @@ import pytest
 import yaml
 from config_cases import mistakes, notes, write
 
-from trainer.config import load, maxtext, maxtext_base, resolve, schema
+from trainer.config import load, resolve, schema
 from trainer.config.errors import NotBuilt
 from trainer.config.files import COMMAND_LINE, preset_names
+from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.reader import Reader
 from trainer.config.values import read_text
 
-GROUPS = yaml.safe_load(maxtext.TABLE.read_text())["groups"]
+GROUPS = yaml.safe_load(verdicts.TABLE.read_text())["groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +29,11 @@ def empty_folder(tmp_path, monkeypatch):
 
 def test_no_key_of_base_yml_is_in_the_table():
     """When base.yml gains a key, the key leaves the table."""
-    assert not set(maxtext.verdicts()) & set(schema().keys)
+    assert not set(verdicts.verdicts()) & set(schema().keys)
 
 
 def test_presets_that_are_not_here_say_what_to_use_and_that_loads():
-    for row in maxtext.table()["presets"]:
+    for row in verdicts.table()["presets"]:
         assert not set(row["names"]) & set(preset_names())
         if words := re.findall(r"[^\s,;]+=[^\s,;]+", row["why"]):
             load(["base.yml", *words])
@@ -41,7 +42,7 @@ def test_presets_that_are_not_here_say_what_to_use_and_that_loads():
 
 
 def test_maxtexts_other_names_of_presets_are_taken():
-    for name, own in maxtext.table()["aliases"].items():
+    for name, own in verdicts.table()["aliases"].items():
         preset = own["model_name"]
         assert preset in preset_names()
         assert name not in preset_names()
@@ -55,25 +56,25 @@ def test_maxtexts_other_names_of_presets_are_taken():
 
 def test_every_group_has_a_verdict_and_says_why():
     for group in GROUPS:
-        assert group["verdict"] in (maxtext.RENAMED, maxtext.NEEDLESS, maxtext.NOT_YET, maxtext.NEVER)
+        assert group["verdict"] in (verdicts.RENAMED, verdicts.NEEDLESS, verdicts.NOT_YET, verdicts.NEVER)
         assert group["why"] == group["why"].strip(" .")
         assert "\n" not in group["why"]
         # MaxText reads dependents only with one of the keys. A group without keys would accept them for no reason.
         assert group["keys"]
         assert set(group) <= {"verdict", "why", "to", "keys", "dependents"}
-        assert ("to" in group) == (group["verdict"] == maxtext.RENAMED)
+        assert ("to" in group) == (group["verdict"] == verdicts.RENAMED)
         assert group.get("to", "steps") in schema().keys
-        if group["verdict"] == maxtext.NEEDLESS:
+        if group["verdict"] == verdicts.NEEDLESS:
             assert isinstance(group["keys"], list)
             assert not group.get("dependents")
     names = [name for group in GROUPS for name in (*group["keys"], *group.get("dependents", ()))]
-    assert len(set(names)) == len(names) == len(maxtext.verdicts())
+    assert len(set(names)) == len(names) == len(verdicts.verdicts())
 
 
 def test_neutral_values_are_read_back_as_neutral():
     """Each value as a user writes it on a command line."""
     seen = 0
-    for verdict in maxtext.verdicts().values():
+    for verdict in verdicts.verdicts().values():
         for value in verdict.neutral or ():
             given = value if isinstance(value, str) else "none" if value is None else str(value)
             assert verdict.accepts(functools.partial(read_text, text=given)), (verdict.name, value)
@@ -82,9 +83,9 @@ def test_neutral_values_are_read_back_as_neutral():
 
 
 def test_former_defaults_are_values_of_known_keys():
-    earlier = yaml.safe_load(maxtext.TABLE.read_text())["earlier"]
+    earlier = yaml.safe_load(verdicts.TABLE.read_text())["earlier"]
     keys = schema().keys
-    assert set(earlier) <= set(keys) | set(maxtext.verdicts())
+    assert set(earlier) <= set(keys) | set(verdicts.verdicts())
     for name, rows in earlier.items():
         for value in (value for values in rows.values() for value in values):
             # YAML reads 1e-5 as text, but 1.0e-5 as a number.
@@ -92,14 +93,14 @@ def test_former_defaults_are_values_of_known_keys():
 
 
 def test_former_defaults_are_told_by_the_keys_of_the_file():
-    assert False in maxtext.former_defaults("enable_nnx", ["run_name"])
-    assert False not in maxtext.former_defaults("enable_nnx", ["run_name", "kv_proj"])
+    assert False in verdicts.former_defaults("enable_nnx", ["run_name"])
+    assert False not in verdicts.former_defaults("enable_nnx", ["run_name", "kv_proj"])
 
 
 def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
     code = (
-        "from trainer.config import load, maxtext; load(['steps=3', 'base_emb_dim=64']);"
-        "print(maxtext.table.cache_info().currsize)"
+        "from trainer.config import load\nfrom trainer.config.maxtext import verdicts\n"
+        "load(['steps=3', 'base_emb_dim=64'])\nprint(verdicts.table.cache_info().currsize)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "0"
@@ -153,10 +154,10 @@ def test_another_value_is_an_error_that_says_what_to_use(word, message):
     assert message in line
 
 
-@pytest.mark.parametrize("verdict", [it for it in maxtext.verdicts().values() if it.kind == maxtext.RENAMED])
+@pytest.mark.parametrize("verdict", [it for it in verdicts.verdicts().values() if it.kind == verdicts.RENAMED])
 def test_what_a_renamed_key_advises_loads(verdict):
     """Uses a value that an earlier MaxText base.yml gave the old name."""
-    rows = yaml.safe_load(maxtext.TABLE.read_text())["earlier"].get(verdict.name, {})
+    rows = yaml.safe_load(verdicts.TABLE.read_text())["earlier"].get(verdict.name, {})
     value = next((value for values in rows.values() for value in values), schema().keys[verdict.to].default)
     reader = Reader(schema())
     assert reader.setting(verdict.to, str(value), "", functools.partial(read_text, text=str(value)))
@@ -275,7 +276,7 @@ def test_a_remote_path_without_effect_is_a_warning(word):
 
 
 def test_maxtext_yml_differs_from_base_yml_in_every_line():
-    for name, value in maxtext_base.defaults().items():
+    for name, value in base_yml.defaults().items():
         assert value != schema().keys[name].default, name
 
 
@@ -286,7 +287,7 @@ def test_maxtext_yml_gives_its_defaults(how, tmp_path):
     write("two.yml", "base_config: sub/one.yml\n")
     words = {"word": ["maxtext.yml", "steps=7"], "parent": ["sub/one.yml"], "grandparent": ["two.yml"]}[how]
     loaded = load([*words, "dataset_type=synthetic"])
-    theirs = maxtext_base.defaults()
+    theirs = base_yml.defaults()
     differing = {name for name, value in theirs.items() if loaded.config[name] != value}
     assert differing == {"steps", "dataset_type"}
     assert set(loaded.changed) == {"steps", "dataset_type"}

@@ -4,9 +4,10 @@ import pytest
 import yaml
 from config_cases import mistakes, notes, their_base, write
 
-from trainer.config import load, maxtext, schema
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import TRAIN, convert
+from trainer.config import load, schema
+from trainer.config.maxtext import verdicts
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import TRAIN, convert
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
 @pytest.mark.parametrize("kind", ["a copy of ours", "a part"])
 def test_a_file_that_is_not_their_base_counts_in_full(kind):
     """No matter which MaxText keys it gives, its values do not count as defaults."""
-    neutral = {name: it.neutral[0] for name, it in maxtext.verdicts().items() if it.neutral and "." not in name}
+    neutral = {name: it.neutral[0] for name, it in verdicts.verdicts().items() if it.neutral and "." not in name}
     theirs = dict(list(neutral.items())[:15]) | {"learning_rate": 3e-5, "base_emb_dim": 2048, "steps": 77}
     ours = {name: key.default for name, key in schema().keys.items()} if kind == "a copy of ours" else {}
     write("mine.yml", yaml.safe_dump(ours | theirs))

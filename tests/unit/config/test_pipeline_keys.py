@@ -4,14 +4,15 @@ import re
 
 import pytest
 
-from trainer.config import UserError, load, maxtext, resolve, schema
+from trainer.config import UserError, load, resolve, schema
 from trainer.config.effects import without_effect_here
 from trainer.config.invariant_keys import split_on
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import DIFFERS, SAME, TRAIN, by_kind, convert
+from trainer.config.maxtext import verdicts
 from trainer.config.pipeline_keys import KEYS, MICROBATCHES, SIZES, Pipeline, delay, microbatches, stages, unpipelined
 from trainer.config.resume import LAYOUT
 from trainer.config.step_keys import step_keys
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import DIFFERS, SAME, TRAIN, by_kind, convert
 
 # Written out, because the defaults of base.yml may change.
 BASE = (
@@ -281,7 +282,7 @@ def test_the_command_of_maxtext():
     kinds = {name: {row.given.partition("=")[0] for row in rows} for name, rows in by_kind(found.rows).items()}
     assert kinds[DIFFERS] == {"dataset_type", "pipeline_parallel_layers", "scan_layers"}
     assert kinds[SAME] == {*KEYS, *SIZES, "model_name"} - {"pipeline_parallel_layers"}
-    assert kinds[maxtext.NEEDLESS] == {"scan_pipeline_repeats"}
+    assert kinds[verdicts.NEEDLESS] == {"scan_pipeline_repeats"}
     assert found.words[4:] == [*MAXTEXT.split()[4:], "scan_layers=false"]
 
 

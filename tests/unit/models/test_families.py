@@ -13,11 +13,11 @@ from flax import nnx
 from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, tiny_config
 
 from trainer.config import UserError, load
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import TRAIN, convert
 from trainer.config.windows import windows
 from trainer.layers.dense import Embed
 from trainer.layers.norm import RMSNorm
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import stacks
 from trainer.models.flops import visible_keys
 from trainer.models.patterns import repeated

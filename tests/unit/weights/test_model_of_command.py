@@ -16,9 +16,9 @@ from checkpoint_cases import (
 
 from trainer import quantize
 from trainer.config import UserError, begin, load, resolve
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import EXPORT, convert
 from trainer.config.quantization_keys import OF_STORED
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import EXPORT, convert
 from trainer.weights import open_source, with_model
 from trainer.weights.model_keys import described, model_config
 from trainer.weights.model_of_command import _of_saved

@@ -5,14 +5,14 @@ MaxText 0.2.5 removed Linen and the three flags, and its default dataset_type is
 
 from collections.abc import Iterable, Sequence
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.dump import to_flow
 from trainer.config.files import MAXTEXT_YML, Entry, YmlFile, is_maxtexts_base, read_chain
 from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.load import Loaded
-from trainer.config.maxtext_program import program_yml
+from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
-from trainer.config.shell_words import has_variable
+from trainer.maxtext.program import program_yml
+from trainer.maxtext.shell_words import has_variable
 
 WITHOUT_LINEN = "0.2.5"
 NO_DATA = "dataset_type=synthetic"  # the default of that version
@@ -20,13 +20,13 @@ NO_DATA = "dataset_type=synthetic"  # the default of that version
 
 def versions() -> list[str]:
     """Returns the versions of MaxText whose commands differ."""
-    return list(maxtext.table()["versions"])
+    return list(verdicts.table()["versions"])
 
 
 def version_of(names: Iterable[str]) -> str:
     """Returns MaxText's version that has the keys `names`: 0.2.5, or 0.2.4 for that and earlier ones; "" if both do."""
     given = set(names)
-    return next((version for version, keys in maxtext.table()["versions"].items() if not given.isdisjoint(keys)), "")
+    return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
 
 def yml_of(yml: str) -> tuple[str, list[str]]:
@@ -49,7 +49,7 @@ def _changes(file: YmlFile) -> list[Entry]:
     """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 is not one."""
     entries = file.entries
     newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN
-    changed, _ = maxtext_base.changed_entries(entries, schema(), program_yml(file.path.as_posix()))
+    changed, _ = base_yml.changed_entries(entries, schema(), program_yml(file.path.as_posix()))
     return [entry for entry in changed if not (newest and f"{entry.name}={entry.given}" == NO_DATA)]
 
 

@@ -4,9 +4,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import maxtext
 from trainer.config.dump import to_flow
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN, Entry, read_file
+from trainer.config.maxtext import verdicts
 from trainer.config.schema import Schema, plain_name, schema
 from trainer.config.values import read_node
 
@@ -37,22 +37,22 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
     """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown ones. `method`: of the
     yml of one of its programs, see `defaults`."""
-    absent = maxtext.table()["of_programs"].get(method, {})
+    absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []
     for entry in entries:
         if entry.name in TABLES or entry.given == absent.get(entry.name, {}).get("value"):
             continue
-        key, verdict = schema.keys.get(plain_name(entry.name)), maxtext.find(entry.name)
-        former = maxtext.former_defaults(entry.name, present)
+        key, verdict = schema.keys.get(plain_name(entry.name)), verdicts.find(entry.name)
+        former = verdicts.former_defaults(entry.name, present)
         if key is None and verdict is None and former is None:
             unknown.append(entry.name)
             continue
         read = functools.partial(read_node, node=entry.node)
         theirs = [*(former or ()), *([] if key is None else [defaults(method).get(key.name, key.default)])]
-        if key is not None and maxtext.means_empty(key, entry.given) and maxtext.empty_value(key.name) in theirs:
+        if key is not None and verdicts.means_empty(key, entry.given) and verdicts.empty_value(key.name) in theirs:
             continue
-        if not maxtext.same_as_any(entry.name, theirs, read) and not (verdict and verdict.accepts(read)):
+        if not verdicts.same_as_any(entry.name, theirs, read) and not (verdict and verdict.accepts(read)):
             changed.append(entry)
     return changed, unknown
 

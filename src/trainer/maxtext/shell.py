@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.shell_words import ASSIGNED, Piece, Word, commands
+from trainer.maxtext.shell_words import ASSIGNED, Piece, Word, commands
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\$(?:(\w+|[@*#?!$-])|\{(\w+)(?:\[([@*]|\d+)\])?(?:(:?[-?])(.*))?\})", re.DOTALL)

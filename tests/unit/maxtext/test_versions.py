@@ -5,11 +5,12 @@ import yaml
 from config_cases import mistakes, their_base, write
 
 from trainer import from_maxtext
-from trainer.config import load, maxtext, schema
+from trainer.config import load, schema
 from trainer.config.flags import COMBINATIONS, FLAGS, combination, flags_of
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import GENERATE, TRAIN, convert
-from trainer.config.maxtext_version import version_of
+from trainer.config.maxtext import verdicts
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import GENERATE, TRAIN, convert
+from trainer.maxtext.version import version_of
 
 # The keys that base.yml of 0.2.5 has and that of 0.2.4 does not, with their values.
 ADDED = {
@@ -139,13 +140,13 @@ def test_every_key_has_a_verdict_and_its_default_changes_nothing():
     for name, value in ADDED.items():
         if name.startswith(OF_MMAP) or name in schema().keys:
             continue
-        verdict = maxtext.find(name)
+        verdict = verdicts.find(name)
         assert verdict is not None, name
         text = "none" if value is None else str(value)
         refused = any(line.startswith(name) for line in mistakes("stepps=1", f"{name}={text}"))
         assert refused == (name == "muon_include_routers"), name  # its default is Muon for routers, which is not there
-    assert set(maxtext.table()["versions"]["0.2.5"]) == ADDED.keys() - IN_CLASSES
-    named = maxtext.table()["versions"]["0.2.4"]
+    assert set(verdicts.table()["versions"]["0.2.5"]) == ADDED.keys() - IN_CLASSES
+    named = verdicts.table()["versions"]["0.2.4"]
     assert len(named) == 3
     assert set(FLAGS) <= set(named)  # there are none here when Linen is gone
     (line,) = mistakes("muon_type=maxtext_muon")

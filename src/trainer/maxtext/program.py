@@ -6,10 +6,10 @@
 import re
 from collections.abc import Mapping
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import METHODS
 from trainer.config.dump import as_words
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN
+from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 
 # The programs of MaxText that refuse base.yml.
@@ -36,13 +36,13 @@ def has_own_defaults(yml: str, named: str, method: str) -> bool:
 
 def own_words(method: str, given: Mapping[str, str]) -> list[str]:
     """Returns words for what the yml of the program gives, unless the keys `given` have it."""
-    said = maxtext.table()["of_programs"].get(method, {})
+    said = verdicts.table()["of_programs"].get(method, {})
     return [entry["word"] for name, entry in said.items() if "word" in entry and name not in given]
 
 
 def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
     """Returns `key=value` of what the yml of the program gives and is not the same here, each with the reason."""
-    said = maxtext.table()["of_programs"].get(method, {})
+    said = verdicts.table()["of_programs"].get(method, {})
     return {
         f"{name}={entry['value']}": entry["why"] for name, entry in said.items() if name not in given and "why" in entry
     }
@@ -50,8 +50,8 @@ def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
 
 def base_words(method: str, given: Mapping[str, str]) -> list[str]:
     """Returns words for the values of MaxText's base.yml that maxtext.yml has not in the command of `method`."""
-    own = maxtext_base.defaults(method)
-    base = {name: key.default for name, key in schema().keys.items()} | dict(maxtext_base.defaults())
+    own = base_yml.defaults(method)
+    base = {name: key.default for name, key in schema().keys.items()} | dict(base_yml.defaults())
     if method == "use_dpo":
         base["max_target_length"] *= 2  # of a row, which holds both sequences of a pair
     return as_words(base, [name for name in own if name not in (method, *given) and own[name] != base[name]])

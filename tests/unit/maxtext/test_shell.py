@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from trainer.config import UserError
-from trainer.config.maxtext_command import as_text, parse
+from trainer.maxtext.command_line import as_text, parse
 
 COMMAND = "python3 -m MaxText.train "
 # What sets variables, and the words that are made from them.

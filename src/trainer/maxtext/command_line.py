@@ -8,8 +8,8 @@ from typing import NamedTuple
 from trainer.config.environment import PREFIX
 from trainer.config.errors import UserError
 from trainer.config.files import YML_ENDINGS
-from trainer.config.shell import Shell
-from trainer.config.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
+from trainer.maxtext.shell import Shell
+from trainer.maxtext.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 # A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from trainer import from_maxtext
-from trainer.config import UserError, load, maxtext, maxtext_tools, schema
-from trainer.config.maxtext_command import as_text, parse
-from trainer.config.maxtext_convert import (
+from trainer.config import UserError, load, schema
+from trainer.config.maxtext import verdicts
+from trainer.maxtext import tools as maxtext_tools
+from trainer.maxtext.command_line import as_text, parse
+from trainer.maxtext.convert import (
     DIFFERS,
     NO_EFFECT,
     REFUSED,
@@ -92,7 +94,7 @@ def test_the_printed_command_does_what_the_original_does(line):
     assert printed.module == program(command.module).runs
     assert printed.yml == "maxtext.yml"
     ours = outcome([printed.yml, *printed.words], printed.environment)
-    renamed = [row for row in made.rows if row.kind == maxtext.RENAMED]
+    renamed = [row for row in made.rows if row.kind == verdicts.RENAMED]
     assert made.runs == isinstance(ours, dict)
     if renamed:  # the original is refused, with a message that names the printed key
         refused = "\n".join(theirs)
@@ -179,7 +181,7 @@ def test_a_yml_with_this_trainers_defaults_is_refused(tmp_path, monkeypatch):
 
 def test_a_key_has_the_verdict_of_the_table():
     """Needless and neutral values are left out, renamed keys are renamed, other values stop both commands."""
-    firsts = {(it.kind, it.why): it for it in maxtext.verdicts().values()}
+    firsts = {(it.kind, it.why): it for it in verdicts.verdicts().values()}
     assert len(firsts) > 50
     for verdict in firsts.values():
         for value in ("1", *map(str, (verdict.neutral or ())[:1])):
@@ -190,11 +192,11 @@ def test_a_key_has_the_verdict_of_the_table():
                 refused = False
             except UserError as error:
                 refused = f"  {word} (" in str(error)
-            if verdict.kind == maxtext.RENAMED:
+            if verdict.kind == verdicts.RENAMED:
                 assert row.word == f"{verdict.to}={value}"
             else:
                 assert bool(row.problem) == refused
-                assert row.kind == (verdict.kind if refused else maxtext.NEEDLESS)
+                assert row.kind == (verdict.kind if refused else verdicts.NEEDLESS)
                 assert row.word == (word if refused else "")
 
 
@@ -202,7 +204,7 @@ def test_a_value_that_is_refused_is_told_before_what_differs_in_the_keys_meaning
     (row,) = convert(parse(["base.yml", "scan_layers=perhaps"]), TRAIN).rows
     assert (row.kind, row.text) == (REFUSED, "not true or false; allowed: true or false")
     (row,) = convert(parse(["base.yml", "scan_layers=false"]), TRAIN).rows
-    assert (row.kind, row.text) == (DIFFERS, maxtext.table()["meanings"]["scan_layers"])
+    assert (row.kind, row.text) == (DIFFERS, verdicts.table()["meanings"]["scan_layers"])
 
 
 @pytest.mark.parametrize(
@@ -226,19 +228,19 @@ def test_keys_of_post_training_have_verdicts(line, kinds):
 @pytest.mark.parametrize(
     ("word", "kind"),
     [
-        ("train_fraction=0.5", maxtext.NOT_YET),
-        ("train_fraction=1", maxtext.NEEDLESS),
-        ("muon_include_routers=true", maxtext.NOT_YET),
-        ("muon_include_routers=false", maxtext.NEEDLESS),
-        ("hf_subset=socratic", maxtext.NOT_YET),
-        ("stop_strings=END", maxtext.NOT_YET),
-        ("dataset_processor_path=/p.py", maxtext.NOT_YET),
+        ("train_fraction=0.5", verdicts.NOT_YET),
+        ("train_fraction=1", verdicts.NEEDLESS),
+        ("muon_include_routers=true", verdicts.NOT_YET),
+        ("muon_include_routers=false", verdicts.NEEDLESS),
+        ("hf_subset=socratic", verdicts.NOT_YET),
+        ("stop_strings=END", verdicts.NOT_YET),
+        ("dataset_processor_path=/p.py", verdicts.NOT_YET),
         ("normalization_layer_epsilon=1e-5", DIFFERS),
         ("tokenizer_path=meta-llama/Llama-2-7b-hf", DIFFERS),
         ("tokenizer_path=/models/tokenizer", SAME),
         ("tokenizer_path=$DIR/tokenizer", SAME),
-        ("qkv_proj=device", maxtext.NEEDLESS),
-        ("fsdp_shard_on_exp=true", maxtext.NEEDLESS),
+        ("qkv_proj=device", verdicts.NEEDLESS),
+        ("fsdp_shard_on_exp=true", verdicts.NEEDLESS),
         ("model_name=qwen3-8b-base", SAME),
         ("profile_periodically_period=100", SAME),
     ],
@@ -305,7 +307,7 @@ def test_values_of_a_shell_are_not_checked():
 
 def test_what_differs_is_a_key_or_a_value_of_it_and_is_in_the_guide():
     page = (DOCS / "from-maxtext.md").read_text()
-    for pattern, text in maxtext.table()["meanings"].items():
+    for pattern, text in verdicts.table()["meanings"].items():
         name = pattern.partition("=")[0]
         assert name in schema().keys
         assert f"`{name}" in page
@@ -314,7 +316,7 @@ def test_what_differs_is_a_key_or_a_value_of_it_and_is_in_the_guide():
 
 
 def test_programs_that_replace_one_of_maxtexts_exist():
-    for row in maxtext.table()["modules"]:
+    for row in verdicts.table()["modules"]:
         runs = row.get("runs", "").partition(" ")[0]
         assert bool(runs) != bool(row.get("why"))
         assert not runs or importlib.util.find_spec(runs)

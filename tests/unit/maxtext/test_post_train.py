@@ -10,11 +10,11 @@ from trainer.config import load, schema
 from trainer.config.chat_keys import SFT_DEFAULTS
 from trainer.config.files import POST_TRAIN, read_file
 from trainer.config.from_model import taken_from_model
-from trainer.config.maxtext_base import defaults
-from trainer.config.maxtext_command import parse
-from trainer.config.maxtext_convert import DIFFERS, DPO, GRPO, SFT, convert
+from trainer.config.maxtext.base_yml import defaults
 from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.rl_keys import RL_DEFAULTS
+from trainer.maxtext.command_line import parse
+from trainer.maxtext.convert import DIFFERS, DPO, GRPO, SFT, convert
 
 MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl"}
 DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"

@@ -5,14 +5,17 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
 from trainer.config.errors import shortened
 from trainer.config.invariant_keys import KEY
-from trainer.config.maxtext_command import Command
-from trainer.config.maxtext_convert import (
+from trainer.config.maxtext import base_yml, verdicts
+from trainer.config.quantization_keys import BLOCK, ROUNDING
+from trainer.config.scale import SCALE, factors
+from trainer.config.schema import schema
+from trainer.maxtext.command_line import Command
+from trainer.maxtext.convert import (
     DECIDING,
     DIFFERS,
     EXPORT,
@@ -25,10 +28,7 @@ from trainer.config.maxtext_convert import (
     preset_words,
     unchecked,
 )
-from trainer.config.quantization_keys import BLOCK, ROUNDING
-from trainer.config.scale import SCALE, factors
-from trainer.config.schema import schema
-from trainer.config.shell_words import has_variable
+from trainer.maxtext.shell_words import has_variable
 
 # Keys of the section Model that say how a model is computed. The others say what its parameters are.
 _COMPUTED = (
@@ -100,17 +100,17 @@ def _filled(command: Command, template: str) -> Conversion:
     unused = [word for word in command.words if word not in used and word.partition("=")[0].lstrip("-") not in names]
     hidden = [word for word in unchecked(unused) if word.startswith(DECIDING)]
     why = "not checked, as a shell replaces the value"
-    rows += [Row(word, maxtext.NEEDLESS, why if word in hidden else "", "") for word in unused]
+    rows += [Row(word, verdicts.NEEDLESS, why if word in hidden else "", "") for word in unused]
     return Conversion(["python", "-m", *words], rows, problems, [])
 
 
 def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> list[str]:
     """Returns the words that describe the parameters of the model in the configuration `made`."""
-    said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, maxtext.RENAMED)}
+    said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, verdicts.RENAMED)}
     wanted = [name for name in said if of_parameters(name)]
     sizes = factors(8) if given.get(SCALE, "1") != "1" else {}
     if made.loaded is not None:
-        others = [*maxtext_base.defaults()] if given.get("model_name", "default") == "default" else []
+        others = [*base_yml.defaults()] if given.get("model_name", "default") == "default" else []
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]

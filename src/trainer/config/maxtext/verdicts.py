@@ -1,4 +1,4 @@
-"""MaxText's keys that are not in base.yml. Their verdicts are in maxtext_keys.yml, read only when such a key is
+"""MaxText's keys that are not in base.yml. Their verdicts are in keys.yml, read only when such a key is
 given."""
 
 import difflib
@@ -16,7 +16,7 @@ from trainer.config.errors import shortened
 from trainer.config.schema import LOADER, Key
 from trainer.config.values import NO_VALUE
 
-TABLE = Path(__file__).parent / "maxtext_keys.yml"
+TABLE = Path(__file__).parent / "keys.yml"
 RENAMED, NEEDLESS, NOT_YET, NEVER = "renamed", "needless", "not yet", "never"
 
 

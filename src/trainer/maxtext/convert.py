@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.config import maxtext, maxtext_base
 from trainer.config.chat_keys import METHODS, SFT_DEFAULTS
 from trainer.config.command import malformed
 from trainer.config.data_keys import OWN_KEYS, without_rows
@@ -19,8 +18,14 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
-from trainer.config.maxtext_command import Command, as_text
-from trainer.config.maxtext_program import (
+from trainer.config.maxtext import base_yml, verdicts
+from trainer.config.preference_keys import DPO_DEFAULTS
+from trainer.config.reader import Reader
+from trainer.config.rl_keys import RL_DEFAULTS
+from trainer.config.schema import plain_name, schema
+from trainer.config.values import read_text
+from trainer.maxtext.command_line import Command, as_text
+from trainer.maxtext.program import (
     base_words,
     has_own_defaults,
     method_of,
@@ -29,19 +34,14 @@ from trainer.config.maxtext_program import (
     takes,
     unsaid,
 )
-from trainer.config.maxtext_version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
-from trainer.config.preference_keys import DPO_DEFAULTS
-from trainer.config.reader import Reader
-from trainer.config.rl_keys import RL_DEFAULTS
-from trainer.config.schema import plain_name, schema
-from trainer.config.shell_words import has_variable
-from trainer.config.values import read_text
+from trainer.maxtext.shell_words import has_variable
+from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
 NO_EFFECT, REFUSED = "no effect", "refused"
+STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
 # The order in which verdicts are shown: what needs attention comes first.
-KINDS = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER, maxtext.RENAMED, DIFFERS, maxtext.NEEDLESS, NO_EFFECT, SAME)
-STOPPING = (UNKNOWN, REFUSED, maxtext.NOT_YET, maxtext.NEVER)
+KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
 SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
@@ -117,7 +117,7 @@ def program(module: str) -> Program | None:
     last = re.split(r"[./]", module)[-1] or "train"
     if has_variable(last):  # MaxText's scripts choose between train and train_compile
         last = "train"
-    for row in maxtext.table()["modules"]:
+    for row in verdicts.table()["modules"]:
         if last in row["names"]:
             return Program(row.get("runs", ""), row.get("why", ""))
     return None
@@ -125,7 +125,7 @@ def program(module: str) -> Program | None:
 
 def programs() -> list[str]:
     """Returns the last part of the name of every program that has a verdict."""
-    return [name for row in maxtext.table()["modules"] for name in row["names"]]
+    return [name for row in verdicts.table()["modules"] for name in row["names"]]
 
 
 def convert(command: Command, runs: str, version: str = "") -> Conversion:
@@ -242,7 +242,7 @@ def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
     """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
     inert = inert_keys(loaded.config)
     unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
-    lines = maxtext_base.differing(loaded.config, unset)
+    lines = base_yml.differing(loaded.config, unset)
     advice = "write base_config: maxtext.yml in it; or give maxtext.yml instead, and its changes as key=value"
     return [f"{yml}: {advice}. {'. '.join(lines)}"] if lines else []
 
@@ -257,7 +257,7 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
     added += preset_words(given)
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
-    if (kind == "hf" and not without_data) or given.get("model_name") in maxtext.table()["tokenizers"]:
+    if (kind == "hf" and not without_data) or given.get("model_name") in verdicts.table()["tokenizers"]:
         own_type = "tokenizer_type=huggingface"  # of its pipeline, and in its presets
         added += [] if "tokenizer_type" in given else [own_type]
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
@@ -270,7 +270,7 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
     `given` have it."""
     words = [
         word
-        for pattern, words in maxtext.table()["of_presets"].items()
+        for pattern, words in verdicts.table()["of_presets"].items()
         if fnmatch.fnmatchcase(given.get("model_name", ""), pattern)
         for word in words
     ]
@@ -304,7 +304,7 @@ def _without_data(row: Row, runs: str) -> Row:
     """Returns `row`; as needless if it is about data, which the program `runs` does not read."""
     name = row.given.partition("=")[0]
     if name == "dataset_type" or any(name in keys for keys in OWN_KEYS.values()):
-        return Row(row.given, maxtext.NEEDLESS, f"{runs} reads no data", "")
+        return Row(row.given, verdicts.NEEDLESS, f"{runs} reads no data", "")
     return row
 
 
@@ -320,7 +320,9 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     shape = malformed(reader, name, "=" in given, text)
     if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
         bare = name.lstrip("-").replace("-", "_")
-        return _verdict(bare, text, f"{bare}={text}")._replace(given=given, kind=maxtext.RENAMED, text="without dashes")
+        return _verdict(bare, text, f"{bare}={text}")._replace(
+            given=given, kind=verdicts.RENAMED, text="without dashes"
+        )
     if shape:
         return Row(given, UNKNOWN, shape, given, f"{shortened(given)} ({where}): {shape}")
     reader.setting(name, text, where, functools.partial(read_text, text=text))
@@ -332,15 +334,15 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
             return Row(given, SAME, "", given)
         meaning = _meaning(name, text)
         return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
-    verdict = maxtext.find(name)
+    verdict = verdicts.find(name)
     if verdict is None:
         return Row(given, UNKNOWN, said, given, problem)
-    if verdict.kind == maxtext.RENAMED:
+    if verdict.kind == verdicts.RENAMED:
         new = f"{PREFIX}{verdict.to.upper()}" if variable else verdict.to
-        return Row(given, maxtext.RENAMED, f"{new}: {verdict.why}", f"{new}={text}")
+        return Row(given, verdicts.RENAMED, f"{new}: {verdict.why}", f"{new}={text}")
     if reader.accepted:
         why = verdict.why if verdict.neutral is None else "this value changes nothing here"
-        return Row(given, maxtext.NEEDLESS, why, "")
+        return Row(given, verdicts.NEEDLESS, why, "")
     if has_variable(text):
         return Row(given, verdict.kind, f"not checked, as a shell replaces the value; {said}", given)
     return Row(given, verdict.kind, said, given, problem)
@@ -350,7 +352,7 @@ def _meaning(name: str, text: str) -> str:
     """Returns what differs from MaxText in the key's meaning; "" if nothing differs."""
     if _is_text(name) and text.lower() in ("none", "null", "~"):
         return f"the text {text}; MaxText reads it as no value: leave the key out"
-    for pattern, meaning in maxtext.table()["meanings"].items():
+    for pattern, meaning in verdicts.table()["meanings"].items():
         if fnmatch.fnmatchcase(f"{name}={text}" if "=" in pattern else name, pattern):
             return str(meaning)
     return ""
@@ -364,7 +366,7 @@ def _refused(row: Row, problems: Sequence[str]) -> Row:
     for line in problems:
         head, _, said = line.partition("): ")
         if head.startswith(f"{name}=") and f"({COMMAND_LINE}" in head and said:
-            kind = maxtext.NOT_YET if "not supported yet" in said else REFUSED
+            kind = verdicts.NOT_YET if "not supported yet" in said else REFUSED
             return row._replace(kind=kind, text=said, problem=line)
     return row
 

@@ -1,0 +1,1 @@
+"""What MaxText's keys mean here: verdicts on keys that base.yml lacks, its defaults, its base.yml."""

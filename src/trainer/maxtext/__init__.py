@@ -1,0 +1,1 @@
+"""Converts commands of MaxText into commands of this trainer."""
