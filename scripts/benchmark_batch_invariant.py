@@ -39,7 +39,7 @@ from benchmark_generate import (
     weights_of,
 )
 
-from trainer.config.invariant_keys import compiler_options
+from trainer.config.capabilities.invariant_keys import compiler_options
 from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
 from trainer.objectives import hidden_states
 from trainer.training import Run

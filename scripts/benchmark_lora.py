@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _adapters(params: dict) -> dict:
-    from trainer.config.lora_keys import ADAPTER
+    from trainer.config.capabilities.lora_keys import ADAPTER
     from trainer.ops.paths import by_name
 
     return {name: leaf for name, leaf in by_name(params).items() if ADAPTER.search(name)}

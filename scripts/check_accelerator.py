@@ -44,7 +44,7 @@ from trainer.aot.compilation import compile_step
 from trainer.backends.registry import MODELS
 from trainer.checkpoint import CheckpointManager, Sidecar, inspect, restore
 from trainer.config import flags_of, load
-from trainer.config.kernels import KERNELS
+from trainer.config.capabilities.kernels import KERNELS
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows
 from trainer.inference import MaxEngine, Sampling

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer.config.invariant_keys import TILE
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.data import Dataset
 from trainer.data.batches import FIELDS
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
-from trainer.config.tiles import tiles_of
+from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.layers.attention import Attention
 from trainer.layers.dense import RESIDUAL
 from trainer.layers.mlp import MLP

@@ -16,9 +16,9 @@ from trainer.config import (
     question,
     schema,
 )
-from trainer.config.lora_keys import ALPHA, QTYPE, RANK, TILE
+from trainer.config.capabilities.lora_keys import ALPHA, QTYPE, RANK, TILE
+from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.paths import local_path
-from trainer.config.quantization_keys import STORED
 from trainer.config.values import read_text
 from trainer.config.words import visible
 from trainer.runtime.new_folder import new_folder, path_mistakes

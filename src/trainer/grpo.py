@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
-from trainer.config.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
+from trainer.config.capabilities.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
 from trainer.sft import check_kind, prepare, prompts
 from trainer.train import Kind, run_command
 

@@ -19,12 +19,12 @@ from trainer.config import (
     resolve,
     schema,
 )
-from trainer.config.data_keys import without_rows
+from trainer.config.capabilities.data_keys import without_rows
+from trainer.config.capabilities.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
 from trainer.config.paths import local_path
-from trainer.config.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.words import counted, visible
 from trainer.runtime.new_folder import new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import Config, Loaded, UserError, begin, command_line, exit_on_user_error, question
-from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations, other_command
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.errors import report
 from trainer.train import Kind, run_command
 

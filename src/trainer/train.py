@@ -20,12 +20,12 @@ from trainer.config import (
     prints_usage,
     to_yaml,
 )
-from trainer.config.chat_keys import other_command
+from trainer.config.capabilities.chat_keys import other_command
+from trainer.config.capabilities.invariant_keys import unchecked
+from trainer.config.capabilities.vocab_tiles import chosen
 from trainer.config.effects import without_effect_here
 from trainer.config.files import by_hand
 from trainer.config.from_model import taken_from_model
-from trainer.config.invariant_keys import unchecked
-from trainer.config.vocab_tiles import chosen
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import Config, UserError, begin, command_line, exit_on_user_error, prints_usage
+from trainer.config.capabilities.vocab_tiles import chosen
 from trainer.config.effects import without_effect_here
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
-from trainer.config.vocab_tiles import chosen
 from trainer.runtime.platforms import prepare_to_compile
 
 # A step that certainly needs more than this many times the devices' memory is not compiled, as libtpu would take

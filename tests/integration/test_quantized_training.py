@@ -25,7 +25,7 @@ from support import (
 )
 
 from trainer.config import UserError, load
-from trainer.config.quantization_keys import RECIPES
+from trainer.config.capabilities.quantization_keys import RECIPES
 from trainer.layers.sown import MtpHidden
 from trainer.models.matrices import check_matrices, quantized_and_float
 from trainer.models.quantization import quantization_rules

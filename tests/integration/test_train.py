@@ -24,14 +24,14 @@ from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
 from trainer.config import load, schema
 from trainer.config import resolve as resolve_config
-from trainer.config.chat_keys import SFT_DEFAULTS
-from trainer.config.context_keys import token_order
-from trainer.config.decoding_keys import SERVING
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.context_keys import token_order
+from trainer.config.capabilities.decoding_keys import SERVING
+from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
+from trainer.config.capabilities.optimizers import TRAITS
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.dump import PROCESSES
-from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.optimizers import TRAITS
-from trainer.config.preference_keys import DPO_DEFAULTS
-from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler

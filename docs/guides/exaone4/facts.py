@@ -1,8 +1,8 @@
 """What the first stage asks about EXAONE 4.0. Without JAX, so that mistakes in its keys are found before JAX loads."""
 
+from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts
 from trainer.config.tensors import TENSORS, renamed
-from trainer.config.windows import ALTERNATING
 
 _NORM = {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_norm/scale"}
 

@@ -6,7 +6,7 @@ RoPE for each layer with neither; a model without windows has RoPE in every laye
 
 import functools
 
-from trainer.config.windows import windows
+from trainer.config.capabilities.windows import windows
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Layout

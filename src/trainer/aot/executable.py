@@ -15,9 +15,9 @@ import jax
 import trainer
 from trainer.aot import sources
 from trainer.config import Config
+from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
-from trainer.config.step_keys import step_keys
 from trainer.models.families import block_class, blocks, stacks
 from trainer.runtime.programs import is_mixed_up
 from trainer.runtime.versions import installed

@@ -24,7 +24,7 @@ from flax import nnx
 from trainer.backends.base import tree_mode
 from trainer.calibration.recording import Recorder, Statistics, empty, of_rows
 from trainer.config import Config, UserError
-from trainer.config.sparsity_keys import M, is_sparse
+from trainer.config.capabilities.sparsity_keys import M, is_sparse
 from trainer.layers.matrices import choose_products, matrices
 from trainer.models.families import family, stacks
 from trainer.models.matrices import matrix_names

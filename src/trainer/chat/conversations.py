@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.chat.functions import failure, load_function
 from trainer.chat.template import MARKS
-from trainer.config.chat_keys import TOOLS
+from trainer.config.capabilities.chat_keys import TOOLS
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import parsed, read_object
 from trainer.config.paths import local_path

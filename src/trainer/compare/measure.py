@@ -17,9 +17,9 @@ from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
 from trainer.compare.midway import ISLANDS, midway
 from trainer.config import Config, UserError
-from trainer.config.context_keys import token_order
-from trainer.config.invariant_keys import compiler_options
-from trainer.config.pipeline_keys import unpipelined
+from trainer.config.capabilities.context_keys import token_order
+from trainer.config.capabilities.invariant_keys import compiler_options
+from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.data import Batch
 from trainer.layers.sown import Activation
 from trainer.leaves import filled, names_of

@@ -1,6 +1,7 @@
 """Turns base.yml, presets and `key=value` into one frozen configuration. Importing it loads neither JAX nor Flax."""
 
-from trainer.config.data_keys import parse_mixture
+from trainer.config.capabilities.data_keys import parse_mixture
+from trainer.config.capabilities.token_keys import split_ratios, token_files
 from trainer.config.derived import eval_batch_rows, eval_parts, global_batch_rows, mesh_axes, microbatch_rows
 from trainer.config.dump import to_yaml
 from trainer.config.errors import (
@@ -30,7 +31,6 @@ from trainer.config.rules import make_rules
 from trainer.config.saved import read_saved
 from trainer.config.schema import Key, Schema, schema
 from trainer.config.sides import Side, differences, load_against, load_sides
-from trainer.config.token_keys import split_ratios, token_files
 
 __all__ = [
     "COMBINATIONS",

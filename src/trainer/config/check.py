@@ -11,30 +11,30 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from trainer.config import flags, scale
-from trainer.config.activations import ACTIVATIONS
-from trainer.config.attention_keys import ATTENTION_CHECKS
-from trainer.config.context_keys import CONTEXT_CHECKS
-from trainer.config.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
-from trainer.config.decoding_keys import DECODING_CHECKS
+from trainer.config.capabilities.activations import ACTIVATIONS
+from trainer.config.capabilities.attention_keys import ATTENTION_CHECKS
+from trainer.config.capabilities.context_keys import CONTEXT_CHECKS
+from trainer.config.capabilities.data_keys import DATA_CHECKS, DATA_PATHS, LISTS_OF_FILES
+from trainer.config.capabilities.decoding_keys import DECODING_CHECKS
+from trainer.config.capabilities.diloco_keys import DILOCO_CHECKS
+from trainer.config.capabilities.expert_keys import EXPERT_CHECKS
+from trainer.config.capabilities.invariant_keys import INVARIANT_CHECKS
+from trainer.config.capabilities.latent_keys import LATENT_CHECKS
+from trainer.config.capabilities.lora_keys import LORA_CHECKS
+from trainer.config.capabilities.mtp_keys import MTP_CHECKS
+from trainer.config.capabilities.optimizers import groups_of
+from trainer.config.capabilities.pipeline_keys import PIPELINE_CHECKS
+from trainer.config.capabilities.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
+from trainer.config.capabilities.rl_keys import RL_CHECKS
+from trainer.config.capabilities.sparsity_keys import SPARSITY_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
-from trainer.config.diloco_keys import DILOCO_CHECKS
 from trainer.config.dump import to_flow
 from trainer.config.errors import Unbuilt, nearest, shortened
-from trainer.config.expert_keys import EXPERT_CHECKS
 from trainer.config.family import facts_of, lacks, readers
-from trainer.config.invariant_keys import INVARIANT_CHECKS
 from trainer.config.keys import Config
-from trainer.config.latent_keys import LATENT_CHECKS
-from trainer.config.lora_keys import LORA_CHECKS
-from trainer.config.mtp_keys import MTP_CHECKS
-from trainer.config.optimizers import groups_of
 from trainer.config.paths import path_problem
-from trainer.config.pipeline_keys import PIPELINE_CHECKS
-from trainer.config.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
-from trainer.config.rl_keys import RL_CHECKS
 from trainer.config.rules import collisions
 from trainer.config.schema import FLOAT32_MAX
-from trainer.config.sparsity_keys import SPARSITY_CHECKS
 from trainer.config.topologies import find_topology
 
 

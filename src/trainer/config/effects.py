@@ -4,31 +4,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.context_keys import CONTEXT_INERT, splits_rows
-from trainer.config.context_keys import KEYS as OF_CONTEXT
-from trainer.config.data_keys import DATA_INERT
-from trainer.config.decoding_keys import DECODING_INERT
+from trainer.config.capabilities.context_keys import CONTEXT_INERT, splits_rows
+from trainer.config.capabilities.context_keys import KEYS as OF_CONTEXT
+from trainer.config.capabilities.data_keys import DATA_INERT
+from trainer.config.capabilities.decoding_keys import DECODING_INERT
+from trainer.config.capabilities.expert_keys import (
+    BIAS,
+    BIAS_RATE,
+    dense_layers,
+    has_experts,
+    only_experts,
+    sends,
+    some_experts,
+)
+from trainer.config.capabilities.expert_keys import KEYS as OF_EXPERTS
+from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.capabilities.lora_keys import LORA_INERT
+from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
+from trainer.config.capabilities.optimizers import TRAITS, has_first_moment
+from trainer.config.capabilities.pipeline_keys import GATHERS, PIPELINE_INERT, nothing_to_gather
+from trainer.config.capabilities.quantization_keys import QUANTIZATION_INERT
+from trainer.config.capabilities.remat_tensors import OF_EXPERTS as TENSORS_OF_EXPERTS
+from trainer.config.capabilities.remat_tensors import OF_MLP as TENSORS_OF_MLP
+from trainer.config.capabilities.remat_tensors import OWN_TENSORS, TENSORS
+from trainer.config.capabilities.rl_keys import RL_INERT
+from trainer.config.capabilities.sparsity_keys import SPARSITY_INERT
+from trainer.config.capabilities.splash_tiles import KEYS, OF_DQ
+from trainer.config.capabilities.windows import needs_window
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import BIAS, BIAS_RATE, dense_layers, has_experts, only_experts, sends, some_experts
-from trainer.config.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.family import LATENT, OF_SOME, facts_of, fixed, lacks, readers, reads
 from trainer.config.files import by_hand
 from trainer.config.keys import Config
-from trainer.config.latent_keys import is_latent
-from trainer.config.lora_keys import LORA_INERT
-from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.optimizers import TRAITS, has_first_moment
-from trainer.config.pipeline_keys import GATHERS, PIPELINE_INERT, nothing_to_gather
-from trainer.config.quantization_keys import QUANTIZATION_INERT
-from trainer.config.remat import OF_EXPERTS as TENSORS_OF_EXPERTS
-from trainer.config.remat import OF_MLP as TENSORS_OF_MLP
-from trainer.config.remat import OWN_TENSORS, TENSORS
-from trainer.config.rl_keys import RL_INERT
 from trainer.config.schema import schema
-from trainer.config.sparsity_keys import SPARSITY_INERT
-from trainer.config.tiles import KEYS, OF_DQ
-from trainer.config.windows import needs_window
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import METHODS
+from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.config.dump import to_flow
 from trainer.config.keys import Config
-from trainer.config.lora_keys import ENABLE
 from trainer.config.schema import schema
 
 TRAIN = "trainer.train"

@@ -7,10 +7,11 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import METHODS
+from trainer.config.capabilities.data_keys import OWN_KEYS, data_not_asked_for
+from trainer.config.capabilities.rl_keys import drifts
 from trainer.config.check import contradictions
 from trainer.config.command import read_by_hand, read_words, split
-from trainer.config.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.dump import as_words, to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
 from trainer.config.errors import Unbuilt, UserError, nearest, on_one_screen, report, shortened
@@ -34,7 +35,6 @@ from trainer.config.keys import Config
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.paths import path_problem
 from trainer.config.reader import Reader, Setting, merge
-from trainer.config.rl_keys import drifts
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code

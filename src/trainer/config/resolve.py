@@ -6,21 +6,21 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
+from trainer.config.capabilities.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
+from trainer.config.capabilities.invariant_keys import split_on
+from trainer.config.capabilities.kernels import choose_attention, shares_of_queries
+from trainer.config.capabilities.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
+from trainer.config.capabilities.splash_tiles import wrong_tiles
+from trainer.config.capabilities.vocab_tiles import choose_tiles, divisors
+from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
-from trainer.config.invariant_keys import split_on
-from trainer.config.kernels import choose_attention, shares_of_queries
 from trainer.config.mesh_sizes import fill_mesh
-from trainer.config.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
-from trainer.config.tiles import wrong_tiles
-from trainer.config.vocab_tiles import choose_tiles, divisors
-from trainer.config.windows import period
 
 
 def resolve(

@@ -5,21 +5,21 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.context_keys import KEYS as CONTEXT
-from trainer.config.context_keys import STRATEGY, parts
-from trainer.config.decoding_keys import DRAWN
-from trainer.config.decoding_keys import KEYS as DECODING
+from trainer.config.capabilities.context_keys import KEYS as CONTEXT
+from trainer.config.capabilities.context_keys import STRATEGY, parts
+from trainer.config.capabilities.decoding_keys import DRAWN
+from trainer.config.capabilities.decoding_keys import KEYS as DECODING
+from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
+from trainer.config.capabilities.pipeline_keys import KEYS as PIPELINE
+from trainer.config.capabilities.splash_tiles import KEYS as TILES
+from trainer.config.capabilities.vocab_tiles import KEY as TILES_OF_THE_LOSS
 from trainer.config.derived import DCN, ICI, global_batch_rows, has_dropout, has_reference, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
-from trainer.config.optimizers import KEYS as OF_OPTIMIZERS
-from trainer.config.pipeline_keys import KEYS as PIPELINE
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
-from trainer.config.tiles import KEYS as TILES
-from trainer.config.vocab_tiles import KEY as TILES_OF_THE_LOSS
 
 # How the program is sharded and where it runs. These keys affect the training result only by the order of sums and, for
 # `num_vocab_tiling` in bfloat16, by the rounding of the head's gradient.

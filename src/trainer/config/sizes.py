@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.capabilities.optimizers import moment_bytes
 from trainer.config.derived import islands, mesh_axes
 from trainer.config.keys import Config
-from trainer.config.optimizers import moment_bytes
 from trainer.config.rules import with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.tensors import dimension, tensors_of

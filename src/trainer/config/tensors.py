@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.capabilities.expert_keys import only_experts, some_experts
 from trainer.config.errors import UserError, nearest
-from trainer.config.expert_keys import only_experts, some_experts
 from trainer.config.family import Axes, facts_of
 
 # The tensors of a model whose blocks are like Llama's. A name with a slash is the end of a parameter's canonical name;

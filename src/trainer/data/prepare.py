@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from trainer.config import Config, token_files
-from trainer.config.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.cache import Progress

@@ -14,8 +14,8 @@ import numpy as np
 
 from trainer.checkpoint import check_base
 from trainer.config import Config, UserError
-from trainer.config.invariant_keys import KEY
-from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, RESTORE, TILE, B
+from trainer.config.capabilities.invariant_keys import KEY
+from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, RESTORE, TILE, B
 from trainer.models.adapters import kernel_of
 from trainer.models.matrices import lora_kernels, matrix_names
 from trainer.models.transformer import head_matrix

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
-from trainer.config.invariant_keys import KEY, ROWS, TILE, compiler_options
+from trainer.config.capabilities.invariant_keys import KEY, ROWS, TILE, compiler_options
 from trainer.inference.controls import NOTHING, Asked, Controls, controls, neutral
 from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows

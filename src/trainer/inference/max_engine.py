@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from trainer.config import Config, UserError
+from trainer.config.capabilities.invariant_keys import KEY, OF_BITS, unchecked
 from trainer.config.dump import to_flow
-from trainer.config.invariant_keys import KEY, OF_BITS, unchecked
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.adapters import loaded

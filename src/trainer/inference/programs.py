@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from trainer.backends.base import tree_mode
+from trainer.config.capabilities.invariant_keys import KEY, ROWS, TILE
 from trainer.config.derived import policy_temperature
-from trainer.config.invariant_keys import KEY, ROWS, TILE
 from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
 from trainer.inference.served import Served, row_parts

@@ -7,7 +7,7 @@ import jax
 
 from trainer.backends import make_model
 from trainer.config import Config
-from trainer.config.pipeline_keys import unpipelined
+from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler

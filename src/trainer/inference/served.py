@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Model, make_model
 from trainer.config import Config, UserError, resolve
-from trainer.config.context_keys import AXES, LENGTHS
-from trainer.config.expert_keys import drops
-from trainer.config.invariant_keys import KEY
-from trainer.config.pipeline_keys import SIZES
+from trainer.config.capabilities.context_keys import AXES, LENGTHS
+from trainer.config.capabilities.expert_keys import drops
+from trainer.config.capabilities.invariant_keys import KEY
+from trainer.config.capabilities.pipeline_keys import SIZES
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules

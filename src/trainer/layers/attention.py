@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config import UserError
-from trainer.config.kernels import KERNELS
-from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.config.capabilities.kernels import KERNELS
+from trainer.config.capabilities.splash_tiles import AUTOMATIC, Tiles
 from trainer.layers import across as split
 from trainer.layers.across import GATHERED, HEADS, KEYS, MASK, QUERIES, QUERY_ROWS, Across
 from trainer.layers.cache import Cache, own_mask

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from trainer.config.remat import LAYER_INPUT
+from trainer.config.capabilities.remat_tensors import LAYER_INPUT
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, with_output

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
 from trainer.config import UserError
-from trainer.config.tiles import AUTOMATIC, Tiles
+from trainer.config.capabilities.splash_tiles import AUTOMATIC, Tiles
 from trainer.layers.across import GATHERED, KEY_ROWS, KEYS, QUERIES, Across
 from trainer.layers.attention import Scores
 from trainer.layers.cache import Cache, own_mask

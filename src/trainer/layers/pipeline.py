@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from trainer.config.pipeline_keys import Pipeline
+from trainer.config.capabilities.pipeline_keys import Pipeline
 from trainer.layers.loop import Loop, run_loop
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from trainer.config.remat import ATTENTION, LAYER_INPUT, PROJECTIONS, QKV, QUANTIZED
+from trainer.config.capabilities.remat_tensors import ATTENTION, LAYER_INPUT, PROJECTIONS, QKV, QUANTIZED
 from trainer.ops.rope import ROTATION
 
 # The second argument of jax.checkpoint.

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config.pipeline_keys import Pipeline
+from trainer.config.capabilities.pipeline_keys import Pipeline
 from trainer.sharding import LAYERS, STACKED
 
 # Makes a block: a class, or a `functools.partial` of one.

@@ -10,7 +10,7 @@ import ml_collections
 from flax import linen
 
 from trainer.config import Config
-from trainer.config.pipeline_keys import microbatches
+from trainer.config.capabilities.pipeline_keys import microbatches
 from trainer.layers.cache import Cache
 from trainer.layers.loop import Loop
 from trainer.layers.param import REST

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.config.chat_keys import METHODS, SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import METHODS, SFT_DEFAULTS
+from trainer.config.capabilities.data_keys import OWN_KEYS, without_rows
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.command import malformed
-from trainer.config.data_keys import OWN_KEYS, without_rows
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
@@ -19,9 +21,7 @@ from trainer.config.family import facts_of
 from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
 from trainer.config.maxtext import base_yml, verdicts
-from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.reader import Reader
-from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.config.schema import plain_name, schema
 from trainer.config.values import read_text
 from trainer.maxtext.command_line import Command, as_text

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Mapping
 
-from trainer.config.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.dump import as_words
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN
 from trainer.config.maxtext import base_yml, verdicts

@@ -5,13 +5,13 @@ import itertools
 import re
 from collections.abc import Mapping
 
+from trainer.config.capabilities.invariant_keys import KEY
+from trainer.config.capabilities.quantization_keys import BLOCK, ROUNDING
 from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
 from trainer.config.errors import shortened
-from trainer.config.invariant_keys import KEY
 from trainer.config.maxtext import base_yml, verdicts
-from trainer.config.quantization_keys import BLOCK, ROUNDING
 from trainer.config.scale import SCALE, factors
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command

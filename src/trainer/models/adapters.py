@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
-from trainer.config.invariant_keys import KEY
-from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
-from trainer.config.quantization_keys import STORED, STORED_DTYPES
+from trainer.config.capabilities.invariant_keys import KEY
+from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
+from trainer.config.capabilities.quantization_keys import STORED, STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.layers.param import EXACT
 from trainer.models.quantization import named

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.expert_keys import has_bias, scores_by_sigmoid
+from trainer.config.capabilities.expert_keys import has_bias, scores_by_sigmoid
 from trainer.layers.moe import MoE
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.huggingface import Layout

@@ -15,8 +15,8 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError, linen_stack, make_rules
+from trainer.config.capabilities.invariant_keys import KEY
 from trainer.config.family import Facts, imported
-from trainer.config.invariant_keys import KEY
 from trainer.config.rules import read_rules
 from trainer.layers.matrices import choose_products
 from trainer.layers.param import Buffer

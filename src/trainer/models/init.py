@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from trainer.config import Config
-from trainer.config.pipeline_keys import unpipelined
+from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.models.families import stacks
 from trainer.models.stages import to_stages
 from trainer.models.transformer import Decoder, Transformer

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.lora_keys import ENABLE, PATTERN
-from trainer.config.sparsity_keys import M, is_sparse
+from trainer.config.capabilities.lora_keys import ENABLE, PATTERN
+from trainer.config.capabilities.sparsity_keys import M, is_sparse
 from trainer.layers.matrices import matrices
 from trainer.layers.stack import MakeBlock
 from trainer.models.adapters import is_adapted

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from trainer.config import Config
-from trainer.config.windows import windows
+from trainer.config.capabilities.windows import windows
 from trainer.layers.stack import MakeBlock, Stack
 
 LAYERS, REMAINDER = "layers", "layers_remainder"

@@ -5,7 +5,15 @@ import re
 from collections.abc import Sequence
 
 from trainer.config import Config, UserError
-from trainer.config.quantization_keys import ALGORITHM, BLOCK, PER_TENSOR, RECIPES, STORED, STORED_DTYPES, UNQUANTIZED
+from trainer.config.capabilities.quantization_keys import (
+    ALGORITHM,
+    BLOCK,
+    PER_TENSOR,
+    RECIPES,
+    STORED,
+    STORED_DTYPES,
+    UNQUANTIZED,
+)
 from trainer.ops.paths import listed, whole_name
 from trainer.products import MakeProduct, Rules, make_plain
 from trainer.products.dequantized import Storage, dequantized

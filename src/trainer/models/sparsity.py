@@ -6,7 +6,7 @@ import re
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.sparsity_keys import N, is_sparse
+from trainer.config.capabilities.sparsity_keys import N, is_sparse
 from trainer.layers.sparse import GroupedSparse, Sparse
 from trainer.models.quantization import HEAD, MTP, ROUTER
 from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.config import Config, UserError
-from trainer.config.pipeline_keys import (
+from trainer.config.capabilities.pipeline_keys import (
     LAYERS,
     PER_REPEAT,
     PER_STAGE,

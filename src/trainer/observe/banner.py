@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config import Config, combination, global_batch_rows, mesh_axes
+from trainer.config.capabilities.diloco_keys import timetable
+from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
+from trainer.config.capabilities.kernels import why_no_kernel
+from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.capabilities.lora_keys import ALPHA, ENABLE, QTYPE, RANK
+from trainer.config.capabilities.sparsity_keys import START, M, N, is_sparse
+from trainer.config.capabilities.windows import has_window, period
 from trainer.config.derived import DCN, islands
-from trainer.config.diloco_keys import timetable
-from trainer.config.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.family import reads
-from trainer.config.kernels import why_no_kernel
-from trainer.config.latent_keys import is_latent
-from trainer.config.lora_keys import ALPHA, ENABLE, QTYPE, RANK
-from trainer.config.sparsity_keys import START, M, N, is_sparse
-from trainer.config.windows import has_window, period
 from trainer.config.words import counted
 from trainer.observe.lines import Work
 from trainer.observe.text import clock, short_time, si

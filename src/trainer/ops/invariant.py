@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config.invariant_keys import ROWS, TILE
+from trainer.config.capabilities.invariant_keys import ROWS, TILE
 from trainer.ops.attention import Dropout, Mask, scale_of, visible
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config.tiles import AUTOMATIC, LANES, OF_DQ, Tiles
+from trainer.config.capabilities.splash_tiles import AUTOMATIC, LANES, OF_DQ, Tiles
 from trainer.ops.attention import Dropout, Mask, scale_of
 from trainer.ops.order import in_true_order, order
 

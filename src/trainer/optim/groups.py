@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import tree_map_with_path
 
 from trainer.config import Config, UserError
-from trainer.config.optimizers import groups_of
+from trainer.config.capabilities.optimizers import groups_of
 from trainer.ops.paths import name_of, whole_name
 
 

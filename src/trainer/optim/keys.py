@@ -8,7 +8,7 @@ import jax
 import optax
 
 from trainer.config import Config
-from trainer.config.optimizers import TRAITS
+from trainer.config.capabilities.optimizers import TRAITS
 from trainer.ops.paths import name_of
 
 # Maps a tree of params to a tree of bools.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.config import Config, UserError
-from trainer.config.expert_keys import BIAS, BIAS_RATE
+from trainer.config.capabilities.expert_keys import BIAS, BIAS_RATE
 from trainer.layers.sown import RouterCount
 from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from trainer.config import Config
-from trainer.config.sparsity_keys import EVERY, START, M, N
+from trainer.config.capabilities.sparsity_keys import EVERY, START, M, N
 from trainer.layers.sparse import mask_name
 from trainer.ops.paths import by_name
 from trainer.optim.rules import Rule

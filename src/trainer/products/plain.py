@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from trainer import sharding
-from trainer.config.invariant_keys import COLUMNS
+from trainer.config.capabilities.invariant_keys import COLUMNS
 from trainer.ops.grouped import grouped_matmul
 from trainer.ops.paths import whole_name
 from trainer.products.context import Context

@@ -20,7 +20,7 @@ from qwix._src.core import qarray, stochastic_rounding
 
 from trainer import sharding
 from trainer.config import UserError
-from trainer.config.remat import QUANTIZED
+from trainer.config.capabilities.remat_tensors import QUANTIZED
 from trainer.ops.grouped import OF_OUTPUTS, OF_ROWS, OVER_ROWS
 from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product

@@ -14,9 +14,9 @@ from ml_collections import FrozenConfigDict
 
 from trainer.backends import make_model
 from trainer.config import UserError, eval_parts
-from trainer.config.invariant_keys import KEY, TILE
-from trainer.config.pipeline_keys import unpipelined
-from trainer.config.rl_keys import FUNCTIONS, GROUP, ITERATIONS
+from trainer.config.capabilities.invariant_keys import KEY, TILE
+from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.capabilities.rl_keys import FUNCTIONS, GROUP, ITERATIONS
 from trainer.config.words import counted
 from trainer.data import Batch, Position
 from trainer.inference.engine import Engine

@@ -1,8 +1,8 @@
 """Room for a round: the tokens of a completion, and the rows of an update."""
 
 from trainer.config import Config, UserError, global_batch_rows, microbatch_rows
-from trainer.config.invariant_keys import KEY, TILE
-from trainer.config.rl_keys import GROUP
+from trainer.config.capabilities.invariant_keys import KEY, TILE
+from trainer.config.capabilities.rl_keys import GROUP
 from trainer.config.words import counted
 from trainer.inference.served import longest_prompt
 

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
 from trainer.config import Config
+from trainer.config.capabilities.diloco_keys import schedule
 from trainer.config.derived import islands
-from trainer.config.diloco_keys import schedule
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_path, path_of
 from trainer.optim.outer import make_outer_optimizer

@@ -12,8 +12,8 @@ from flax.core import meta, unfreeze
 from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
 from trainer.config import Config, UserError, resolve
+from trainer.config.capabilities.pipeline_keys import SIZES
 from trainer.config.derived import DCN, ICI
-from trainer.config.pipeline_keys import SIZES
 from trainer.layers.param import unnamed
 from trainer.models.families import in_stack, leading_axes, stacks
 from trainer.ops.paths import by_name, name_of

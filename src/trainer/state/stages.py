@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainer.config import Config
-from trainer.config.pipeline_keys import Pipeline, stages
+from trainer.config.capabilities.pipeline_keys import Pipeline, stages
 from trainer.models.families import stacks
 from trainer.models.stages import Division, divided, division, joined
 from trainer.sharding import axes_of, entry

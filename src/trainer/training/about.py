@@ -8,7 +8,7 @@ from trainer.checkpoint import newest
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.config import Config
-from trainer.config.lora_keys import ENABLE, RESTORE
+from trainer.config.capabilities.lora_keys import ENABLE, RESTORE
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.data.tokenizer import Tokenizer

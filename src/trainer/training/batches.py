@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from trainer.config import UserError, eval_parts
-from trainer.config.context_keys import token_order
+from trainer.config.capabilities.context_keys import token_order
 from trainer.data import Batch, Dataset, Loader, Position, eval_batches
 from trainer.objectives import placed_fields, prepared
 from trainer.ops.order import reorder

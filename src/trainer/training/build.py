@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
+from trainer.config.capabilities.pipeline_keys import ONCE
+from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.errors import report
-from trainer.config.pipeline_keys import ONCE
-from trainer.config.quantization_keys import STORED
 from trainer.models.families import axis_rules
 from trainer.models.matrices import check_matrices
 from trainer.models.remat import check_offload

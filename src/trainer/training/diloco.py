@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.backends import StateCodec, TrainTree
 from trainer.config import Config
+from trainer.config.capabilities.diloco_keys import Schedule, schedule
 from trainer.config.derived import islands
-from trainer.config.diloco_keys import Schedule, schedule
 from trainer.optim.outer import make_outer_optimizer, sent
 from trainer.sharding import MAPPED, Rules
 from trainer.state import init_state_fn

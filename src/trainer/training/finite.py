@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from trainer.config import Config, RunStopped
-from trainer.config.optimizers import TRAITS
+from trainer.config.capabilities.optimizers import TRAITS
 from trainer.ops.paths import by_name
 from trainer.training.run import Run
 from trainer.training.step import all_finite

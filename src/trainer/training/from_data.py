@@ -7,11 +7,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from trainer.config import Config, Loaded, UserError
-from trainer.config.chat_keys import METHODS, TOOLS
+from trainer.config.capabilities.chat_keys import METHODS, TOOLS
+from trainer.config.capabilities.rl_keys import ENABLE as RL
+from trainer.config.capabilities.rl_keys import NOT_COLUMNS
 from trainer.config.derived import row_for
 from trainer.config.dump import as_words
-from trainer.config.rl_keys import ENABLE as RL
-from trainer.config.rl_keys import NOT_COLUMNS
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus

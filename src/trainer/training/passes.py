@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from trainer.config import Config, global_batch_rows
-from trainer.config.rl_keys import ENABLE, ITERATIONS
+from trainer.config.capabilities.rl_keys import ENABLE, ITERATIONS
 from trainer.data.dataset import Dataset
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from trainer.backends import Model
 from trainer.backends.base import tree_mode
 from trainer.config import Config
-from trainer.config.sparsity_keys import is_sparse
+from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.models.clipped import clipped_layers
 from trainer.models.matrices import masked_kernels
 from trainer.optim import Rule

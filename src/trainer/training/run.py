@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from trainer.backends import Codec, Model, TrainTree
 from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
-from trainer.config.invariant_keys import compiler_options
-from trainer.config.lora_keys import ENABLE
+from trainer.config.capabilities.invariant_keys import compiler_options
+from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields, placed_fields
 from trainer.ops.paths import Path, by_name, by_path

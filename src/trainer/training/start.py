@@ -32,8 +32,8 @@ from trainer.config import (
     islands_of,
     resets,
 )
-from trainer.config.lora_keys import ENABLE, RESTORE
-from trainer.config.pipeline_keys import unpipelined
+from trainer.config.capabilities.lora_keys import ENABLE, RESTORE
+from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.words import counted
 from trainer.data import Dataset
 from trainer.leaves import About, joined, nested, parted

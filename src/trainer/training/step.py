@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 
 from trainer.backends import TrainTree
 from trainer.config import Config, global_batch_rows, microbatch_rows
+from trainer.config.capabilities.expert_keys import drops, has_experts
+from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import has_dropout, islands
-from trainer.config.expert_keys import drops, has_experts
-from trainer.config.quantization_keys import rounds
 from trainer.layers.sown import Maximum, RouterCount, Sown, Total, check_captured, combined
 from trainer.objectives import Objective
 from trainer.objectives.base import frozen_argument, maxima_of

@@ -10,8 +10,8 @@ import jax
 from trainer.backends import make_model
 from trainer.checkpoint.base import check_base
 from trainer.config import Config, Loaded, UserError
+from trainer.config.capabilities.lora_keys import ADAPTER, ENABLE, MASK, RESTORE, trained_patterns
 from trainer.config.dump import as_words
-from trainer.config.lora_keys import ADAPTER, ENABLE, MASK, RESTORE, trained_patterns
 from trainer.leaves.source import DTYPES, Leaf, Shapes, Source, filled, joined, names_of, progress
 from trainer.models.optional import lacking
 from trainer.ops.random import seed_key

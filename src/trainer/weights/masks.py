@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.sparsity_keys import M, N
+from trainer.config.capabilities.sparsity_keys import M, N
 from trainer.layers.sparse import mask_name
 from trainer.leaves.source import Leaf, Shapes, Source
 from trainer.models.matrices import masked_kernels

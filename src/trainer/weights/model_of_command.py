@@ -7,13 +7,13 @@ from typing import Any
 from trainer.checkpoint.manager import RUN, newest, written_by_maxtext
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, read_config
 from trainer.config import Begun, Config, Description, Loaded, UserError, read_saved, schema, token_files
+from trainer.config.capabilities.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
+from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.config.dump import as_words
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
 from trainer.config.from_model import FROM_A_MODEL
-from trainer.config.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
 from trainer.config.paths import local_path
-from trainer.config.quantization_keys import OF_STORED
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.config.trust import code_of_checkpoint
 from trainer.leaves.source import Source

@@ -11,8 +11,8 @@ from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_m
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
 from trainer.config import Config, UserError
+from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.config.family import import_facts
-from trainer.config.lora_keys import ENABLE
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES
 from trainer.leaves.about import FIELDS, GENERATION, About

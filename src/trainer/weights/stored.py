@@ -11,8 +11,8 @@ import numpy as np
 
 from trainer.backends import make_model
 from trainer.config import Config
-from trainer.config.lora_keys import ENABLE, QTYPE
-from trainer.config.quantization_keys import OF_STORED, STORED
+from trainer.config.capabilities.lora_keys import ENABLE, QTYPE
+from trainer.config.capabilities.quantization_keys import OF_STORED, STORED
 from trainer.leaves.source import Leaf, filled, joined, names_of, nested
 from trainer.models.adapters import storage_of_base
 from trainer.models.families import place, stacks

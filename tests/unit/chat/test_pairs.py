@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.chat.pairs import pair_encoder
 from trainer.config import UserError, load
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.dump import as_words
-from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.data.documents import Counts, Record
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
 

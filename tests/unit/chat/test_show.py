@@ -6,8 +6,8 @@ import pytest
 from sample_data import config_of
 
 from trainer.chat import show as chat_show
-from trainer.config.chat_keys import SFT_DEFAULTS
-from trainer.config.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.config import UserError, load
-from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
 
 FILES = ["dataset_type=grain", "grain_train_files=x", "tokenizer_type=bytes"]
 

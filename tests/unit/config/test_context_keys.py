@@ -5,14 +5,15 @@ import re
 
 import pytest
 
-from trainer.config import UserError, context_keys, kernels, load, resolve, schema
-from trainer.config.context_keys import BALANCE, KEYS, ORDER, SIZES, STRATEGY, parts, token_order
+from trainer.config import UserError, load, resolve, schema
+from trainer.config.capabilities import context_keys, kernels
+from trainer.config.capabilities.context_keys import BALANCE, KEYS, ORDER, SIZES, STRATEGY, parts, token_order
+from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.vocab_tiles import tile_bytes
 from trainer.config.effects import without_effect_here
 from trainer.config.family import Facts
 from trainer.config.maxtext import verdicts
 from trainer.config.resume import LAYOUT
-from trainer.config.step_keys import step_keys
-from trainer.config.vocab_tiles import tile_bytes
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import DIFFERS, SAME, TRAIN, by_kind, convert
 

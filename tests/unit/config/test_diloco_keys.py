@@ -4,7 +4,7 @@ import pytest
 from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import load
-from trainer.config.diloco_keys import timetable
+from trainer.config.capabilities.diloco_keys import timetable
 
 
 @pytest.mark.parametrize(

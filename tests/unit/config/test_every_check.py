@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 
-from trainer.config import Config, context_keys, load
+from trainer.config import Config, load
+from trainer.config.capabilities import context_keys
+from trainer.config.capabilities.data_keys import DATA_PATHS
+from trainer.config.capabilities.quantization_keys import METHODS
 from trainer.config.check import CHECKS
-from trainer.config.data_keys import DATA_PATHS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.family import Facts, facts_of
 from trainer.config.flags import FLAGS
-from trainer.config.quantization_keys import METHODS
 from trainer.config.rules import merge_rules
 
 DEFAULTS = load(["base.yml"]).config

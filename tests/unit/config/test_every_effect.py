@@ -1,8 +1,8 @@
 """Every row of every table of keys without effect has a case: settings under which it says something else."""
 
 from trainer.config import Config, load
+from trainer.config.capabilities.optimizers import TRAITS
 from trainer.config.effects import INERT, INERT_HERE
-from trainer.config.optimizers import TRAITS
 
 DEFAULTS = load(["base.yml"]).config
 

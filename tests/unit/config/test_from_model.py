@@ -4,11 +4,11 @@ import pytest
 import yaml
 
 from trainer.config import UserError, check_resume, load, resolve, to_yaml
-from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.from_model import taken_from_model
-from trainer.config.preference_keys import DPO_DEFAULTS
 from trainer.config.resume import another_update
-from trainer.config.rl_keys import RL_DEFAULTS
 
 MODEL, LORA = "load_parameters_path=/models/m", "enable_lora=true lora_rank=2 lora_alpha=2"
 GRPO = RL_DEFAULTS | {"reward_functions": ["m:f"]}

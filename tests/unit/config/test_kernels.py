@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from trainer.config import UserError, load, resolve
-from trainer.config.kernels import KERNELS, unsupported
+from trainer.config.capabilities.kernels import KERNELS, unsupported
 from trainer.layers.attention import OPS
 
 # Written out, because the defaults of base.yml may change.

@@ -5,12 +5,21 @@ import re
 import pytest
 
 from trainer.config import UserError, load, resolve, schema
+from trainer.config.capabilities.invariant_keys import split_on
+from trainer.config.capabilities.pipeline_keys import (
+    KEYS,
+    MICROBATCHES,
+    SIZES,
+    Pipeline,
+    delay,
+    microbatches,
+    stages,
+    unpipelined,
+)
+from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.effects import without_effect_here
-from trainer.config.invariant_keys import split_on
 from trainer.config.maxtext import verdicts
-from trainer.config.pipeline_keys import KEYS, MICROBATCHES, SIZES, Pipeline, delay, microbatches, stages, unpipelined
 from trainer.config.resume import LAYOUT
-from trainer.config.step_keys import step_keys
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import DIFFERS, SAME, TRAIN, by_kind, convert
 

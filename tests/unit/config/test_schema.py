@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.activations import ACTIVATIONS
+from trainer.config.capabilities.activations import ACTIVATIONS
+from trainer.config.capabilities.pipeline_keys import OF_PIPELINE
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
 from trainer.config.maxtext.base_yml import defaults
-from trainer.config.pipeline_keys import OF_PIPELINE
 from trainer.config.schema import BASE_YML, parse
 from trainer.config.tensors import DIMENSIONS, TENSORS, tensors_of
 

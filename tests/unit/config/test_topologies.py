@@ -3,8 +3,8 @@
 import pytest
 
 from trainer.config import UserError, load
+from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.dump import PROCESSES
-from trainer.config.step_keys import step_keys
 from trainer.config.topologies import GENERATIONS, find_topology, topologies
 
 

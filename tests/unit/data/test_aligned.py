@@ -10,7 +10,7 @@ from sample_data import opened, write_records
 from stream_cases import WAYS, assert_aligned, assert_same, batches
 
 from trainer.config import UserError
-from trainer.config.invariant_keys import TILE
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.data import Dataset
 
 FIT = {"grain_packing_type": "first_fit"}

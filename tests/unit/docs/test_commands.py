@@ -10,9 +10,9 @@ import pytest
 
 from trainer import export, generate, parity, quantize, serve, sft
 from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
-from trainer.config.chat_keys import SFT_DEFAULTS, not_conversations
-from trainer.config.preference_keys import DPO_DEFAULTS, not_pairs
-from trainer.config.rl_keys import RL_DEFAULTS, not_prompts
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.config.topologies import Topology, find_topology
 from trainer.maxtext.command_line import parse
 

@@ -8,7 +8,7 @@ from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError
-from trainer.config.lora_keys import ADAPTER
+from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.inference import Engine, MaxEngine, Sampling, canonical
 from trainer.inference.adapters import with_adapters
 from trainer.inference.served import serve

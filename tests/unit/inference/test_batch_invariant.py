@@ -13,7 +13,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
-from trainer.config.invariant_keys import TILE, compiler_options, unchecked
+from trainer.config.capabilities.invariant_keys import TILE, compiler_options, unchecked
 from trainer.inference import Engine, MaxEngine, Sampling, Scheduler, canonical, max_engine
 from trainer.models.families import axis_rules
 from trainer.objectives import hidden_states, target_log_probs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.config.pipeline_keys import Pipeline
+from trainer.config.capabilities.pipeline_keys import Pipeline
 from trainer.layers import pipeline
 from trainer.layers.loop import Loop
 from trainer.layers.remat import make_policy

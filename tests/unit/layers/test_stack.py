@@ -13,7 +13,7 @@ from flax import nnx
 from support import assert_equal_bits
 
 from trainer.backends.base import tree_mode
-from trainer.config.remat import PROJECTIONS
+from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.layers.cache import Cache
 from trainer.layers.dense import Dense
 from trainer.layers.loop import Loop, cast_in_loop

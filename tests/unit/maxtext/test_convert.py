@@ -428,7 +428,7 @@ def test_another_model_is_never_a_success(line, said, capsys):
 
 
 def test_keys_of_parameters_are_those_that_an_export_takes():
-    from trainer.config.quantization_keys import OF_STORED
+    from trainer.config.capabilities.quantization_keys import OF_STORED
     from trainer.weights.model_keys import MODEL
 
     of_float = MODEL & schema().keys.keys() - set(OF_STORED)

@@ -7,12 +7,12 @@ import pytest
 from config_cases import their_base, write
 
 from trainer.config import load, schema
-from trainer.config.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.files import POST_TRAIN, read_file
 from trainer.config.from_model import taken_from_model
 from trainer.config.maxtext.base_yml import defaults
-from trainer.config.preference_keys import DPO_DEFAULTS
-from trainer.config.rl_keys import RL_DEFAULTS
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import DIFFERS, DPO, GRPO, SFT, convert
 

@@ -13,7 +13,7 @@ from flax import nnx
 from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, tiny_config
 
 from trainer.config import UserError, load
-from trainer.config.windows import windows
+from trainer.config.capabilities.windows import windows
 from trainer.layers.dense import Embed
 from trainer.layers.norm import RMSNorm
 from trainer.maxtext.command_line import parse

@@ -10,7 +10,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, model_of,
 
 from trainer.backends import StateCodec
 from trainer.config import UserError
-from trainer.config.pipeline_keys import LAYERS, PER_STAGE, REPEATS, Pipeline, unpipelined
+from trainer.config.capabilities.pipeline_keys import LAYERS, PER_STAGE, REPEATS, Pipeline, unpipelined
 from trainer.layers.stack import Stack
 from trainer.models.families import stacks
 from trainer.models.stages import OUTSIDE, in_stages, named_by_layer, stage_text, to_layers, to_stages

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
 
-from trainer.config.tiles import Tiles
+from trainer.config.capabilities.splash_tiles import Tiles
 from trainer.ops.attention import Dropout, dot_product_attention
 from trainer.ops.splash import splash_attention, splash_kernel
 

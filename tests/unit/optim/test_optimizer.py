@@ -25,7 +25,7 @@ from optim_cases import (
 from support import assert_equal_bits
 
 from trainer.config import UserError
-from trainer.config.optimizers import TRAITS
+from trainer.config.capabilities.optimizers import TRAITS
 from trainer.ops.paths import by_name
 from trainer.optim import make_optimizer, make_schedule, trainable
 

@@ -19,7 +19,7 @@ from optim_cases import (
 )
 
 from trainer.config import schema
-from trainer.config.optimizers import TRAITS
+from trainer.config.capabilities.optimizers import TRAITS
 from trainer.optim import make_schedule
 from trainer.optim.keys import Given, keys_of
 from trainer.optim.optimizer import decayed

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from trainer.config import UserError
-from trainer.config.invariant_keys import COLUMNS
+from trainer.config.capabilities.invariant_keys import COLUMNS
 from trainer.layers.attention import Attention
 from trainer.layers.dense import Embed
 from trainer.layers.matrices import choose_products

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import UserError
-from trainer.config.chat_keys import functions_problem
+from trainer.config.capabilities.chat_keys import functions_problem
 from trainer.rl import rewards as module
 from trainer.rl.rewards import Rewards, Sample, Scored
 

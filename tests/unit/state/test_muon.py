@@ -10,7 +10,7 @@ from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load, resolve
-from trainer.config.pipeline_keys import LAYERS
+from trainer.config.capabilities.pipeline_keys import LAYERS
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
 from trainer.state import get_muon_weight_dimension_numbers

@@ -7,7 +7,7 @@ import numpy as np
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits
 
 from trainer.config import load
-from trainer.config.pipeline_keys import LAYERS
+from trainer.config.capabilities.pipeline_keys import LAYERS
 from trainer.models.families import stacks
 from trainer.models.stages import to_layers
 from trainer.ops.paths import by_name

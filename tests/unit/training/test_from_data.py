@@ -11,9 +11,9 @@ from trainer import train_compile, weights
 from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
 from trainer.config import UserError, load, resolve
-from trainer.config.chat_keys import SFT_DEFAULTS
-from trainer.config.preference_keys import DPO_DEFAULTS
-from trainer.config.rl_keys import RL_DEFAULTS
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.dataset import text_encoder
 from trainer.rl.prompts import open_prompts

@@ -18,7 +18,7 @@ from support import (
 )
 
 from trainer.config import UserError, load
-from trainer.config.lora_keys import ADAPTER
+from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.ops.paths import by_name
 from trainer.training import build, placed
 

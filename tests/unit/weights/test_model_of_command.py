@@ -16,7 +16,7 @@ from checkpoint_cases import (
 
 from trainer import quantize
 from trainer.config import UserError, begin, load, resolve
-from trainer.config.quantization_keys import OF_STORED
+from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import EXPORT, convert
 from trainer.weights import open_source, with_model

@@ -7,8 +7,8 @@ from typing import Any
 from flax import nnx
 
 from trainer.config import Config
-from trainer.config.expert_keys import scores_by_sigmoid
-from trainer.config.tiles import tiles_of
+from trainer.config.capabilities.expert_keys import scores_by_sigmoid
+from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.layers.mla import LatentAttention
 from trainer.layers.mlp import MLP
 from trainer.layers.moe import SharedMoE

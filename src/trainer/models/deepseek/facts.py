@@ -1,8 +1,8 @@
 """What the first stage asks about DeepSeek."""
 
+from trainer.config.capabilities.latent_keys import TYPE, is_latent
 from trainer.config.family import LATENT, OF_SOME, Facts
 from trainer.config.keys import Config
-from trainer.config.latent_keys import TYPE, is_latent
 
 
 def _latent(config: Config) -> str | None:

@@ -4,7 +4,7 @@ arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.expert_keys import BIAS, SCORE, SIGMOID, scores_by_sigmoid
+from trainer.config.capabilities.expert_keys import BIAS, SCORE, SIGMOID, scores_by_sigmoid
 from trainer.config.family import LATENT
 from trainer.layers.mla import PROJECTIONS
 from trainer.layers.stack import Stack

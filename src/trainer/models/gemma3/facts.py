@@ -1,7 +1,7 @@
 """What the first stage asks about Gemma 3."""
 
+from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts
-from trainer.config.windows import ALTERNATING
 from trainer.models.gemma.facts import FIXES, tensors
 
 FACTS = Facts(

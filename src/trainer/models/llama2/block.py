@@ -10,8 +10,8 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config import Config
-from trainer.config.context_keys import STRATEGY, token_order
-from trainer.config.tiles import tiles_of
+from trainer.config.capabilities.context_keys import STRATEGY, token_order
+from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.layers.across import Across
 from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache

@@ -1,7 +1,7 @@
 """What the first stage asks about OLMo 3."""
 
+from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts
-from trainer.config.windows import ALTERNATING
 from trainer.models.olmo2.facts import tensors
 
 FACTS = Facts(

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import Config, UserError, schema
+from trainer.config.capabilities.expert_keys import STEP, dense_layers
+from trainer.config.capabilities.latent_keys import TYPE
+from trainer.config.capabilities.windows import has_window, period
 from trainer.config.errors import shortened
-from trainer.config.expert_keys import STEP, dense_layers
 from trainer.config.json_files import shown
-from trainer.config.latent_keys import TYPE
 from trainer.config.limits import PERIOD
 from trainer.config.values import check
-from trainer.config.windows import has_window, period
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace

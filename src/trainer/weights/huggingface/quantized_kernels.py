@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.quantization_keys import ALGORITHM, BLOCK, METHODS, STORED, UNQUANTIZED, WHICH
+from trainer.config.capabilities.quantization_keys import ALGORITHM, BLOCK, METHODS, STORED, UNQUANTIZED, WHICH
 from trainer.leaves.source import Leaf, Tick, names_of, nested, whole
 from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.matrices import matrix_names

@@ -10,8 +10,8 @@ import numpy as np
 
 from trainer.backends import make_model
 from trainer.config import Config, UserError
+from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.json_files import read_object
-from trainer.config.quantization_keys import STORED
 from trainer.leaves.source import (
     Box,
     Leaf,

@@ -4,8 +4,8 @@ e591f30 (0.2.4) and 0.2.5."""
 from typing import Any
 
 from trainer.config import Config, UserError
-from trainer.config.expert_keys import STEP, has_experts, only_experts
-from trainer.config.windows import has_window, period
+from trainer.config.capabilities.expert_keys import STEP, has_experts, only_experts
+from trainer.config.capabilities.windows import has_window, period
 from trainer.models.families import maxtext
 from trainer.models.family import MaxText
 from trainer.weights.huggingface.config_json import SIZES

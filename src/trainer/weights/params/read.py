@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.quantization_keys import STORED
+from trainer.config.capabilities.quantization_keys import STORED
 from trainer.leaves import orbax
 from trainer.leaves.about import LONGEST
 from trainer.leaves.source import Leaf, Shapes, check_tensors, names_of, nested

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from trainer.checkpoint.sidecar import Base
 from trainer.config import Config, UserError
+from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, RANK
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
-from trainer.config.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, RANK
 from trainer.leaves.about import FIELDS, GENERATION
 from trainer.leaves.source import Leaf, Shapes, check_tensors
 from trainer.runtime.folders import check_folder

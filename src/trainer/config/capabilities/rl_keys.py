@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from trainer.config.chat_keys import functions_problem, not_texts
+from trainer.config.capabilities.chat_keys import functions_problem, not_texts
+from trainer.config.capabilities.expert_keys import drops
+from trainer.config.capabilities.quantization_keys import shares_scales
 from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
-from trainer.config.expert_keys import drops
 from trainer.config.keys import Config
-from trainer.config.quantization_keys import shares_scales
 
 ENABLE = "use_grpo"
 GROUP, ITERATIONS, BETA, EPSILON = "rl_num_generations", "rl_num_iterations", "rl_grpo_beta", "rl_grpo_epsilon"

@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainer.config.capabilities.expert_keys import drops
+from trainer.config.capabilities.quantization_keys import ROUNDING, rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
-from trainer.config.expert_keys import drops
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
-from trainer.config.quantization_keys import ROUNDING, rounds
 from trainer.config.rules import make_rules
 
 Values = Mapping[str, Any]  # a configuration

@@ -6,15 +6,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.chat_keys import CHAT_CHECKS, CHAT_INERT, METHODS, columns_problem
+from trainer.config.capabilities.chat_keys import CHAT_CHECKS, CHAT_INERT, METHODS, columns_problem
+from trainer.config.capabilities.preference_keys import PREFERENCE_CHECKS, PREFERENCE_INERT, pair_columns_problem
+from trainer.config.capabilities.token_keys import TOKEN_CHECKS, TOKEN_INERT, token_files
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
-from trainer.config.preference_keys import PREFERENCE_CHECKS, PREFERENCE_INERT, pair_columns_problem
 from trainer.config.schema import schema
-from trainer.config.token_keys import TOKEN_CHECKS, TOKEN_INERT, token_files
 
 # The keys that only one dataset_type reads.
 OWN_KEYS = {

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainer.config.capabilities.invariant_keys import KEY, TILE
 from trainer.config.errors import shortened
-from trainer.config.invariant_keys import KEY, TILE
 from trainer.config.keys import Config
 
 _RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"

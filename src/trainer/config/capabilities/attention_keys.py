@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from trainer.config.capabilities.windows import needs_window
 from trainer.config.family import BLOCK_KEYS, lacks, readers
 from trainer.config.keys import Config
 from trainer.config.schema import schema
-from trainer.config.windows import needs_window
 
 
 def _window(config: Config) -> str | None:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.invariant_keys import KEY, OP
+from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
-from trainer.config.invariant_keys import KEY, OP
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
-from trainer.config.windows import has_window
 
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Sequence
 
+from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import shortened
 from trainer.config.keys import Config
-from trainer.config.token_keys import token_files
 
 # The path of a function: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")

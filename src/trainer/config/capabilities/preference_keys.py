@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trainer.config.chat_keys import TOOLS, not_texts
+from trainer.config.capabilities.chat_keys import TOOLS, not_texts
 from trainer.config.derived import has_reference
 from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX

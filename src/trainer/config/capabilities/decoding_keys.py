@@ -1,7 +1,7 @@
 """Checks of the keys of text generation, and settings without effect."""
 
+from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.keys import Config
-from trainer.config.latent_keys import is_latent
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
+from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.keys import Config
-from trainer.config.quantization_keys import STORED
 
 ENABLE, RANK, ALPHA, PATTERN = "enable_lora", "lora_rank", "lora_alpha", "lora_module_path"
 RESTORE, QTYPE, TILE = "lora_restore_path", "lora_weight_qtype", "lora_tile_size"

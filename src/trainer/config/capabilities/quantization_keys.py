@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from trainer.config.expert_keys import has_experts
+from trainer.config.capabilities.expert_keys import has_experts
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.config.values import read_text

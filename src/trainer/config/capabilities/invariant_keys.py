@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from platform import machine
 from typing import Any
 
+from trainer.config.capabilities.expert_keys import drops
+from trainer.config.capabilities.lora_keys import QTYPE
+from trainer.config.capabilities.sparsity_keys import M
 from trainer.config.derived import DCN, ICI, has_dropout
-from trainer.config.expert_keys import drops
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
-from trainer.config.lora_keys import QTYPE
-from trainer.config.sparsity_keys import M
 
 KEY, OP = "batch_invariant", "invariant"
 OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
