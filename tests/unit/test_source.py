@@ -24,6 +24,15 @@ def test_layers_models_and_ops_hold_no_mesh():
             assert not any(name.startswith("jax.sharding") for name in imported(path)), path
 
 
+def test_layers_and_ops_take_no_configuration():
+    """Errors, and names and types of single capabilities: a block can be used in a notebook."""
+    for package in ("layers", "ops"):
+        for path in (SOURCE / package).rglob("*.py"):
+            names = [name for name in imported(path) if name.startswith("trainer.config.")]
+            allowed = ("trainer.config.UserError", "trainer.config.errors.", "trainer.config.capabilities.")
+            assert not [name for name in names if not name.startswith(allowed)], path
+
+
 def test_only_products_knows_qwix():
     """HiQArray will replace QArray, and functions that are not public may change."""
     found = [path.relative_to(SOURCE) for path in FILES if any(name.startswith("qwix") for name in imported(path))]
