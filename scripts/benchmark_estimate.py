@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from trainer.aot import dump
-from trainer.aot.chips import Chip, estimate
+from trainer.aot.chips import Chip
 from trainer.aot.cost import analyze
+from trainer.aot.roofline import estimate
 from trainer.config import load
 from trainer.data import train_batch
 from trainer.data.synthetic import SyntheticRows

@@ -1,11 +1,7 @@
-"""A table of chips, and a roofline estimate of a step's time on a chip: a lower bound, not a prediction."""
+"""A table of chips."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from trainer.aot.collectives import Collective, moved
-from trainer.aot.cost import Cost
 
 GIB = 1024**3
 
@@ -113,75 +109,3 @@ CHIPS: dict[str, Chip] = {
 def chip_of(device_kind: str) -> Chip | None:
     """Returns the chip of a JAX device (`device.device_kind`), or None if it is not in the table, such as a CPU."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
-
-
-class Estimate(NamedTuple):
-    """Seconds of a step on one device.
-
-    Attributes:
-      seconds: the largest part, as if all parts overlapped perfectly: a lower bound.
-      serial_seconds: the sum of the parts, as if nothing overlapped.
-      compute_seconds: time of matrix products at the peak for their dtype.
-      memory_seconds: time of HBM traffic at its bandwidth.
-      network_seconds: the larger of the next two.
-      ici_seconds: time of collectives within a slice, in sequence.
-      dcn_seconds: time of collectives between slices, in sequence.
-      bound: the largest part, "compute", "memory" or "network".
-    """
-
-    seconds: float
-    serial_seconds: float
-    compute_seconds: float
-    memory_seconds: float
-    network_seconds: float
-    ici_seconds: float
-    dcn_seconds: float
-    bound: str
-
-
-def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
-    """Returns the roofline estimate of a step's time.
-
-    Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective uses rings
-    in both directions of one dimension of the torus, or of all dimensions if it spans all devices of a slice; rings are
-    closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
-    zero. Collectives that are not in every step are left out. A collective over several slices runs within each slice
-    first, so that every device sends its share.
-
-    Args:
-      cost: from `aot.cost.analyze`, per device.
-      chip: the chip of the devices.
-      devices: the number of devices in the mesh.
-      slices: the number of slices in the mesh.
-
-    Raises:
-      ValueError: the trip count of a loop is unknown.
-    """
-    if cost.unknown_loops:
-        raise ValueError(f"no estimate: loops of unknown trip count: {', '.join(cost.unknown_loops)}")
-    compute = sum(flops / chip.flops(dtype) for dtype, flops in cost.matmul_flops.items())
-    memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
-    ici = dcn = 0.0
-    for collective in cost.collectives:
-        if collective.conditional:
-            continue
-        inside, between = _bytes(collective)
-        whole_slice = collective.devices // collective.slices >= devices // slices
-        ici += inside / (chip.ici_bandwidth / chip.devices / (1 if whole_slice else chip.torus))
-        dcn += between / (chip.dcn_bandwidth / chip.devices)
-    network = max(ici, dcn)
-    seconds, bound = max((compute, "compute"), (memory, "memory"), (network, "network"))
-    return Estimate(seconds, compute + memory + ici + dcn, compute, memory, network, ici, dcn, bound)
-
-
-def _bytes(collective: Collective) -> tuple[float, float]:
-    """Returns the bytes that a device sends in a step within its slice, and to other slices."""
-    kind, slices = collective.kind, collective.slices
-    if slices == 1:
-        return collective.bytes, 0.0
-    if kind in ("collective-permute", "collective-broadcast"):
-        return 0.0, collective.bytes
-    inside = collective.devices // slices
-    share = collective.size // inside
-    within = moved(kind, collective.size, inside) if inside > 1 else 0.0
-    return collective.count * within, collective.count * moved(kind, share, slices)

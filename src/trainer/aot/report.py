@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.aot.buffers import Buffer, by_kind, leaves, temporaries
-from trainer.aot.chips import Chip, Estimate, chip_of, estimate
+from trainer.aot.chips import Chip, chip_of
 from trainer.aot.cost import Cost, analyze
 from trainer.aot.dump import Dump
+from trainer.aot.roofline import Estimate, estimate
 from trainer.aot.suggest import Suggestion
 from trainer.models.families import stacks
 from trainer.models.stages import stage_text

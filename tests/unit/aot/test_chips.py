@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from trainer.aot.chips import CHIPS, GIB, chip_of, estimate
+from trainer.aot.chips import CHIPS, GIB, chip_of
 from trainer.aot.collectives import Collective
 from trainer.aot.cost import Cost
+from trainer.aot.roofline import estimate
 from trainer.config.topologies import GENERATIONS
 
 V5E = CHIPS["v5e"]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from compiler import EXACT
 
-from trainer.aot.chips import CHIPS, estimate
+from trainer.aot.chips import CHIPS
 from trainer.aot.cost import analyze
+from trainer.aot.roofline import estimate
 from trainer.config import resolve
 from trainer.models.flops import flops_per_token
 from trainer.training import build
