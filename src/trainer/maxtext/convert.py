@@ -357,7 +357,7 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     if name in schema().keys:
         if has_variable(text) and (problem or name in DECIDING):
             return Row(given, SAME, "", given)
-        meaning = _meaning(name, text)
+        meaning = (_meaning(variable, text) if variable else "") or _meaning(name, text)
         return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
     verdict = verdicts.find(name)
     if verdict is None:

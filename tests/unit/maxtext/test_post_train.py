@@ -221,3 +221,9 @@ def test_a_preset_named_in_a_yml_is_maxtexts_too(kind):
     made = convert(parse([f"python3 -m maxtext.trainers.pre_train.train own.yml run_name=x {word}"]), TRAIN)
     assert made.loaded.config.rope_type == "default"
     assert [row.kind for row in made.rows if row.given == "model_name=llama3.3-70b"] == [DIFFERS]
+
+
+def test_a_preset_in_the_environment_differs():
+    made = convert(parse(["M_MODEL_NAME=llama2-7b python3 -m MaxText.train dataset_type=synthetic run_name=x"]), TRAIN)
+    (row,) = [row for row in made.rows if row.given == "M_MODEL_NAME=llama2-7b"]
+    assert row.kind == DIFFERS
