@@ -399,10 +399,13 @@ def _refused(row: Row, problems: Sequence[str]) -> Row:
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     """Returns `row`, or a row that says why a key has no effect in this configuration."""
     name = row.word.partition("=")[0]
-    if runs == GENERATE and name in _OF_TEXT:
-        return row
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
-    return row._replace(kind=NO_EFFECT, text=reason) if reason else row
+    if not reason:
+        return row
+    of_prompts = runs == GENERATE and (name in _OF_TEXT or schema().keys[name].section == "Generation")
+    if of_prompts and reason.startswith(NO_DATA):  # the words that say so are added
+        return row
+    return row._replace(kind=NO_EFFECT, text=reason)
 
 
 def _in_environment(row: Row) -> bool:
