@@ -1,7 +1,7 @@
 """Renders conversations with a chat template: Jinja in its sandbox, with what Hugging Face's tokenizers give templates.
 
 https://huggingface.co/docs/transformers/chat_templating_writing describes the functions and variables. Jinja's sandbox
-lets a template read only what it is given, and `template_sandbox` bounds what it makes and how long it takes.
+lets a template read only what it is given, and `sandbox` bounds what it makes and how long it takes.
 """
 
 import datetime

@@ -334,7 +334,7 @@ def _other_defaults(
         return []
     inert = inert_keys(config)
     unset = [name for name, source in where.items() if source.startswith(DEFAULT) and name not in inert]
-    differing = base_yml.differing(config, unset)
+    differing = base_yml.differing(config, unset, next((key for key in POST_TRAIN if config[key]), ""))
     used = "is MaxText's base.yml: changes in it are used, all other keys have this trainer's defaults"
     begin = [f"{file.path} {used}{base_yml.tables(file.entries)}" for file in base]
     if not differing:

@@ -40,7 +40,7 @@ class MaxEngine(Engine):
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
-          adapters: adapters for the parameters of load_parameters_path, or where they are (`checkpoint.open_adapters`).
+          adapters: adapters for the parameters of load_parameters_path, or where they are (`weights.open_adapters`).
             With several, each sequence has its own, or none (`Engine.prefill`).
           controls: whether each sequence has `Asked` of its own (`Scheduler.submit`); then also a single adapter is
             one that sequences choose.
@@ -82,13 +82,13 @@ class MaxEngine(Engine):
         drawn from init_weights_seed.
 
         Args:
-          say: see `checkpoint.load_parameters`.
+          say: see `weights.load_parameters`.
           given: the keys that the user set; see there.
           average: whether to load the parameter average of a run with ema_decay.
           donate: whether to delete the arrays of `params` as they are converted.
 
         Raises:
-          UserError: see `checkpoint.load_parameters`.
+          UserError: see `weights.load_parameters`.
         """
         config, variables = self.config, self.served.abstract_variables
         abstract = joined(*variables)

@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(config: Config) -> Sampling:
-    """Returns the settings of the keys decode_sampling_*, checked by `config.decoding_keys`."""
+    """Returns the settings of the keys decode_sampling_*, checked by `capabilities.decoding_keys`."""
     strategy = config.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else config.decode_sampling_temperature,

@@ -52,7 +52,7 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
-      choices: for custom, what to do with each tensor (`config.remat.TENSORS`): remat, device or offload.
+      choices: for custom, what to do with each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
       own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps
         these.
       stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each, unless

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.config.capabilities.chat_keys import METHODS, SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import METHODS, SFT_DEFAULTS, other_command
 from trainer.config.capabilities.data_keys import OWN_KEYS, without_rows
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
@@ -28,11 +28,14 @@ from trainer.maxtext.command_line import Command, as_text
 from trainer.maxtext.program import (
     base_words,
     has_own_defaults,
+    method_given,
     method_of,
+    own_parent,
     own_words,
     program_yml,
     takes,
     unsaid,
+    with_base,
 )
 from trainer.maxtext.shell_words import has_variable
 from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
@@ -130,7 +133,7 @@ def programs() -> list[str]:
 
 def convert(command: Command, runs: str, version: str = "") -> Conversion:
     """Returns our command for `command`, which our program `runs` replaces: one of `SAME_WORDS`; or `EXPORT`, to check
-    the keys of a conversion. `version` is one of `maxtext_version.versions()`; "" if the keys have to tell it."""
+    the keys of a conversion. `version` is one of `version.versions()`; "" if the keys have to tell it."""
     found = _convert(command, runs, version)
     facts = facts_of(found.loaded.config) if found.loaded else None
     if found.loaded is None or facts is None or facts.maxtext_layers == 1:
@@ -168,28 +171,29 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     rows += [_verdict(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
     if runs in (GENERATE, EXPORT):
         rows = [_without_data(row, runs) for row in rows]
-    if runs == DPO:
-        rows = [
-            row._replace(kind=DIFFERS, text=_OF_PAIR) if row.kind == SAME and row.word.startswith(_LENGTH) else row
-            for row in rows
-        ]
-    yml, in_yml = yml_of(command.yml)
-    method = method_of(runs)
+    yml = yml_of(command.yml)
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if _in_environment(row)]
-    given = {name: text for name, (_, text) in environment.items()}
+    given = {**yml.given} | {name: text for name, (_, text) in environment.items()}
     given |= dict(word.partition("=")[::2] for _, word in written)
-    names = [*in_yml, *environment, *(word.partition("=")[0] for word in command.words)]
+    names = [*yml.names, *environment, *(word.partition("=")[0] for word in command.words)]
     version = version or version_of(names)
+    method = method_of(runs)
     own_yml = method if has_own_defaults(yml, command.yml, method) else ""
+    method = method or (method_given(given) if runs in (TRAIN, COMPILE) else "")
+    runs = METHODS[method][0] if method and runs == TRAIN else runs
+    if runs == DPO:
+        rows = _of_pairs(rows, yml.given)
     says_data = runs not in _OF_DATA or bool(own_yml) or "dataset_type" in given
-    says_data |= "dataset_type" in in_yml and yml != MAXTEXT_YML.name
-    added = without_linen([*in_yml, *given], says_data) if version == WITHOUT_LINEN and runs in SAME_WORDS else []
+    says_data |= "dataset_type" in yml.names and yml.name != MAXTEXT_YML.name
+    added = without_linen([*yml.names, *given], says_data) if version == WITHOUT_LINEN and runs in SAME_WORDS else []
     added += _implied(given | dict(word.split("=") for word in added), runs, own_yml)
-    if method and yml == MAXTEXT_YML.name:
+    if method and (own_yml or yml.name == MAXTEXT_YML.name):
         of_program, more = _of_program(command, method, own_yml, given, added)
+        if yml.below:
+            more.append(Row(command.yml, DIFFERS, own_parent(yml, method, runs, given), ""))
         rows, added = [*rows, *more], [*added, *of_program]
-    rows = [_with_preset(row, preset_words(given)) for row in rows]
+    rows = _with_preset(rows, given)
     words = [*added, *(word for row, word in written if not _in_environment(row))]
     checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
@@ -197,30 +201,42 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     if runs == EXPORT:
         checked += [f"{name}={value}" for name, value in without_rows(checked).items()]
     assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
-    loaded, problems, rows = _loaded(yml, checked, assigned_variables, runs, rows)
+    loaded, problems, rows = _loaded(yml.name, checked, assigned_variables, runs, rows)
     notes: list[str] = []
-    if (theirs := program_yml(command.yml)) and theirs != method:
+    if (theirs := program_yml(yml.below or command.yml)) and theirs != method:
         problems.append(f"{shortened(command.yml)} has the values of {METHODS[theirs][0]}, and the program is {runs}")
     problems = _completed(problems, loaded.config.to_dict() if loaded else given, runs)
     if loaded is not None:
-        notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml))]
+        notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml.name))]
         rows = [_with_effect(row, loaded, runs) for row in rows]
     about = version_line(version, says_data, loaded) if runs in SAME_WORDS else ""
     if own_yml and not command.yml:
         about = ". ".join(filter(None, [about, takes(method, runs)]))
-    return Conversion([*kept, *assigned, "python", "-m", runs, yml, *words], rows, problems, notes, loaded, about)
+    return Conversion([*kept, *assigned, "python", "-m", runs, yml.name, *words], rows, problems, notes, loaded, about)
+
+
+def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
+    """Returns `rows`, with what max_target_length means for pairs, also if the yml gives it."""
+    said = [f"{_LENGTH}{text}" for name, text in in_yml.items() if f"{name}=" == _LENGTH]
+    return [
+        *(
+            row._replace(kind=DIFFERS, text=_OF_PAIR) if row.kind == SAME and row.word.startswith(_LENGTH) else row
+            for row in rows
+        ),
+        *(Row(word, DIFFERS, _OF_PAIR, "") for word in said),
+    ]
 
 
 def _of_program(
     command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
 ) -> tuple[list[str], list[Row]]:
-    """Returns words and rows for what a command of `method` means without saying it; see `maxtext_program`. `added`:
+    """Returns words and rows for what a command of `method` means without saying it; see `maxtext.program`. `added`:
     the words so far."""
     if own_yml:
         return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
     words = base_words(method, {**given} | dict(word.split("=") for word in added))
     names = ", ".join(word.partition("=")[0] for word in words)
-    return words, [Row(command.yml, DIFFERS, f"its values of {names} are added", "")]
+    return words, [Row(command.yml or "base.yml", DIFFERS, f"its values of {names} are added", "")]
 
 
 def _loaded(
@@ -235,20 +251,26 @@ def _loaded(
         rows = [_refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
         told = {row.problem for row in rows}
         return None, [line for line in lines[1:] or lines if line not in told], list(rows)
-    return loaded, _other_defaults(yml, loaded), list(rows)
+    problems = _other_defaults(yml, loaded, method_of(runs))
+    if runs not in (COMPILE, GENERATE, EXPORT):
+        problems += filter(None, [other_command(loaded.config, method_of(runs))])
+    return loaded, problems, list(rows)
 
 
-def _other_defaults(yml: str, loaded: Loaded) -> list[str]:
+def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
     """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
     inert = inert_keys(loaded.config)
     unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
-    lines = base_yml.differing(loaded.config, unset)
+    lines = base_yml.differing(loaded.config, unset, "")
     advice = "write base_config: maxtext.yml in it; or give maxtext.yml instead, and its changes as key=value"
+    if method:
+        given = {name: "" for name, source in loaded.sources.items() if not source.startswith(DEFAULT)}
+        advice += f"; {with_base(method, given)}"
     return [f"{yml}: {advice}. {'. '.join(lines)}"] if lines else []
 
 
 def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
-    """Returns words for what MaxText does without being told. `own_yml`: see `maxtext_program.own_words`."""
+    """Returns words for what MaxText does without being told. `own_yml`: see `program.own_words`."""
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type", "hf" if own_yml else "")
     added = [NO_DATA] if without_data else []
@@ -277,12 +299,15 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
     return [word for word in words if word.partition("=")[0] not in given]
 
 
-def _with_preset(row: Row, words: Sequence[str]) -> Row:
-    """Returns `row`; if it is that of model_name, with the words that make our preset MaxText's."""
-    if not words or row.kind != SAME or not row.word.startswith("model_name="):
-        return row
+def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
+    """Returns `rows`, with one that says which words make our preset MaxText's, wherever its name is given."""
+    if not (words := preset_words(given)):
+        return list(rows)
     text = f"the published model, where MaxText has {' '.join(words)}; this is added, without it the published one runs"
-    return row._replace(kind=DIFFERS, text=text)
+    name = f"model_name={given['model_name']}"
+    if all(row.word != name for row in rows):
+        return [*rows, Row(name, DIFFERS, text, "")]
+    return [row._replace(kind=DIFFERS, text=text) if row.word == name and row.kind == SAME else row for row in rows]
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
@@ -332,7 +357,7 @@ def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
     if name in schema().keys:
         if has_variable(text) and (problem or name in DECIDING):
             return Row(given, SAME, "", given)
-        meaning = _meaning(name, text)
+        meaning = (_meaning(variable, text) if variable else "") or _meaning(name, text)
         return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
     verdict = verdicts.find(name)
     if verdict is None:
@@ -374,10 +399,13 @@ def _refused(row: Row, problems: Sequence[str]) -> Row:
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     """Returns `row`, or a row that says why a key has no effect in this configuration."""
     name = row.word.partition("=")[0]
-    if runs == GENERATE and name in _OF_TEXT:
-        return row
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
-    return row._replace(kind=NO_EFFECT, text=reason) if reason else row
+    if not reason:
+        return row
+    of_prompts = runs == GENERATE and (name in _OF_TEXT or schema().keys[name].section == "Generation")
+    if of_prompts and reason.startswith(NO_DATA):  # the words that say so are added
+        return row
+    return row._replace(kind=NO_EFFECT, text=reason)
 
 
 def _in_environment(row: Row) -> bool:

@@ -4,16 +4,35 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.dump import as_words
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
+from trainer.maxtext.command_line import as_text
 
 # The programs of MaxText that refuse base.yml.
 _WITHOUT_BASE = ("use_grpo",)
+
+
+class Yml(NamedTuple):
+    """The yml of a command.
+
+    Attributes:
+      name: as our command has it: maxtext.yml for MaxText's own base.yml, or that of one of its programs, without a
+        changed value.
+      names: the keys that the file and its parents give.
+      given: those that a person gave there, with their texts.
+      below: the name of maxtext.yml, or of what stands for it, if it is a parent of another file.
+    """
+
+    name: str
+    names: Sequence[str] = ()
+    given: Mapping[str, str] = {}
+    below: str = ""
 
 
 def method_of(runs: str) -> str:
@@ -27,11 +46,16 @@ def program_yml(yml: str) -> str:
     return next((key for key, path in POST_TRAIN.items() if name and path.as_posix().endswith(name.group(1))), "")
 
 
-def has_own_defaults(yml: str, named: str, method: str) -> bool:
-    """Returns whether a command of `method` that names the yml `named`, which becomes `yml`, has the defaults of its
+def has_own_defaults(yml: Yml, named: str, method: str) -> bool:
+    """Returns whether a command of `method` that names the file `named`, which means `yml`, has the defaults of its
     program, not those of base.yml."""
     of_program = not named or bool(program_yml(named)) or method in _WITHOUT_BASE
-    return bool(method) and yml == MAXTEXT_YML.name and of_program
+    return bool(method) and (bool(yml.below) or (yml.name == MAXTEXT_YML.name and of_program))
+
+
+def method_given(given: Mapping[str, str]) -> str:
+    """Returns the key of `METHODS` that is true in `given`: MaxText's pre_train.train trains so, too; "" if none is."""
+    return next((key for key in METHODS if given.get(key, "").lower() in ("true", "1")), "")
 
 
 def own_words(method: str, given: Mapping[str, str]) -> list[str]:
@@ -55,6 +79,19 @@ def base_words(method: str, given: Mapping[str, str]) -> list[str]:
     if method == "use_dpo":
         base["max_target_length"] *= 2  # of a row, which holds both sequences of a pair
     return as_words(base, [name for name in own if name not in (method, *given) and own[name] != base[name]])
+
+
+def own_parent(yml: Yml, method: str, runs: str, given: Mapping[str, str]) -> str:
+    """Returns a line about a yml with the parent maxtext.yml in a command of `method`."""
+    own = f"its parent has the values of {POST_TRAIN[method].parent.name}/{POST_TRAIN[method].name} in {runs}"
+    if yml.below != MAXTEXT_YML.name or method in _WITHOUT_BASE:
+        return own
+    return f"{own}; if that was base.yml in MaxText, {with_base(method, given)}"
+
+
+def with_base(method: str, given: Mapping[str, str]) -> str:
+    """Returns an advice to add `base_words`."""
+    return f"add {' '.join(as_text([word]) for word in base_words(method, given))}"
 
 
 def takes(method: str, runs: str) -> str:

@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from trainer.config.errors import UserError, shortened
-from trainer.maxtext.shell_words import ASSIGNED, Piece, Word, commands
+from trainer.maxtext.shell_words import ASSIGNED, Piece, Word, commands, split_at_blanks
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\$(?:(\w+|[@*#?!$-])|\{(\w+)(?:\[([@*]|\d+)\])?(?:(:?[-?])(.*))?\})", re.DOTALL)
 _SIMPLE = re.compile(r"[\w./:,@%+=-]*")
 _ARITHMETIC = re.compile(r"\$\(\((.{1,200})\)\)", re.DOTALL)
 _BRACES = re.compile(r"\{.*(?:,|\.\.).*\}", re.DOTALL)
-_BLANKS = re.compile(r"[ \t\n]+")
+_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[")
 _OPENING = {"if": "fi", "for": "done", "select": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
 # What may stand before a command: keywords, and the prompt of a shell.
 _BEFORE = {*_OPENING, *_OPENING.values(), "then", "do", "else", "elif", "!", "time", "function", "$", "%"}
@@ -98,6 +98,9 @@ class Shell:
         if all(ASSIGNED.match(word.bare) for word in words):
             return {self.assign(word) for word in words}
         name, rest = words[0].bare, words[1:]
+        if element := _ELEMENT.match(name):
+            self.values[element[1]] = f"${element[1]}: an element of it is set alone; write its value"
+            return set()
         if name not in _DECLARING | _SETTING:
             return None
         named = {word.bare for word in rest if _NAME.fullmatch(word.bare)}
@@ -163,7 +166,7 @@ class Shell:
             values, known = self._expanded(piece) if piece.expands else ([piece.text], False)
             values = values if split else [" ".join(values)]
             for i, value in enumerate(values):
-                bits = [value] if whole or not known else _BLANKS.split(value)
+                bits = [value] if whole or not known else split_at_blanks(value)
                 for j, bit in enumerate(bits):
                     if (i or j) and current is not None:
                         done.append(current)

@@ -12,6 +12,7 @@ _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>&|>\||<&|[<>])")
 _EXPANDS = r"[\w{(@*#?!$-]"  # the letter after a dollar sign that is replaced
 _NOT_READ = re.compile(r"<<-?|[<>]\(|<[A-Za-z][^<>\n]*>")  # here-documents, processes as files, placeholders
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BLANKS = re.compile(r"[ \t\n]+")
 _PLAIN = re.compile(r"[^ \t\n'\"\\$`;&|()<>]+")
 _NAMED = re.compile(r"\$(?:[A-Za-z_]\w*|[\d@*#?!$-])")
 _PAIRS = {"$(": "()", "${": "{}"}
@@ -145,6 +146,18 @@ def unquoted(field: str, as_code: bool = False) -> str:
     if not as_code and re.search(_DOLLAR + _EXPANDS + "|" + _TICK, field):
         raise UserError(f"{shortened(text)}: quotes keep a shell from replacing a part of it, which is not read here")
     return text
+
+
+def split_at_blanks(text: str) -> list[str]:
+    """Returns the parts of `text` between blanks, without those in an expansion, which only a shell can split."""
+    parts, begin, at = [], 0, 0
+    while at < len(text):
+        if found := _BLANKS.match(text, at):
+            parts.append(text[begin:at])
+            begin = at = found.end()
+        else:
+            at = max(end_of_expansion(text, at) if text[at] in "$`" else at, at + 1)
+    return [*parts, text[begin:]]
 
 
 def end_of_expansion(text: str, at: int) -> int:

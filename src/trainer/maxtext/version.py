@@ -11,7 +11,7 @@ from trainer.config.flags import COMBINATIONS, combination, flags_of
 from trainer.config.load import Loaded
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
-from trainer.maxtext.program import program_yml
+from trainer.maxtext.program import Yml, program_yml
 from trainer.maxtext.shell_words import has_variable
 
 WITHOUT_LINEN = "0.2.5"
@@ -29,16 +29,19 @@ def version_of(names: Iterable[str]) -> str:
     return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
 
-def yml_of(yml: str) -> tuple[str, list[str]]:
-    """Returns maxtext.yml if `yml`, which a command names, is MaxText's base.yml or that of one of its programs without
-    a changed value; and the keys that the file and its parents give."""
+def yml_of(yml: str) -> Yml:
+    """Returns what the yml means that a command names."""
     shell = has_variable(yml)
     if not yml or is_maxtexts_base(yml) or (shell and (yml.endswith("/base.yml") or program_yml(yml))):
-        return MAXTEXT_YML.name, []
-    files, mistakes, _ = read_chain(yml, schema())
-    names = [entry.name for file in files if file.path != MAXTEXT_YML for entry in file.entries]
-    same = all(file.path == MAXTEXT_YML or (_is_theirs(file) and not _changes(file)) for file in files)
-    return MAXTEXT_YML.name if same and not mistakes else yml, names
+        return Yml(MAXTEXT_YML.name)
+    files, mistakes, notes = read_chain(yml, schema())
+    own = [file for file in files if file.path != MAXTEXT_YML]
+    names = [entry.name for file in own for entry in file.entries]
+    if not mistakes and all(_is_theirs(file) and not _changes(file) for file in own):
+        return Yml(MAXTEXT_YML.name, names)
+    entries = [entry for file in own for entry in (_changes(file) if file.is_maxtext else file.entries)]
+    below = (notes or [f"{MAXTEXT_YML.name}:"])[0].partition(":")[0] if len(own) < len(files) else ""
+    return Yml(yml, names, {entry.name: entry.given for entry in entries}, below)
 
 
 def _is_theirs(file: YmlFile) -> bool:

@@ -21,7 +21,7 @@ class MaxText:
       own_scale: whether MaxText's factor on scores is neither of these; `refuses` then checks it.
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
       names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's name of the stacked
-        array, and to those of each layer if layers are not scanned; None: as `checkpoint.maxtext` says.
+        array, and to those of each layer if layers are not scanned; None: as `weights.maxtext.read` says.
       interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as by its default.
       scales_windows: whether rope_linear_scaling_factor scales RoPE in layers with a window, too.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
@@ -56,7 +56,8 @@ class Family:
         multi-token prediction, like `models.flops.forward_flops_per_token`. None: two FLOPs for each entry of a matrix;
         attention is not counted.
       projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in the family's blocks,
-        in addition to `config.remat.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also keeps these.
+        in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also keeps
+        these.
       tensors: names that the blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
         custom_offload_tensors select from these and from `projections`.
       axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. They are fixed here:

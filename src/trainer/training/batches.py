@@ -94,7 +94,7 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
 
 def placed(run: Run, batch: Mapping[str, Any], rows: int | None = None) -> dict[str, jax.Array]:
     """Returns a batch of `check_batch` on the devices of `run`: with the arrays that the objective derives, and its
-    tokens in the order of `config.context_keys.token_order`. `rows`: see `runtime.place.place`."""
+    tokens in the order of `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
     batch, moved = prepared(run.objective, batch), token_order(run.config)
     if moved is not None:
         strategy, n = moved

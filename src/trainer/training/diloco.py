@@ -109,8 +109,8 @@ def build_diloco_train_step(
     """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands read one `frozen`.
 
     The step runs `update` on every island, then synchronizes the fragments that are due
-    (`config.diloco_keys.Schedule`). A synchronization is a conditional: in all other steps nothing is sent between
-    islands.
+    (`capabilities.diloco_keys.Schedule`). A synchronization is a conditional: in all other steps nothing is sent
+    between islands.
 
     Args:
       config: resolved.

@@ -80,7 +80,7 @@ def start(
     Args:
       manager: the run's own checkpoints, which take precedence over every other source; None if there are none.
       schedule_given: see `config.check_resume`.
-      given: the keys that the user set; see `checkpoint.load_parameters`.
+      given: the keys that the user set; see `weights.load_parameters`.
 
     Raises:
       UserError: the requested state does not exist, is damaged, or does not fit the configuration.

@@ -145,7 +145,7 @@ class Merged:
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of the model: those of the run, in which the base may have computed another function than before
-    (`description.FREE`). Adapters are added to floats. Modules of multi-token prediction are those of the base."""
+    (`model_keys.FREE`). Adapters are added to floats. Modules of multi-token prediction are those of the base."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 

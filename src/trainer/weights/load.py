@@ -74,7 +74,7 @@ def load_parameters(
       abstract: the weights that the model needs (`source.joined`), a ShapeDtypeStruct with a sharding at each leaf.
       say: gets one line if loading takes long, one for each allowed difference, and two if weights are lacking.
       given: keys of the command line, which may define another function than the checkpoint's; see
-        `description.FREE`.
+        `model_keys.FREE`.
       average: see `open_source`.
 
     Raises:

@@ -309,7 +309,7 @@ def test_what_differs_is_a_key_or_a_value_of_it_and_is_in_the_guide():
     page = (DOCS / "from-maxtext.md").read_text()
     for pattern, text in verdicts.table()["meanings"].items():
         name = pattern.partition("=")[0]
-        assert name in schema().keys
+        assert name.removeprefix("M_").lower() in schema().keys
         assert f"`{name}" in page
         assert text == text.strip(" .")
         assert len(text) < 110
@@ -497,3 +497,11 @@ def test_a_dropout_rate_has_an_effect_where_it_has_in_maxtext():
         line = "python3 -m maxtext.trainers.pre_train.train base.yml dataset_type=synthetic dropout_rate=0.1"
         _, made = converted(f"{line} model_name={preset}")
         assert [row.kind for row in made.rows if row.given == "dropout_rate=0.1"] == [kind]
+
+
+def test_what_a_generation_reads_has_an_effect_without_data():
+    words = "prompt=x decode_sampling_strategy=topk use_chat_template=true quantize_kvcache=true add_bos=false"
+    command = "python3 -m maxtext.inference.decode model_name=llama2-7b tokenizer_path=/t load_parameters_path=/c "
+    _, made = converted(f"{command}{words} decode_sampling_top_k=5 decode_sampling_nucleus_p=0.5")
+    assert made.runs
+    assert [row.given for row in made.rows if row.kind == NO_EFFECT] == ["decode_sampling_nucleus_p=0.5"]

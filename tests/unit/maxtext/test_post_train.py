@@ -14,7 +14,7 @@ from trainer.config.files import POST_TRAIN, read_file
 from trainer.config.from_model import taken_from_model
 from trainer.config.maxtext.base_yml import defaults
 from trainer.maxtext.command_line import parse
-from trainer.maxtext.convert import DIFFERS, DPO, GRPO, SFT, convert
+from trainer.maxtext.convert import COMPILE, DIFFERS, DPO, GRPO, SFT, TRAIN, convert
 
 MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl"}
 DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"
@@ -165,3 +165,65 @@ def test_the_files_have_only_what_differs_from_maxtext_yml(method):
     entries, problem, _ = read_file(POST_TRAIN[method])
     assert problem is None
     assert [entry.name for entry in entries if defaults(method)[entry.name] == base[entry.name]] == []
+
+
+@pytest.mark.parametrize("parent", ["post_train/dpo.yml", "maxtext.yml"])
+def test_a_yml_of_ones_own_below_that_of_the_program(parent):
+    """What MaxText's yml of the program has beyond maxtext.yml is added and told, as without a yml."""
+    write("own.yml", f"base_config: {parent}\nmax_target_length: 256\n")
+    made = converted(DPO, "own.yml")
+    assert made.runs
+    assert (made.loaded.config.model_name, made.loaded.config.base_emb_dim) == ("qwen3-0.6b", 1024)
+    rows = {row.given: row for row in made.rows}
+    assert rows["max_target_length=256"].kind == rows["model_name=qwen3-0.6b"].kind == DIFFERS
+    told = "if that was base.yml in MaxText, add dataset_type=tfds"
+    assert (told in rows["own.yml"].text) == (parent == "maxtext.yml")
+    assert made.version == ""  # dataset_type is hf, whatever the version is
+    write("own.yml", f"base_config: {parent}\nmodel_name: qwen3-4b\n")
+    assert converted(DPO, "own.yml").loaded.config.model_name == "qwen3-4b"
+
+
+def test_a_yml_below_base_yml_gets_the_advice_that_keeps_its_values():
+    write("own.yml", "base_config: base.yml\nsteps: 5\n")
+    (problem,) = converted(SFT, "own.yml", f"dataset_type=hf {DATA}").problems
+    assert "sft_train_on_completion_only=true (false)" in problem
+    words = problem.partition("; add ")[2].partition(". ")[0].replace("'", "").split()
+    write("own.yml", "base_config: maxtext.yml\nsteps: 5\n")
+    made = converted(SFT, "own.yml", f"dataset_type=hf {DATA} {' '.join(words)}")
+    config = made.loaded.config
+    assert (config.learning_rate, config.sft_train_on_completion_only, config.steps) == (3e-5, False, 5)
+    assert (config.train_split, config.train_data_columns) == ("train", ["text"])
+
+
+def test_pre_training_with_use_sft_is_fine_tuning_with_the_values_of_base_yml():
+    line = f"python3 -m maxtext.trainers.pre_train.train use_sft=true dataset_type=hf {DATA} run_name=x"
+    made = convert(parse([line]), TRAIN)
+    assert made.runs
+    assert made.words[2] == SFT
+    assert (made.loaded.config.learning_rate, made.loaded.config.sft_train_on_completion_only) == (3e-5, False)
+    compiled = convert(parse(["python3 -m maxtext.trainers.pre_train.train_compile use_dpo=true run_name=x"]), COMPILE)
+    assert "per_device_batch_size=12.0" in compiled.words
+
+
+def test_a_program_without_its_method_is_refused():
+    made = converted(SFT, words=f"{DATA} dataset_type=hf use_sft=false")
+    assert not made.runs
+    assert "use_sft=false" in made.problems[0]
+
+
+@pytest.mark.parametrize("kind", ["yml", "word"])
+def test_a_preset_named_in_a_yml_is_maxtexts_too(kind):
+    write(
+        "own.yml",
+        "base_config: maxtext.yml\ndataset_type: synthetic\n" + "model_name: llama3.3-70b\n" * (kind == "yml"),
+    )
+    word = "model_name=llama3.3-70b" * (kind == "word")
+    made = convert(parse([f"python3 -m maxtext.trainers.pre_train.train own.yml run_name=x {word}"]), TRAIN)
+    assert made.loaded.config.rope_type == "default"
+    assert [row.kind for row in made.rows if row.given == "model_name=llama3.3-70b"] == [DIFFERS]
+
+
+def test_a_preset_in_the_environment_differs():
+    made = convert(parse(["M_MODEL_NAME=llama2-7b python3 -m MaxText.train dataset_type=synthetic run_name=x"]), TRAIN)
+    (row,) = [row for row in made.rows if row.given == "M_MODEL_NAME=llama2-7b"]
+    assert row.kind == DIFFERS

@@ -54,6 +54,7 @@ PARTS = [
 VARIABLES = "A='a=1 b=2'; B=b; C='  c  d '; O=('o 1' p '' q=2); N=4; E=; A+=z; O+=(r\\ s)"
 # What is not read, with the part of the message that names it.
 REFUSED = {
+    'O=(a=1); O[1]=b=2; {}"${{O[@]}}"': "$O: an element of it is set alone",
     "A=1; {}a=$(echo $A)": "$(echo $A)",
     "A=1; {}a=`echo $A`": "`echo $A`",
     "A=1; {}a=${{A%x}}": "${A%x}",
@@ -123,6 +124,7 @@ def test_what_is_not_read_is_refused_by_name(text):
         ('x && A=1 && python3 -m MaxText.train a=$A b=$B c="$(date "+%F %H")"', ["a=1", "b=$B", 'c=$(date "+%F %H")']),
         ("O=(a=1 b=2)\npython3 -m MaxText.train \\\n  base.yml ${O[@]} > log 2>&1 &", ["a=1", "b=2"]),
         ('A=1; xpk create --command "python3 -m MaxText.train a=$A b=2" --x', ["a=1", "b=2"]),
+        ("R=x-$(date +%F 1); S=${Q:-1 2}; python3 -m MaxText.train a=$R b=$S", ["a=x-$(date +%F 1)", "b=${Q:-1 2}"]),
         ("C='python3 -m MaxText.train a=$A'; A=2; eval \"$C\"", ["a=2"]),
     ],
 )

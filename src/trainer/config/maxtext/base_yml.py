@@ -63,12 +63,11 @@ def tables(entries: Sequence[Entry]) -> str:
     return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored" if names else ""
 
 
-def differing(values: Mapping[str, Any], unset: Sequence[str]) -> list[str]:
+def differing(values: Mapping[str, Any], unset: Sequence[str], method: str) -> list[str]:
     """Returns a line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each of the
-    keys `unset` whose default differs from MaxText's."""
+    keys `unset` whose default differs from MaxText's. `method`: see `defaults`."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
-    method = next((key for key in POST_TRAIN if values[key]), "")
     for name, theirs in defaults(method).items():
         section = keys[name].section
         if name in unset and section in _NOTED and values[name] != theirs:

@@ -49,7 +49,7 @@ class Scheme(NamedTuple):
     Attributes:
       kind: "int4", "int8" or "fp8" (e4m3): the type of its codes. Codes of int4 that take a byte each count as int8.
       block: the number of outputs and of inputs that share a scale; 0: all of them.
-      layout: the names and the order of its tensors, see `checkpoint.packed`.
+      layout: the names and the order of its tensors, see `packed`.
       zeros: whether there must be zero points.
       less_one: GPTQ, whether zero points are stored minus 1: "each" for itself, or "word" by word, where a 0 borrows
         from the next one.

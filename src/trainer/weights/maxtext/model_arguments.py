@@ -51,7 +51,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type == "yarn":
         keys |= {name: int(config[name]) for name in _WHOLE_YARN}
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
-        # Adjacent pairs, see `checkpoint.maxtext.in_pairs`; and the length of MaxText's cos/sin table.
+        # Adjacent pairs, see `read.in_pairs`; and the length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
         keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
     return keys

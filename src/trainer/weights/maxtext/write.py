@@ -1,4 +1,4 @@
-"""Writes parameters for MaxText's load_parameters_path; the inverse of `maxtext`."""
+"""Writes parameters for MaxText's load_parameters_path; the inverse of `read`."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
 
     Args:
       config: resolved; it determines the order of a head's entries.
-      dtype: see `params_out.write_params`.
+      dtype: see `params.write.write_params`.
       scan: whether to stack layers on axis 1, as MaxText does with scan_layers=true and its default param_scan_axis.
 
     Raises:

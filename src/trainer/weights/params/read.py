@@ -3,7 +3,7 @@
 They are read from a run's checkpoint (see `manager`), or from a folder that `trainer.export` wrote, which holds
   checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
                 gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
-  config.yml    the model's keys, see `description.model_yaml`
+  config.yml    the model's keys, see `model_keys.model_yaml`
   huggingface.json, generation_config.json    optional, see `about`
 """
 

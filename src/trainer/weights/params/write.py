@@ -1,4 +1,4 @@
-"""Writes parameters in this trainer's own format; see `params`."""
+"""Writes parameters in this trainer's own format; the layout is in `read`."""
 
 from collections.abc import Mapping
 from pathlib import Path
