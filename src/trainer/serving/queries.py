@@ -183,7 +183,8 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns what changes something, and what is wrong, by name."""
-    kept = {name: value for name, value in _given(given).items() if name not in table or not table[name].leaves_as_is(value)}
+    given = _given(given)
+    kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
     wrong = {
         name: f"{shortened(name)} is not a parameter that this server supports{nearest(name, table)}"

@@ -59,7 +59,8 @@ def test_rows_have_room_for_the_longest_record(length):
     found, (line,) = length("dpo", [{"chosen": "b" * 200, "rejected": "c" * 100}], *[])
     assert (found, line.endswith("the longest of 1 pair has 302 tokens")) == (384, True), line
     found, (line,) = length("grpo", PROMPTS, "train_data_columns=prompt")
-    assert (found, line.endswith("the longest of 40 prompts has 41 tokens, and 512 more are for a completion")) == (640, True)
+    said = "the longest of 40 prompts has 41 tokens, and 512 more are for a completion"
+    assert (found, line.endswith(said)) == (640, True)
 
 
 def test_the_length_has_limits(length):
@@ -125,7 +126,8 @@ def test_other_columns_are_left_to_the_user(length):
         length("sft", [{"question": "a"}])
     with pytest.raises(UserError, match="no column text"):
         length("grpo", [MESSAGES])
-    assert length("grpo", [MESSAGES], "use_chat_template=true")[1][0].startswith("train_data_columns=[messages] (not given): ")
+    _, lines = length("grpo", [MESSAGES], "use_chat_template=true")
+    assert lines[0].startswith("train_data_columns=[messages] (not given): ")
 
 
 def test_a_compilation_asks_for_the_length(length, monkeypatch, capsys):
