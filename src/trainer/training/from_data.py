@@ -45,7 +45,7 @@ def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
     of the model.
 
     Raises:
-      UserError: the model or the data cannot be read, or the length contradicts other keys.
+      UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
     """
     config = loaded.config
     by_function = config.formatting_func_path and not config[RL]
@@ -89,7 +89,11 @@ def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them."""
+    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them, if the default is there.
+
+    Raises:
+      UserError: the data do not have the default column either.
+    """
     there: Sequence[str] = ()
     try:
         source = open_source(ConfigDict({**config, COLUMNS[0]: ["\0"]}))
@@ -102,6 +106,12 @@ def _conventional(config: Config) -> list[str]:
             continue
         others = [TOOLS] if method != RL else [name for name in there if name not in (*names, *NOT_COLUMNS)]
         return [*names, *(name for name in others if name in there)]
+    if there and not {*config[COLUMNS[0]]} <= {*there}:
+        usual = ", or ".join(" and ".join(names) for names in CONVENTIONS[method])
+        raise UserError(
+            f"{COLUMNS[0]} is not given, and the data have none of the usual columns: {usual}"
+            f"{' with use_chat_template=true' if method == RL else ''}; set it to some of: {', '.join(there)}"
+        )
     return []
 
 

@@ -122,9 +122,10 @@ def test_the_usual_columns_are_taken_by_themselves(length, command, row, columns
 def test_other_columns_are_left_to_the_user(length):
     _, lines = length("dpo", [ANSWERS], "max_target_length=128")
     assert lines == []
-    with pytest.raises(UserError, match=r"no column text; set train_data_columns .* to some of: question"):
+    usual = "is not given, and the data have none of the usual columns: messages, or prompt and completion; set it to"
+    with pytest.raises(UserError, match=f"train_data_columns {usual} some of: question"):
         length("sft", [{"question": "a"}])
-    with pytest.raises(UserError, match="no column text"):
+    with pytest.raises(UserError, match="usual columns: prompt, or messages with use_chat_template=true; set it"):
         length("grpo", [MESSAGES])
     _, lines = length("grpo", [MESSAGES], "use_chat_template=true")
     assert lines[0].startswith("train_data_columns=[messages] (not given): ")
