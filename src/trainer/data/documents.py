@@ -97,7 +97,12 @@ class Counts:
     @property
     def what(self) -> str:
         """What the records are, in the plural."""
-        return f"{self.noun or 'document'}s"
+        return f"{self.one}s"
+
+    @property
+    def one(self) -> str:
+        """What a record is."""
+        return self.noun or "document"
 
     def take(self) -> "Counts":
         """Returns the counts so far, and resets them."""

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from trainer.config import Config, token_files
 from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.errors import UserError
+from trainer.config.words import counted
 from trainer.data import cache
 from trainer.data.cache import Progress
 from trainer.data.corpus import Corpus
@@ -132,7 +133,7 @@ def _build(
     lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
     target_bytes = 0
 
-    def counted(rows: Iterable[tuple[PackedRow, Any]]) -> Iterator[PackedRow]:
+    def summed(rows: Iterable[tuple[PackedRow, Any]]) -> Iterator[PackedRow]:
         nonlocal pairs, target_bytes
         for row, _ in rows:
             pairs += int(np.count_nonzero(row["segmentation"]))
@@ -145,7 +146,7 @@ def _build(
 
     with _Bar(say, name) as bar:
         documents = ((None, document) for document in _documents(corpora, encoder, counts, bar))
-        rows = counted(packing.rows(documents, counts))
+        rows = summed(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
             raise no_text(corpora, counts, packing)
@@ -157,8 +158,8 @@ def _build(
         assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
     for note in counts.notes():
         say(note)
-    records, tokens = f"{counts.documents:,} {counts.what}", f"{totals['tokens']:,} tokens with a loss"
-    say(f"prepared {totals['rows']:,} rows: {records}, {tokens}")
+    records, tokens = counted(counts.documents, counts.one), counted(totals["tokens"], "trained token")
+    say(f"prepared {counted(totals['rows'], 'row')}: {records}, {tokens}")
     return {**totals, **asdict(counts)}
 
 
@@ -187,7 +188,7 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
         hint = (
             "; set a larger held_out_share" if first.evaluates else "; fill the column, or set a smaller held_out_share"
         )
-    return UserError(f"{_label(corpora)}: there is no document with text{hint}")
+    return UserError(f"{_label(corpora)}: there is no {counts.one} with text{hint}")
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:

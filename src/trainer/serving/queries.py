@@ -36,6 +36,7 @@ class Parameter(NamedTuple):
         """Returns whether `value` changes nothing."""
         if isinstance(self.neutral, Field):
             return self.neutral.accepts(value)
+        value = _given(value) if isinstance(value, dict) else value
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
     def problem(self, name: str, value: Any) -> str:
@@ -77,6 +78,7 @@ COMMON = {
     "stop_token_ids": Parameter(neutral=([],)),
     "ignore_eos": _NO,
     "skip_special_tokens": _YES,
+    "spaces_between_special_tokens": _YES,
     "include_stop_str_in_output": _NO,
     "use_beam_search": _NO,
     "length_penalty": Parameter(neutral=(1,)),
@@ -105,8 +107,11 @@ CHAT = COMMON | {
     "service_tier": _ANY_TEXT,
     "prompt_cache_key": _ANY_TEXT,
     "safety_identifier": _ANY_TEXT,
-    "add_generation_prompt": _YES,  # this one and the next are vLLM's
+    # Of vLLM's API:
+    "echo": _NO,
+    "add_generation_prompt": _YES,
     "continue_final_message": _NO,
+    "chat_template_kwargs": Parameter(neutral=({},)),
 }
 _MOST_SAID = 20  # mistakes
 _DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
@@ -153,7 +158,12 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "the body is not a JSON object")
     if _SURROGATE.search(body) and _has_surrogate(given):
         raise ApiError(400, "the body has half of a surrogate pair, which is not a character")
-    return {name: value for name, value in given.items() if value is not None}
+    return given
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of an object that are not null, which means left out."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
@@ -173,6 +183,7 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns what changes something, and what is wrong, by name."""
+    given = _given(given)
     kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
     wrong = {
@@ -216,7 +227,7 @@ def _query(given: Mapping[str, Any], chat: bool, default: Sampling) -> Query:
         likeliest=likeliest,
         echo=echo,
         stream=given.get("stream", False),
-        usage=given.get("stream_options", {}).get("include_usage", False),
+        usage=bool(given.get("stream_options", {}).get("include_usage")),
         token_ids=given.get("return_token_ids", False),
     )
 

@@ -47,7 +47,7 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 
     from_first(find_folder)
     say("compiling the training step")
-    ended = f"stopped before the first update; the same command starts over ({place})"
+    ended = f"stopped while compiling; no update is lost, and the same command starts again ({place})"
     with tiles_fit(), ends_at_signals(ended):
         if not found:
             return run.compile_on_leaves()

@@ -45,7 +45,7 @@ def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
     of the model.
 
     Raises:
-      UserError: the model or the data cannot be read, or the length contradicts other keys.
+      UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
     """
     config = loaded.config
     by_function = config.formatting_func_path and not config[RL]
@@ -56,18 +56,18 @@ def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
         saved, checkpoint = own
         found = {name: saved[name] for name in wanted if [saved[name]] != [config[name]]}
         if found:
-            say(f"{' '.join(as_words(found))}: none is given, and {checkpoint} has it")
+            say(f"{' '.join(as_words(found))} (not given): as in {checkpoint}")
         loaded.complete(found)
         return found
     if columns and (there := _conventional(config)) and there != [*config[COLUMNS[0]]]:
         found = dict.fromkeys(columns, there)
         loaded.complete(found)
-        say(f"{COLUMNS[0]}=[{','.join(there)}]: none is given, and the data have these columns")
+        say(f"{COLUMNS[0]}=[{','.join(there)}] (not given): the data have these columns")
     if loaded.measures:
         length, why = _measured(config)
         if length:
             found[LENGTH] = length
-            say(f"{LENGTH}={length}: none is given, and {why}")
+            say(f"{LENGTH}={length} (not given): {why}")
             loaded.complete(found)
     return found
 
@@ -89,7 +89,11 @@ def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them."""
+    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them, if the default is there.
+
+    Raises:
+      UserError: the data do not have the default column either.
+    """
     there: Sequence[str] = ()
     try:
         source = open_source(ConfigDict({**config, COLUMNS[0]: ["\0"]}))
@@ -102,6 +106,12 @@ def _conventional(config: Config) -> list[str]:
             continue
         others = [TOOLS] if method != RL else [name for name in there if name not in (*names, *NOT_COLUMNS)]
         return [*names, *(name for name in others if name in there)]
+    if there and not {*config[COLUMNS[0]]} <= {*there}:
+        usual = ", or ".join(" and ".join(names) for names in CONVENTIONS[method])
+        raise UserError(
+            f"{COLUMNS[0]} is not given, and the data have none of the usual columns: {usual}"
+            f"{' with use_chat_template=true' if method == RL else ''}; set it to some of: {', '.join(there)}"
+        )
     return []
 
 
@@ -126,7 +136,7 @@ def _measured(config: Config) -> tuple[int, str]:
     why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
     if config[RL]:
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
-        why += f", and a completion up to {COMPLETION}"
+        why += f", and {COMPLETION} more are for a completion"
     model = open_model(config.load_parameters_path, config.decoder_block, verify=False)
     trained = [at for at in (model.length, config.trainable_position_size) if at and at > 0]
     limits = {LONGEST_ROW * (2 if config.use_dpo else 1): "the most that is taken from data"}

@@ -256,6 +256,18 @@ def test_data_without_anything_to_learn_show_a_text(tmp_path: Path, way: str):
         open_dataset(config_of(tmp_path / "cache", **keys), say_nothing, chat_encoder)
 
 
+def test_lines_on_one_record_and_on_none_name_conversations(tmp_path: Path):
+    keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
+    keys |= {"train_data_columns": "messages", "eval_data_columns": "messages", "held_out_share": 0}
+    config, lines = config_of(tmp_path / "cache", **keys, tokenizer_type="bytes", max_target_length=128), []
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": SAID}) + "\n")
+    open_dataset(config, lines.append, chat_encoder)
+    assert "prepared 1 row: 1 conversation, 3 trained tokens" in lines
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    with pytest.raises(UserError, match="there is no conversation with text"):
+        open_dataset(config, lines.append, chat_encoder)
+
+
 def dataset_of(tmp_path: Path, **keys):
     base = {"use_sft": True, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
     base |= {"grain_train_files": tmp_path / "a.jsonl", "train_data_columns": "messages", "held_out_share": 0}

@@ -39,7 +39,7 @@ def test_a_body_that_is_no_object_of_json(body):
 
 
 def test_a_body():
-    assert read_json('{"prompt": "\\ud83d\\ude00 é", "seed": null}'.encode()) == {"prompt": "😀 é"}
+    assert read_json('{"prompt": "\\ud83d\\ude00 é", "seed": null}'.encode()) == {"prompt": "😀 é", "seed": None}
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,13 @@ def test_values_that_clients_send_by_default_change_nothing():
     assert asked(**either, best_of=1, suffix="", echo=False) == asked()
     chat = either | {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "top_logprobs": 0, "tools": []}
     chat |= {"tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}}
+    chat |= {"echo": False, "chat_template_kwargs": {}}
     assert asked(True, **chat, modalities=["text"], prompt_cache_key="a", safety_identifier="b") == asked(True)
     assert asked(True, max_tokens=3, max_completion_tokens=3) == asked(True, max_tokens=3)
     assert asked(True, stream_options={"include_usage": True}).stream is False
+    assert asked(spaces_between_special_tokens=True) == asked()
+    nulls = {"stream_options": {"include_usage": None}, "response_format": {"type": "text", "json_schema": None}}
+    assert asked(True, **nulls, user=None) == asked(True)
     assert 0 < asked(top_p=0).sampling.nucleus_p < 1e-6  # only the most likely token, as in OpenAI's API
 
 

@@ -1,11 +1,14 @@
 """dump_hlo: XLA's text of the training step, even if the step is in the cache."""
 
+import contextlib
+from types import SimpleNamespace
+
 import jax
 import pytest
 from support import arguments
 
 from trainer.config import UserError, load
-from trainer.training import build, compiled_step, loaded_step
+from trainer.training import build, compiled, compiled_step, loaded_step
 
 
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
@@ -36,3 +39,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_compilation(tmp_path)
     with pytest.raises(UserError, match=r"dump_hlo_local_dir=.*/file/hlo: cannot be written \(Not a directory\)"):
         compiled_step(build(config, jax.devices()[:1]), tmp_path, said.append)
     assert said == []
+
+
+def test_what_a_signal_prints_holds_for_a_run_that_goes_on_too(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(compiled, "ends_at_signals", lambda text: said.append(text) or contextlib.nullcontext())
+    run = SimpleNamespace(config=SimpleNamespace(dump_hlo=False), compile_on_leaves=lambda: "step")
+    assert compiled_step(run, "runs/x", lambda line: None) == "step"
+    assert said == ["stopped while compiling; no update is lost, and the same command starts again (runs/x)"]

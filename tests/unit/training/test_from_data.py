@@ -52,14 +52,15 @@ def longer(by):
 def test_rows_have_room_for_the_longest_record(length):
     of_messages = "train_data_columns=messages"
     found, (line,) = length("sft", CHATS + longer(600), of_messages)
-    assert (found, line.split(": ")[0]) == (640, "max_target_length=640")
-    assert line.endswith("none is given, and the longest of 41 conversations has 622 tokens")
+    assert (found, line.split(" ")[0]) == (640, "max_target_length=640")
+    assert line.endswith("(not given): the longest of 41 conversations has 622 tokens")
     assert length("sft", CHATS, of_messages)[0] == 128
     assert length("sft", CHATS + longer(600), of_messages, "max_target_length=64") == (64, [])
     found, (line,) = length("dpo", [{"chosen": "b" * 200, "rejected": "c" * 100}], *[])
     assert (found, line.endswith("the longest of 1 pair has 302 tokens")) == (384, True), line
     found, (line,) = length("grpo", PROMPTS, "train_data_columns=prompt")
-    assert (found, line.endswith("the longest of 40 prompts has 41 tokens, and a completion up to 512")) == (640, True)
+    said = "the longest of 40 prompts has 41 tokens, and 512 more are for a completion"
+    assert (found, line.endswith(said)) == (640, True)
 
 
 def test_the_length_has_limits(length):
@@ -89,9 +90,9 @@ def test_a_run_that_continues_keeps_its_length(length, monkeypatch):
     monkeypatch.setattr(weights, "own_run", lambda config, path: asked.append(path) or own)
     words = "train_data_columns=messages", "run_name=x"
     found, (line,) = length("sft", longer(600), *words)
-    assert (found, line) == (256, "max_target_length=256: none is given, and checkpoints/3 has it")
+    assert (found, line) == (256, "max_target_length=256 (not given): as in checkpoints/3")
     _, (line,) = length("sft", longer(600), words[1], "eval_data_columns=text")
-    said = "train_data_columns=[messages] max_target_length=256: none is given, and checkpoints/3 has it"
+    said = "train_data_columns=[messages] max_target_length=256 (not given): as in checkpoints/3"
     assert line == said
     assert length("sft", longer(600), *words, "max_target_length=512") == (512, [])
     assert length("sft", longer(600), words[0])[0] == 640  # without a name, the same configuration is continued
@@ -113,7 +114,7 @@ ANSWERS = {"chosen": "b", "rejected": "c"}
 )
 def test_the_usual_columns_are_taken_by_themselves(length, command, row, columns):
     _, (line, _) = length(command, [row])
-    assert line == f"train_data_columns=[{columns}]: none is given, and the data have these columns"
+    assert line == f"train_data_columns=[{columns}] (not given): the data have these columns"
     _, lines = length(command, [row], f"train_data_columns=[{columns}]", "max_target_length=128")
     assert lines == []
 
@@ -121,11 +122,13 @@ def test_the_usual_columns_are_taken_by_themselves(length, command, row, columns
 def test_other_columns_are_left_to_the_user(length):
     _, lines = length("dpo", [ANSWERS], "max_target_length=128")
     assert lines == []
-    with pytest.raises(UserError, match=r"no column text; set train_data_columns .* to some of: question"):
+    usual = "is not given, and the data have none of the usual columns: messages, or prompt and completion; set it to"
+    with pytest.raises(UserError, match=f"train_data_columns {usual} some of: question"):
         length("sft", [{"question": "a"}])
-    with pytest.raises(UserError, match="no column text"):
+    with pytest.raises(UserError, match="usual columns: prompt, or messages with use_chat_template=true; set it"):
         length("grpo", [MESSAGES])
-    assert length("grpo", [MESSAGES], "use_chat_template=true")[1][0].startswith("train_data_columns=[messages]: ")
+    _, lines = length("grpo", [MESSAGES], "use_chat_template=true")
+    assert lines[0].startswith("train_data_columns=[messages] (not given): ")
 
 
 def test_a_compilation_asks_for_the_length(length, monkeypatch, capsys):
