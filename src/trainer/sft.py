@@ -74,7 +74,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     Raises:
       UserError: they cannot be read.
     """
-    from trainer.training.from_data import taken
+    from trainer.chat.from_data import taken
 
     config = loaded.config
     found: dict[str, Any] = {}
@@ -84,7 +84,30 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
         found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
         say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")
         loaded.complete(found)
-    return {**found, **taken(loaded, say)}
+    return {**found, **taken(loaded, say, own_run, positions)}
+
+
+def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
+    """Returns the keys of the run that this command continues, and its checkpoint; None if it continues none. A run
+    without a name is continued if it has the same configuration, or if its model is gone."""
+    if not config.run_name and not config.load_parameters_path:
+        return None
+    from trainer import weights
+
+    if not config.run_name:
+        try:
+            weights.open_source(config.load_parameters_path, config.decoder_block, verify=False)
+            return None
+        except UserError:
+            pass
+    return weights.own_run(config, config.load_parameters_path)
+
+
+def positions(config: Config) -> int | None:
+    """Returns with how many positions the model at load_parameters_path was trained; None if it does not say."""
+    from trainer import weights
+
+    return weights.open_source(config.load_parameters_path, config.decoder_block, verify=False).length
 
 
 def _say(text: str) -> None:

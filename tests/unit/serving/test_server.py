@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_scheduler(made):
     assert answer["usage"] == {"prompt_tokens": size, "completion_tokens": 36, "total_tokens": size + 36}
     for choice, tokens in zip(answer["choices"], expected, strict=True):
         assert choice["finish_reason"] == "length"
-        assert choice["text"] == bytes(tokens).decode(errors="replace").rstrip("\ufffd")
+        assert choice["text"] == bytes(tokens).decode(errors="replace")  # it ends with no half character
 
 
 def test_samples_have_their_own_tokens_and_seeds_repeat_them(made):

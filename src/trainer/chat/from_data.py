@@ -36,13 +36,22 @@ _CHUNK = 64  # records to encode at once
 Say = Callable[[str], None]
 
 
-def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
+def taken(
+    loaded: Loaded,
+    say: Say,
+    own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
+    positions: Callable[[Config], int | None],
+) -> Mapping[str, Any]:
     """Sets the columns, and `max_target_length` of a run that starts from a model, if no key gives them, and returns
     them. `say` gets a line on each.
 
     They are those of the run's own checkpoint, if the run continues. Otherwise the columns are the first of CONVENTIONS
     that the data have, and the length is the longest of the first EXAMINED records, up to LONGEST_ROW and the positions
     of the model.
+
+    Args:
+      own_run: returns the keys of the run that a command continues, and its checkpoint; None if it continues none.
+      positions: returns with how many positions the model at load_parameters_path was trained; None if it does not say.
 
     Raises:
       UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
@@ -52,7 +61,7 @@ def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
     columns = [name for name in COLUMNS if loaded.unset(name)] if loaded.unset(COLUMNS[0]) and not by_function else []
     wanted = [*columns, *([LENGTH] if loaded.measures else [])]
     found: dict[str, Any] = {}
-    if wanted and (own := _own_run(config)):
+    if wanted and (own := own_run(config)):
         saved, checkpoint = own
         found = {name: saved[name] for name in wanted if [saved[name]] != [config[name]]}
         if found:
@@ -64,28 +73,12 @@ def taken(loaded: Loaded, say: Say) -> Mapping[str, Any]:
         loaded.complete(found)
         say(f"{COLUMNS[0]}=[{','.join(there)}] (not given): the data have these columns")
     if loaded.measures:
-        length, why = _measured(config)
+        length, why = _measured(config, positions)
         if length:
             found[LENGTH] = length
             say(f"{LENGTH}={length} (not given): {why}")
             loaded.complete(found)
     return found
-
-
-def _own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys of the run that this command continues, and its checkpoint; None if it continues none. A run
-    without a name is continued if it has the same configuration, or if its model is gone."""
-    if not config.run_name and not config.load_parameters_path:
-        return None
-    from trainer.weights import open_source, own_run
-
-    if not config.run_name:
-        try:
-            open_source(config.load_parameters_path, config.decoder_block, verify=False)
-            return None
-        except UserError:
-            pass
-    return own_run(config, config.load_parameters_path)
 
 
 def _conventional(config: Config) -> list[str]:
@@ -115,10 +108,8 @@ def _conventional(config: Config) -> list[str]:
     return []
 
 
-def _measured(config: Config) -> tuple[int, str]:
+def _measured(config: Config, positions: Callable[[Config], int | None]) -> tuple[int, str]:
     """Returns the length that the data ask for, 0 without any, and why."""
-    from trainer.weights import open_source as open_model
-
     train, tokenizer = _opened(config)
     most = max(1, EXAMINED // len(train))
     lengths: list[int] = []
@@ -137,8 +128,7 @@ def _measured(config: Config) -> tuple[int, str]:
     if config[RL]:
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
         why += f", and {COMPLETION} more are for a completion"
-    model = open_model(config.load_parameters_path, config.decoder_block, verify=False)
-    trained = [at for at in (model.length, config.trainable_position_size) if at and at > 0]
+    trained = [at for at in (positions(config), config.trainable_position_size) if at and at > 0]
     limits = {LONGEST_ROW * (2 if config.use_dpo else 1): "the most that is taken from data"}
     limits |= dict.fromkeys(trained, "the positions of the model")
     if longest <= min(limits):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from sample_data import config_of, say_nothing, write_records
 
-from trainer import train_compile, weights
+from trainer import sft, train_compile, weights
+from trainer.chat import from_data
 from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
 from trainer.config import UserError, load, resolve
@@ -17,8 +18,6 @@ from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.data import open_dataset
 from trainer.data.dataset import text_encoder
 from trainer.rl.prompts import open_prompts
-from trainer.training import from_data
-from trainer.training.from_data import taken
 
 CHATS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(40)]
 PROMPTS = [{"prompt": "a" * n} for n in range(1, 41)]
@@ -39,7 +38,10 @@ def length(tmp_path, monkeypatch):
         keys = ["base.yml", "dataset_type=grain", "grain_file_type=jsonl", "grain_train_files=a.jsonl"]
         keys += ["tokenizer_type=bytes", "vocab_size=300", "load_parameters_path=model", "held_out_share=0"]
         loaded, lines = load([*keys, *words], defaults=OF[command]), []
-        assert all(loaded.config[key] == value for key, value in taken(loaded, lines.append).items())
+        assert all(
+            loaded.config[key] == value
+            for key, value in from_data.taken(loaded, lines.append, sft.own_run, sft.positions).items()
+        )
         return loaded.config.max_target_length, lines
 
     return taken_from
