@@ -136,12 +136,14 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
-    given: dict[str, str] = {}
-    for name, equals, text in (word.partition("=") for word in words):
-        if equals and given.get(name, text) != text:
-            before, counts = shortened(f"{name}={given[name]}"), shortened(f"{name}={text}")
-            print(f"warning: {before} has no effect: a later word counts, {counts}", file=sys.stderr)
-        given[name] = text
+    given: dict[str, tuple[str, str]] = {}  # by the name of the key without its group, as in lora.lora_rank
+    for word in words:
+        name, equals, text = word.partition("=")
+        before, said = given.get(key := name.rpartition(".")[2], (word, text))
+        if equals and said != text:
+            line = f"warning: {shortened(before)} has no effect: a later word counts, {shortened(word)}"
+            print(line, file=sys.stderr)
+        given[key] = word, text
     return words
 
 

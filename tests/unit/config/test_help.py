@@ -197,8 +197,10 @@ def test_a_variable_that_is_almost_one_of_a_key_is_told():
 
 def test_a_key_given_twice_is_told(capsys):
     with pytest.raises(SystemExit):
-        train.main(["steps=3", "learning_rate=1", "steps=x", "learning_rate=1"])
-    assert capsys.readouterr().err.splitlines()[0] == "warning: steps=3 has no effect: a later word counts, steps=x"
+        train.main(["steps=3", "lora.lora_rank=1", "learning_rate=1", "steps=x", "learning_rate=1", "lora_rank=2"])
+    said = "warning: {} has no effect: a later word counts, {}".format
+    lines = [said("steps=3", "steps=x"), said("lora.lora_rank=1", "lora_rank=2")]
+    assert capsys.readouterr().err.splitlines()[:2] == lines
 
 
 def test_the_commands_read_the_environment(monkeypatch, capsys):
