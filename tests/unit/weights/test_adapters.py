@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import pytest
+from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.leaves.source import Leaf
 from trainer.products import Kernel
 from trainer.products.dequantized import Storage, dequantize
 from trainer.weights.adapters import Initial, _merged
+from trainer.weights.stored import quantized_on_load
 
 SCALE = 0.5
 
@@ -60,3 +63,11 @@ def test_initial_parameters_are_drawn_with_the_seed_of_their_run():
     source = Initial(run, lambda config: {"kernel": jnp.full(2, config["init_weights_seed"])})
     found = source.leaves({"init_weights_seed": 0}, {"kernel": (2,)})
     np.testing.assert_array_equal(found["kernel"].parts[0](), [7, 7])
+
+
+def test_a_base_that_is_stored_is_not_quantized_again():
+    """As where adapters of QLoRA are served over quantized weights (`with_adapters`)."""
+    stored = tiny_config(ALL_COMBINATIONS[0], checkpoint_is_quantized=True, quantization="int8")
+    qlora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0, "lora_weight_qtype": "int8"}
+    for config, count in ((stored, 0), (tiny_config(ALL_COMBINATIONS[0]), 7)):
+        assert len(quantized_on_load(ml_collections.FrozenConfigDict({**config, **qlora}))) == count
