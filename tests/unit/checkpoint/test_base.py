@@ -51,6 +51,15 @@ def test_a_base_is_checked_while_it_is_read(count):
     assert read(other)[whole(VALUES.shape)].shape == VALUES.shape
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_base_of_float32_may_be_read_from_a_copy_of_two_bytes(dtype):
+    """In bfloat16 it is compared with the rounded values; float16 has other ones, so it is compared exactly."""
+    base = Base("/base", digests({("kernel",): jax.numpy.asarray(VALUES.astype("float16").astype(np.float32))}))
+    copy = VALUES.astype("float16").astype(jnp.dtype(dtype))
+    found = checked("kernel", Leaf(copy.shape, copy.dtype, [lambda: copy]), base, "run").parts[0]()
+    np.testing.assert_array_equal(found, copy)
+
+
 def test_the_state_of_islands_around_a_base_comes_back():
     """The base has no outer momentum: with the base in its place, the next synchronization would move the base."""
     base = jnp.asarray(VALUES)

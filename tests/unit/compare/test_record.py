@@ -6,7 +6,7 @@ import pytest
 from support import arguments
 
 from trainer.compare.measure import Snapshot
-from trainer.compare.record import Record, Writer
+from trainer.compare.record import Record, Writer, _given
 from trainer.config import Side, load
 
 
@@ -20,3 +20,9 @@ def test_the_dtype_is_the_one_that_was_computed_with(given, tmp_path):
         writer.begin(left, Side("left", (), config))
     found = Record(tmp_path / "a.safetensors")
     assert (found.given["dtype"], found.reference().config.dtype) == ("bfloat16", "bfloat16")
+
+
+def test_a_default_that_a_yml_of_maxtext_changes_is_given():
+    """MaxText's defaults are no words of the command."""
+    loaded = SimpleNamespace(config=load(["base.yml", "learning_rate=0.5"]).config, changed={"steps": "command line"})
+    assert _given(loaded) == {"learning_rate", "steps"}

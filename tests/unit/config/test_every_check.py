@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+import pytest
+
 from trainer.config import Config, load
 from trainer.config.capabilities import context_keys
 from trainer.config.capabilities.data_keys import DATA_PATHS
@@ -271,3 +273,21 @@ def test_every_row_refuses_its_case_and_not_the_defaults(monkeypatch):
             said = row.problem(Config({**DEFAULTS, **case})), row.problem(DEFAULTS)
             wrong += [(keys, case, *said)] * (not said[0] or said[1] is not None)
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ("lora_tile_size lora_weight_qtype", {"lora_weight_qtype": "int8", "lora_tile_size": 3}),
+        ("lora_tile_size lora_weight_qtype", {"lora_weight_qtype": "nf4", "lora_tile_size": 4}),
+        ("enable_lora lora_rank lora_alpha", {"lora_rank": 0}),
+        ("lora_restore_path load_full_state_path", LORA | {"lora_restore_path": "a"}),
+        ("lora_restore_path load_full_state_path", LORA | {"load_full_state_path": "b"}),
+        ("enable_lora lora_weight_qtype quantization", LORA | {"quantization": "int8"}),
+        ("enable_lora weight_sparsity_n", {"weight_sparsity_n": 1}),
+        ("use_grpo steps rl_num_iterations", ROUNDS | {"steps": 3, "num_batches": 2}),
+    ],
+)
+def test_a_part_of_a_case_is_allowed(keys, settings):
+    (row,) = ROWS[keys]
+    assert row.problem(Config({**DEFAULTS, **settings})) is None

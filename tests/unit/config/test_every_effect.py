@@ -1,8 +1,10 @@
 """Every row of every table of keys without effect has a case: settings under which it says something else."""
 
+import pytest
+
 from trainer.config import Config, load
 from trainer.config.capabilities.optimizers import TRAITS
-from trainer.config.effects import INERT, INERT_HERE
+from trainer.config.effects import INERT, INERT_HERE, no_effect_of, without_effect
 
 DEFAULTS = load(["base.yml"]).config
 
@@ -153,6 +155,32 @@ def test_every_row_says_something_else_in_its_case():
     rows = [row for row in (*INERT, *INERT_HERE) if row not in ALWAYS and not is_of_optimizer(row)]
     assert not [(row.keys, row.reason) for row in rows if row.when(DEFAULTS) == row.when(changed(**CASES[row.reason]))]
     assert CASES.keys() == {row.reason for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "inert"),
+    [
+        ("steps", RL, False),
+        ("use_sequential_layers", {"enable_streaming_diloco": True, "num_diloco_fragments": 2}, True),
+        ("use_sequential_layers", {"enable_streaming_diloco": True, "num_diloco_fragments": 3}, False),
+        ("reset_optimizer", OFF | {"load_full_state_path": "runs/one"}, False),
+        ("checkpoint_keep_period", {"max_num_checkpoints_to_keep": 3}, False),
+        ("keep_best_checkpoints", {"keep_best_checkpoints": 1, "eval_interval": 5}, False),
+        ("mscale", MLA, True),
+        ("mscale", {"rope_type": "yarn"}, True),
+    ],
+)
+def test_each_condition_of_a_row_counts(key, settings, inert):
+    """The table above has one case for each row, which meets all of its conditions or none."""
+    assert (no_effect_of(changed(**{"max_num_checkpoints_to_keep": 2} | settings), key) is not None) == inert
+
+
+def test_a_yml_may_repeat_a_value_that_follows_from_others():
+    """The config.yml of a run has it in place of 0 or of an empty text."""
+    for rows, lines in ((6, 0), (5, 1)):
+        settings = {"per_device_batch_size": 2, "gradient_accumulation_steps": 3, "eval_per_device_batch_size": rows}
+        config = changed(**settings, eval_interval=-1)
+        assert len(without_effect(config, {"eval_per_device_batch_size": "config.yml:1"})) == lines
 
 
 def test_a_decay_or_momentum_of_zero_is_said_of_each_optimizer_that_has_it():

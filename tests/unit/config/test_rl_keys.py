@@ -58,6 +58,7 @@ def test_settings_that_make_updates_another_function_than_rollouts_are_said(keys
         ({"train_data_columns": "[prompt,prompts]"}, "prompts is the name of another argument"),
         ({"reward_functions": "[m]"}, "not the path of a function"),
         ({"steps": 5, "rl_num_iterations": 2}, "within the 2 updates of one; nearest: 4 or 6"),
+        ({"checkpoint_period": 3, "num_batches": 2, "rl_num_iterations": 2}, "of one; nearest: 2 or 4"),
     ],
 )
 def test_refused(keys, message):

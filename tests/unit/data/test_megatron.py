@@ -210,6 +210,13 @@ def test_a_wrong_token_for_the_end_of_documents_is_an_error(tmp_path: Path, toke
         tokens(**keys)
 
 
+def test_an_empty_document_has_no_last_token(tmp_path: Path, tokens):
+    """Not even that of the document before it, which for the first one would be the last of the file."""
+    write(tmp_path / "a", [[], *documents_of(25, eod=7), [5, 0]])
+    with pytest.raises(UserError, match=r"none of the first 19 documents of .*a.bin .* ends with 7"):
+        tokens(mmap_eod_id=0)
+
+
 def test_names_of_files(tmp_path: Path, tokens):
     for i in range(3):
         (tmp_path / "data").mkdir(exist_ok=True)

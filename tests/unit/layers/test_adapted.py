@@ -53,6 +53,7 @@ def test_added_to_the_matrix_it_is_the_same_product(kernel):
     np.testing.assert_allclose(called(made, kernel, x, weights), bare, rtol=1e-5, atol=1e-6)
     if not kernel.groups:
         np.testing.assert_array_equal(made.array(weights, jnp.dtype("float32")), merged)
+        assert made.array(weights, jnp.dtype("bfloat16")).dtype == "bfloat16"
 
 
 def test_sorted_rows_of_experts():

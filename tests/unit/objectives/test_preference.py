@@ -21,6 +21,7 @@ from trainer.leaves import nested, parted
 from trainer.objectives import Frozen
 from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
+from trainer.objectives.reference import is_reference
 from trainer.training import build, placed
 from trainer.training.step import make_gradients
 from trainer.weights import model_config, open_source, weight_shapes
@@ -127,6 +128,13 @@ def test_the_gradient_of_two_tokens_is_its_closed_form():
     grad = jax.grad(lambda logs: Dpo(None, beta=0.5).terms(batch, logs, reference).minimized["dpo_loss"].sum())(logs)
     pull = 0.5 / (1 + math.exp(0.5 * (1 + 2)))
     np.testing.assert_allclose(grad, [[-pull, pull]], rtol=1e-6)
+
+
+def test_a_policy_is_its_reference_only_if_no_value_differs():
+    params, first = {"a": jnp.ones(3), "b": jnp.ones(2), "base": jnp.ones(2)}, {"a": jnp.ones(3), "b": jnp.ones(2)}
+    moved = params | {"b": jnp.array([1.0, 2.0])}
+    assert is_reference(params, first | {"base": None})
+    assert not is_reference(moved, first | {"base": None})
 
 
 @cache

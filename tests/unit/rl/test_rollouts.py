@@ -1,14 +1,16 @@
-"""The random numbers of rounds."""
+"""The random numbers of rounds, held-out prompts, and slots."""
 
 import itertools
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from support import arguments
 
 from trainer.config import load
+from trainer.rl import rollouts
 from trainer.rl.prompts import INDEX
-from trainer.rl.rollouts import Rollouts
+from trainer.rl.rollouts import Rollouts, engine_of
 
 KEYS = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "rl_num_iterations": 2}
 
@@ -31,3 +33,33 @@ def test_every_prompt_of_every_round_has_its_own_seed():
     assert len({*itertools.chain(*rounds)}) == 9
     assert seeds(2) == rounds[1]
     assert not {*seeds(0, seed=config.decode_sampling_seed + 1)} & {*itertools.chain(*rounds)}
+
+
+@pytest.mark.parametrize(("steps", "count"), [(-1, 40), (2, 24), (9, 40)])
+def test_an_evaluation_has_the_rows_of_its_steps(steps, count, monkeypatch):
+    """A step has 3 parts of 4 rows."""
+    monkeypatch.setattr(rollouts, "eval_parts", lambda config: 3)
+    made, asked = object.__new__(Rollouts), []
+    made._run = SimpleNamespace(config=SimpleNamespace(eval_steps=steps), eval_rows=4)
+    made._dataset = SimpleNamespace(held_out=SimpleNamespace(prompts=[*range(40)]))
+    made._averages, made._current = None, lambda state: state
+    made._complete = lambda variables, prompts, *rest: asked.extend(prompts)
+    assert not [*made.held_out(lambda: None)]
+    assert asked == [*range(count)]
+
+
+@pytest.mark.parametrize(("at_once", "slots"), [(-1, 24), (7, 8), (1, 4), (100, 24)])
+def test_the_completions_of_a_prompt_have_slots_at_once(at_once, slots, monkeypatch):
+    """Of 24 sequences in groups of 3, sharded over two devices."""
+    keys = KEYS | {"rollout_micro_batch_size": at_once, "rl_num_generations": 3}
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]), shape={"fsdp": 1})
+    for name, made in {
+        "for_decoding": lambda config, platform: config,
+        "row_parts": lambda mesh, rules: 2,
+        "make_model": lambda config: None,
+        "Served": lambda config, mesh, rules, model, slots: slots,
+        "Engine": lambda served: served,
+    }.items():
+        monkeypatch.setattr(rollouts, name, made)
+    run = SimpleNamespace(config=load(arguments("nnx", **keys)).config, mesh=mesh, rules={})
+    assert engine_of(run, 24) == slots

@@ -160,6 +160,8 @@ def test_at_full_rank_it_follows_full_training():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ({"lora_rank": 0}, "both must be positive"),
+        ({"lora_alpha": 0}, "both must be positive"),
         ({"lora_module_path": "q_proj"}, "matches no matrix; the matrices are: decoder/layers/mlp/wi_0/kernel, "),
         ({"lora_module_path": ".*"}, "tokens are looked up in the table of a tied head"),
         ({"lora_weight_qtype": "int8", "lora_module_path": "embedding"}, "tied head"),

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from safetensors.numpy import save_file
 from trainer.config import UserError
 from trainer.weights import contents_of, load_parameters, open_source
 from trainer.weights.huggingface.packed import with_matrices
+from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme, recipe
+from trainer.weights.huggingface.quantized_kernels import _part, stored_keys
 from trainer.weights.huggingface.safetensors_file import file_metadata, stored_tensors
 
 FOLDER = Path(__file__).parents[2] / "packed"
@@ -90,6 +93,41 @@ def test_codes_and_scales_make_up_the_values(case):
     tiles = tuple(slice(c.start // b, -(-c.stop // b)) for c, b in zip(box, matrix.block, strict=True))
     np.testing.assert_array_equal(matrix.parts(box)[0], codes[box])
     np.testing.assert_array_equal(matrix.parts(box)[1], scales[tiles])
+
+
+@pytest.mark.parametrize(("inputs", "alike"), [(7, True), (8, True), (9, False)])
+def test_one_scale_for_all_inputs_is_one_block_if_they_are_few(inputs, alike):
+    def matrix(shape, columns):
+        scheme = Scheme("int8", (1, columns), "plain")
+        return [PackedMatrix("", SimpleNamespace(shape=shape), None, None, None, (1, columns), scheme, FOLDER)]
+
+    matrices = {
+        "decoder/layers/mlp/wi_0/kernel": matrix((6, 16), 8),
+        "decoder/layers/mlp/wo/kernel": matrix((4, inputs), inputs),
+    }
+    found = stored_keys(None, matrices, [])
+    assert found.get("weight_block_size") == ((8, 1) if alike else None)
+
+
+@pytest.mark.parametrize("tiles", [(2, 2), (6, 4), (2, 4)])
+def test_a_scale_is_that_of_each_tile_of_its_block(tiles):
+    """A kernel [6 inputs, 4 outputs] may have more scales than the matrix, as where one scale is that of a matrix."""
+    scales = np.arange(4, dtype=np.float32).reshape(2, 2)  # of blocks of 2 outputs and 3 inputs
+    matrix = SimpleNamespace(shape=(4, 6), block=(2, 3), scales_and_zeros=lambda box: (scales, None))
+    found = _part("", matrix, SimpleNamespace(inputs=1), "scale", (6, 4), tiles, 0)
+    assert found.shape == tiles
+    each = [size // count for size, count in zip((6, 4), tiles, strict=True)]
+    np.testing.assert_array_equal(expanded(found, each, (6, 4)), expanded(scales, matrix.block, (4, 6)).T)
+
+
+def test_scales_of_activations_are_left_out(tmp_path):
+    file = FOLDER / "int8-plain.safetensors"
+    names = [f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")]
+    more = {f"m.{name}": np.ones(1, np.float32) for name in (*names, "activation_scale")}
+    said = json.loads(file_metadata(file)["quantization_config"])
+    save_file({name: it.all_values() for name, it in stored_tensors(file).items()} | more, tmp_path / "file")
+    found = with_matrices(stored_tensors(tmp_path / "file"), recipe_of(said), tmp_path)
+    assert found.keys() == {"m.weight", "values"}
 
 
 def test_inputs_in_the_order_of_activations_have_no_blocks():

@@ -339,6 +339,20 @@ def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
     assert said["target_parameters"] == ["mlp.down_proj.weight", "shared_experts.down_proj.weight"]
 
 
+def test_the_bias_of_a_module_that_is_saved_is_none_beside_an_adapter(tmp_path):
+    base = base_of("qwen2-biases")
+    keys = {"enable_lora": True, "lora_module_path": "mlp/wo", "lora_rank": 1, "lora_alpha": 8}
+    config = model_config(open_source(str(base)).keys, as_words(keys | pinned(ALL_COMBINATIONS[0])), str(base))
+    shapes = {name: it for name, it in weight_shapes(config).items() if "/product/" in name or "/query/" in name}
+    assert len(shapes) == 4
+    leaves = {
+        name: Leaf(it, np.dtype(np.float32), [lambda it=it: np.ones(it, np.float32)]) for name, it in shapes.items()
+    }
+    write_peft(tmp_path, config, leaves, base="", rank=1, alpha=8.0)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (said["modules_to_save"], said["bias"]) == (["q_proj"], "none")
+
+
 def test_trained_parameters_without_a_place_are_refused(tmp_path):
     source = PeftSource(FOLDER / "mixtral")
     config = config_for(base_of("mixtral"), source)
