@@ -195,8 +195,15 @@ def float_shape(stored: Any) -> tuple[int, ...]:
 
 def parameter_count(params: Any) -> int:
     """Returns the number of parameters in a tree. A kernel that is stored counts as its floats, without scales."""
-    kernels = jax.tree.leaves(params, is_leaf=is_stored)
-    return sum(prod(float_shape(kernel) if is_stored(kernel) else kernel.shape) for kernel in kernels)
+    return sum(map(_floats, jax.tree.leaves(params, is_leaf=is_stored)))
+
+
+def _floats(kernel: Any) -> int:
+    if isinstance(kernel, WithAwqScale):
+        return _floats(kernel.array)
+    if isinstance(kernel, Packed):
+        return 2 * prod(kernel.codes.shape)
+    return prod((kernel.qvalue if isinstance(kernel, qarray.QArray) else kernel).shape)  # also Qwix's subclasses
 
 
 def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:

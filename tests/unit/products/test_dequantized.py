@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from qwix._src.core.qarray import HowToQuantize
+from qwix.contrib import padded_ptq
 from support import tiny_config
 
 from trainer.backends import make_model
@@ -172,6 +174,11 @@ def test_scales_are_no_parameters(name):
     stored = storage.store(kernel_of((64,), (48,)), values, stacked=1)
     assert float_shape(stored) == values.shape
     assert parameter_count({"mlp": {"kernel": stored, "bias": jnp.zeros((2, 48))}}) == 2 * 64 * 48 + 2 * 48
+
+
+def test_the_tiles_of_a_type_of_ones_own_need_not_divide_its_kernel():
+    how = HowToQuantize(qtype=jnp.int8, channelwise_axes=(1,), tiled_axes={0: 6})
+    assert parameter_count(padded_ptq.quantize(jnp.ones((16, 32)), how)) == 16 * 32
 
 
 def test_blocks_that_fit_badly_are_refused():
