@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from trainer.config import UserError
 from trainer.maxtext.command_line import as_text, parse
-from trainer.maxtext.convert import UNKNOWN, Row, program
+from trainer.maxtext.convert import program
+from trainer.maxtext.rows import UNKNOWN, Row
 from trainer.maxtext.shell_words import Unfinished
 from trainer.maxtext.shell_words import commands as commands_of
 from trainer.maxtext.tools import converted

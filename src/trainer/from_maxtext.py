@@ -9,7 +9,8 @@ from trainer.config import UserError, command_line, exit_on_user_error, nearest
 from trainer.config.errors import shortened
 from trainer.config.words import counted
 from trainer.maxtext.command_line import as_text, parse
-from trainer.maxtext.convert import Conversion, Row, by_kind, program, programs, unchecked
+from trainer.maxtext.convert import Conversion, program, programs
+from trainer.maxtext.rows import Row, by_kind, unchecked
 from trainer.maxtext.tools import converted
 from trainer.maxtext.version import versions
 

@@ -4,26 +4,22 @@
 """
 
 import fnmatch
-import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config.capabilities.chat_keys import METHODS, SFT_DEFAULTS, other_command
 from trainer.config.capabilities.data_keys import OWN_KEYS, without_rows
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
-from trainer.config.command import malformed
 from trainer.config.effects import inert_keys, no_effect_of
 from trainer.config.environment import PREFIX, variables
 from trainer.config.errors import UserError, shortened
 from trainer.config.family import facts_of
-from trainer.config.files import COMMAND_LINE, DEFAULT, ENVIRONMENT, MAXTEXT_YML, file_of
+from trainer.config.files import DEFAULT, MAXTEXT_YML, file_of
 from trainer.config.load import Loaded, load
 from trainer.config.maxtext import base_yml, verdicts
-from trainer.config.reader import Reader
-from trainer.config.schema import plain_name, schema
-from trainer.config.values import read_text
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command, as_text
 from trainer.maxtext.program import (
     base_words,
@@ -37,19 +33,23 @@ from trainer.maxtext.program import (
     unsaid,
     with_base,
 )
+from trainer.maxtext.rows import (
+    DIFFERS,
+    NO_EFFECT,
+    SAME,
+    UNKNOWN,
+    Row,
+    in_environment,
+    is_known,
+    refused,
+    verdict_on,
+)
 from trainer.maxtext.shell_words import has_variable
 from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 
-SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
-NO_EFFECT, REFUSED = "no effect", "refused"
-STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
-# The order in which verdicts are shown: what needs attention comes first.
-KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
 SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
-# Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
-DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 _OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE)
 _LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
@@ -63,24 +63,6 @@ _NEEDED = {
     COMPILE: ("compile_topology=v5e-16",),
     GENERATE: ("load_parameters_path=/models/checkpoint/0/items", "tokenizer_path=/models/tokenizer.model"),
 }
-
-
-class Row(NamedTuple):
-    """The verdict on one key.
-
-    Attributes:
-      given: as written: KEY=VALUE or M_KEY=VALUE.
-      kind: one of `KINDS`.
-      text: the reason, or what differs.
-      word: what to write instead; "" to leave it out.
-      problem: the message with which `load` refuses the key; "" if it accepts it.
-    """
-
-    given: str
-    kind: str
-    text: str
-    word: str
-    problem: str = ""
 
 
 class Program(NamedTuple):
@@ -166,14 +148,14 @@ def _with_our_layers(
 def _convert(command: Command, runs: str, version: str) -> Conversion:
     environment, unknown = variables(command.environment)
     kept = [f"{name}={text}" for name, text in command.environment.items() if not name.startswith(PREFIX)]
-    rows = [_verdict(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]
+    rows = [verdict_on(name, text, f"{variable}={text}", variable) for name, (variable, text) in environment.items()]
     rows += [Row(line.partition(" in ")[0], UNKNOWN, line.partition(": ")[2], "") for line in unknown]
-    rows += [_verdict(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
+    rows += [verdict_on(word.partition("=")[0], word.partition("=")[2], word) for word in command.words]
     if runs in (GENERATE, EXPORT):
         rows = [_without_data(row, runs) for row in rows]
     yml = yml_of(command.yml)
     written = [(row, row.word) for row in rows if row.word]
-    assigned = [word for row, word in written if _in_environment(row)]
+    assigned = [word for row, word in written if in_environment(row)]
     given = {**yml.given} | {name: text for name, (_, text) in environment.items()}
     given |= dict(word.partition("=")[::2] for _, word in written)
     names = [*yml.names, *environment, *(word.partition("=")[0] for word in command.words)]
@@ -194,13 +176,13 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
             more.append(Row(command.yml, DIFFERS, own_parent(yml, method, runs, given), ""))
         rows, added = [*rows, *more], [*added, *of_program]
     rows = _with_preset(rows, given)
-    words = [*added, *(word for row, word in written if not _in_environment(row))]
-    checked = [word for word in words if _is_known(word) and not word.startswith("-")]  # no questions
+    words = [*added, *(word for row, word in written if not in_environment(row))]
+    checked = [word for word in words if is_known(word) and not word.startswith("-")]  # no questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
     if runs == EXPORT:
         checked += [f"{name}={value}" for name, value in without_rows(checked).items()]
-    assigned_variables = dict(word.partition("=")[::2] for word in assigned if _is_known(word))
+    assigned_variables = dict(word.partition("=")[::2] for word in assigned if is_known(word))
     loaded, problems, rows = _loaded(yml.name, checked, assigned_variables, runs, rows)
     notes: list[str] = []
     if (theirs := program_yml(yml.below or command.yml)) and theirs != method:
@@ -248,7 +230,7 @@ def _loaded(
         loaded = load([yml, *words], environment=environment, imports=False, defaults=_DEFAULTS.get(runs))
     except UserError as error:
         lines = str(error).split("\n  ")
-        rows = [_refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
+        rows = [refused(row, [line for line in lines if not _EXAMPLE.search(line)]) for row in rows]
         told = {row.problem for row in rows}
         return None, [line for line in lines[1:] or lines if line not in told], list(rows)
     problems = _other_defaults(yml, loaded, method_of(runs))
@@ -333,69 +315,6 @@ def _without_data(row: Row, runs: str) -> Row:
     return row
 
 
-def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Returns the rows of each kind, in the order of `KINDS`."""
-    grouped = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
-    return {kind: those for kind, those in grouped.items() if those}
-
-
-def _verdict(name: str, text: str, given: str, variable: str = "") -> Row:
-    """Returns the verdict on the word `given`, or on the key `name` that is given as an environment variable."""
-    reader, where = Reader(schema()), f"{ENVIRONMENT}{variable}" if variable else COMMAND_LINE
-    shape = malformed(reader, name, "=" in given, text)
-    if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
-        bare = name.lstrip("-").replace("-", "_")
-        return _verdict(bare, text, f"{bare}={text}")._replace(
-            given=given, kind=verdicts.RENAMED, text="without dashes"
-        )
-    if shape:
-        return Row(given, UNKNOWN, shape, given, f"{shortened(given)} ({where}): {shape}")
-    reader.setting(name, text, where, functools.partial(read_text, text=text))
-    problem = reader.mistakes[0] if reader.mistakes else ""
-    said = problem.partition(f" ({where}): ")[2]
-    name = plain_name(name)
-    if name in schema().keys:
-        if has_variable(text) and (problem or name in DECIDING):
-            return Row(given, SAME, "", given)
-        meaning = (_meaning(variable, text) if variable else "") or _meaning(name, text)
-        return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
-    verdict = verdicts.find(name)
-    if verdict is None:
-        return Row(given, UNKNOWN, said, given, problem)
-    if verdict.kind == verdicts.RENAMED:
-        new = f"{PREFIX}{verdict.to.upper()}" if variable else verdict.to
-        return Row(given, verdicts.RENAMED, f"{new}: {verdict.why}", f"{new}={text}")
-    if reader.accepted:
-        why = verdict.why if verdict.neutral is None else "this value changes nothing here"
-        return Row(given, verdicts.NEEDLESS, why, "")
-    if has_variable(text):
-        return Row(given, verdict.kind, f"not checked, as a shell replaces the value; {said}", given)
-    return Row(given, verdict.kind, said, given, problem)
-
-
-def _meaning(name: str, text: str) -> str:
-    """Returns what differs from MaxText in the key's meaning; "" if nothing differs."""
-    if _is_text(name) and text.lower() in ("none", "null", "~"):
-        return f"the text {text}; MaxText reads it as no value: leave the key out"
-    for pattern, meaning in verdicts.table()["meanings"].items():
-        if fnmatch.fnmatchcase(f"{name}={text}" if "=" in pattern else name, pattern):
-            return str(meaning)
-    return ""
-
-
-def _refused(row: Row, problems: Sequence[str]) -> Row:
-    """Returns `row` with the first problem of the whole configuration, out of `problems`, that is about its key."""
-    if row.problem or not row.word:
-        return row
-    name = row.word.partition("=")[0]
-    for line in problems:
-        head, _, said = line.partition("): ")
-        if head.startswith(f"{name}=") and f"({COMMAND_LINE}" in head and said:
-            kind = verdicts.NOT_YET if "not supported yet" in said else REFUSED
-            return row._replace(kind=kind, text=said, problem=line)
-    return row
-
-
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     """Returns `row`, or a row that says why a key has no effect in this configuration."""
     name = row.word.partition("=")[0]
@@ -406,22 +325,3 @@ def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     if of_prompts and reason.startswith(NO_DATA):  # the words that say so are added
         return row
     return row._replace(kind=NO_EFFECT, text=reason)
-
-
-def _in_environment(row: Row) -> bool:
-    return row.given.startswith(PREFIX)
-
-
-def _is_known(word: str) -> bool:
-    name, _, text = word.partition("=")
-    return not has_variable(text) or (name not in DECIDING and _is_text(name))
-
-
-def _is_text(name: str) -> bool:
-    key = schema().keys.get(name)
-    return key is not None and key.kind is str and not key.choices
-
-
-def unchecked(words: Sequence[str]) -> list[str]:
-    """Returns the settings that were not checked because their values are shell variables."""
-    return [word for word in words if "=" in word and not _is_known(word)]

@@ -15,19 +15,8 @@ from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.scale import SCALE, factors
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command
-from trainer.maxtext.convert import (
-    DECIDING,
-    DIFFERS,
-    EXPORT,
-    SAME,
-    SAME_WORDS,
-    STOPPING,
-    Conversion,
-    Row,
-    convert,
-    preset_words,
-    unchecked,
-)
+from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, preset_words
+from trainer.maxtext.rows import DECIDING, DIFFERS, SAME, STOPPING, Row, unchecked
 from trainer.maxtext.shell_words import has_variable
 
 # Keys of the section Model that say how a model is computed. The others say what its parameters are.

@@ -15,7 +15,8 @@ from trainer.config.family import Facts
 from trainer.config.maxtext import verdicts
 from trainer.config.resume import LAYOUT
 from trainer.maxtext.command_line import parse
-from trainer.maxtext.convert import DIFFERS, SAME, TRAIN, by_kind, convert
+from trainer.maxtext.convert import TRAIN, convert
+from trainer.maxtext.rows import DIFFERS, SAME, by_kind
 
 # Written out, because the defaults of base.yml may change.
 BASE = (

@@ -14,17 +14,8 @@ from trainer.config import UserError, load, schema
 from trainer.config.maxtext import verdicts
 from trainer.maxtext import tools as maxtext_tools
 from trainer.maxtext.command_line import as_text, parse
-from trainer.maxtext.convert import (
-    DIFFERS,
-    NO_EFFECT,
-    REFUSED,
-    SAME,
-    TRAIN,
-    by_kind,
-    convert,
-    program,
-    unchecked,
-)
+from trainer.maxtext.convert import TRAIN, convert, program
+from trainer.maxtext.rows import DIFFERS, NO_EFFECT, REFUSED, SAME, by_kind, unchecked
 
 DOCS = Path(__file__).parents[3] / "docs"
 BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "

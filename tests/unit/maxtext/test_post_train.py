@@ -14,7 +14,8 @@ from trainer.config.files import POST_TRAIN, read_file
 from trainer.config.from_model import taken_from_model
 from trainer.config.maxtext.base_yml import defaults
 from trainer.maxtext.command_line import parse
-from trainer.maxtext.convert import COMPILE, DIFFERS, DPO, GRPO, SFT, TRAIN, convert
+from trainer.maxtext.convert import COMPILE, DPO, GRPO, SFT, TRAIN, convert
+from trainer.maxtext.rows import DIFFERS
 
 MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl"}
 DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"

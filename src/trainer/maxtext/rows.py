@@ -1,0 +1,126 @@
+"""The verdict on each key of a MaxText command, read as `load` reads it."""
+
+import fnmatch
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from trainer.config.command import malformed
+from trainer.config.environment import PREFIX
+from trainer.config.errors import shortened
+from trainer.config.files import COMMAND_LINE, ENVIRONMENT
+from trainer.config.maxtext import verdicts
+from trainer.config.reader import Reader
+from trainer.config.schema import plain_name, schema
+from trainer.config.values import read_text
+from trainer.maxtext.shell_words import has_variable
+
+SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
+NO_EFFECT, REFUSED = "no effect", "refused"
+STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
+# The order in which verdicts are shown: what needs attention comes first.
+KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
+# Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
+DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
+
+
+class Row(NamedTuple):
+    """The verdict on one key.
+
+    Attributes:
+      given: as written: KEY=VALUE or M_KEY=VALUE.
+      kind: one of `KINDS`.
+      text: the reason, or what differs.
+      word: what to write instead; "" to leave it out.
+      problem: the message with which `load` refuses the key; "" if it accepts it.
+    """
+
+    given: str
+    kind: str
+    text: str
+    word: str
+    problem: str = ""
+
+
+def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of each kind, in the order of `KINDS`."""
+    grouped = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
+    return {kind: those for kind, those in grouped.items() if those}
+
+
+def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
+    """Returns the verdict on the word `given`, or on the key `name` that is given as an environment variable."""
+    reader, where = Reader(schema()), f"{ENVIRONMENT}{variable}" if variable else COMMAND_LINE
+    shape = malformed(reader, name, "=" in given, text)
+    if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
+        bare = name.lstrip("-").replace("-", "_")
+        return verdict_on(bare, text, f"{bare}={text}")._replace(
+            given=given, kind=verdicts.RENAMED, text="without dashes"
+        )
+    if shape:
+        return Row(given, UNKNOWN, shape, given, f"{shortened(given)} ({where}): {shape}")
+    reader.setting(name, text, where, functools.partial(read_text, text=text))
+    problem = reader.mistakes[0] if reader.mistakes else ""
+    said = problem.partition(f" ({where}): ")[2]
+    name = plain_name(name)
+    if name in schema().keys:
+        if has_variable(text) and (problem or name in DECIDING):
+            return Row(given, SAME, "", given)
+        meaning = (_meaning(variable, text) if variable else "") or _meaning(name, text)
+        return Row(given, REFUSED if problem else DIFFERS if meaning else SAME, said or meaning, given, problem)
+    verdict = verdicts.find(name)
+    if verdict is None:
+        return Row(given, UNKNOWN, said, given, problem)
+    if verdict.kind == verdicts.RENAMED:
+        new = f"{PREFIX}{verdict.to.upper()}" if variable else verdict.to
+        return Row(given, verdicts.RENAMED, f"{new}: {verdict.why}", f"{new}={text}")
+    if reader.accepted:
+        why = verdict.why if verdict.neutral is None else "this value changes nothing here"
+        return Row(given, verdicts.NEEDLESS, why, "")
+    if has_variable(text):
+        return Row(given, verdict.kind, f"not checked, as a shell replaces the value; {said}", given)
+    return Row(given, verdict.kind, said, given, problem)
+
+
+def _meaning(name: str, text: str) -> str:
+    """Returns what differs from MaxText in the key's meaning; "" if nothing differs."""
+    if _is_text(name) and text.lower() in ("none", "null", "~"):
+        return f"the text {text}; MaxText reads it as no value: leave the key out"
+    for pattern, meaning in verdicts.table()["meanings"].items():
+        if fnmatch.fnmatchcase(f"{name}={text}" if "=" in pattern else name, pattern):
+            return str(meaning)
+    return ""
+
+
+def refused(row: Row, problems: Sequence[str]) -> Row:
+    """Returns `row` with the first problem of the whole configuration, out of `problems`, that is about its key."""
+    if row.problem or not row.word:
+        return row
+    name = row.word.partition("=")[0]
+    for line in problems:
+        head, _, said = line.partition("): ")
+        if head.startswith(f"{name}=") and f"({COMMAND_LINE}" in head and said:
+            kind = verdicts.NOT_YET if "not supported yet" in said else REFUSED
+            return row._replace(kind=kind, text=said, problem=line)
+    return row
+
+
+def in_environment(row: Row) -> bool:
+    """Returns whether the key was given as an environment variable."""
+    return row.given.startswith(PREFIX)
+
+
+def is_known(word: str) -> bool:
+    """Returns whether the value in a word, KEY=VALUE, can be checked: it is no shell variable, or any text will do."""
+    name, _, text = word.partition("=")
+    return not has_variable(text) or (name not in DECIDING and _is_text(name))
+
+
+def _is_text(name: str) -> bool:
+    key = schema().keys.get(name)
+    return key is not None and key.kind is str and not key.choices
+
+
+def unchecked(words: Sequence[str]) -> list[str]:
+    """Returns the settings that were not checked because their values are shell variables."""
+    return [word for word in words if "=" in word and not is_known(word)]
