@@ -68,8 +68,8 @@ def _check(config: Config) -> None:
 
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Takes from the model and the data what no key says, see `train.Kind`: the tokenizer of the model that the run
-    starts from, and the length of a row.
+    """Sets keys that nothing gives, see `train.Kind`: the tokenizer of the model that the run starts from, the columns
+    of the data, and the length of a row.
 
     Raises:
       UserError: they cannot be read.

@@ -78,7 +78,7 @@ class Loaded:
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Sets keys that nothing gives to `values`, which the model and the data of the run say.
+        """Sets keys that nothing gives to `values`, which come from the model and the data of the run.
 
         Raises:
           UserError: they contradict other keys.

@@ -2,7 +2,7 @@
 
 A body of megabytes can take seconds: to parse, to render, to encode, and to find out that it does not fit. In a thread,
 this work would hold up the event loop and every other request, because Python runs one thread at a time. Bodies of
-HUGE bytes and more have another process, so that long conversations do not wait for them.
+more than HUGE bytes have a second process, so that long conversations do not wait for them.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from trainer.inference import Sampling
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.queries import Query, as_api_error, query, read_json
 
-LARGE, HUGE = 1 << 13, 1 << 16  # bytes of a body; a thread reads smaller ones than LARGE within about 20 ms
+LARGE, HUGE = 1 << 13, 1 << 16  # bytes of a body; a thread needs up to about 20 ms for LARGE
 _MOST_WAITING, _START_SECONDS = 64, 120
 
 Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts

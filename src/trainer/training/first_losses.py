@@ -5,7 +5,7 @@ from collections.abc import Callable
 from trainer.config import Config
 from trainer.config.words import counted
 
-# A loss of a later batch that is larger than the first by both is not the difference between two batches.
+# Two batches of one model differ by less: a later loss must exceed the first by both.
 FACTOR, MARGIN = 2.0, 1.0  # times the first loss; nats above it
 UPDATES = 20  # how many are watched
 
