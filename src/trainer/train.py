@@ -42,8 +42,8 @@ class Kind:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
-      prepare: sets keys that nothing gives to what the model and the data say (`Loaded.complete`), and returns them. The
-        function gets lines for the user. It runs after JAX is loaded, in the first process.
+      prepare: sets keys that nothing gives to what the model and the data say (`Loaded.complete`), and returns them.
+        Its function gets lines for the user. It runs after JAX is loaded, in the first process.
       encoder: returns the encoder of records, see `data.open_dataset`.
       prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
       dataset: opens other data than records, given the resolved configuration, with lines to the function.
