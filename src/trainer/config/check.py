@@ -24,7 +24,7 @@ from trainer.config.capabilities.lora_keys import LORA_CHECKS
 from trainer.config.capabilities.mtp_keys import MTP_CHECKS
 from trainer.config.capabilities.optimizers import groups_of
 from trainer.config.capabilities.pipeline_keys import PIPELINE_CHECKS
-from trainer.config.capabilities.quantization_keys import QUANTIZATION_CHECKS, UNQUANTIZED
+from trainer.config.capabilities.quantization_keys import QUANTIZATION_CHECKS
 from trainer.config.capabilities.rl_keys import RL_CHECKS
 from trainer.config.capabilities.sparsity_keys import SPARSITY_CHECKS
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
@@ -334,7 +334,7 @@ CHECKS = (
     Check(("metrics_file",), _metrics_file),
     *(Check((key,), _path(key)) for key in (*DATA_PATHS, *_PATHS)),
     Check(("coordinator_address", "num_processes", "process_id"), _processes),
-    Check((scale.SCALE,), scale.problem),
+    Check(("global_parameter_scale",), scale.problem),
     Check(("base_num_query_heads", "base_num_kv_heads"), _heads),
     Check(("head_dim",), _head_dim),
     Check(("custom_device_tensors", "custom_offload_tensors"), _custom_tensors),
@@ -352,7 +352,7 @@ CHECKS = (
     Check(("profile_periodically_period", "profiler_steps"), _profiled_again),
     Check(("adamw_mask",), _regexes("adamw_mask")),
     Check(("trainable_parameters_mask",), _regexes("trainable_parameters_mask")),
-    Check((UNQUANTIZED,), _regexes(UNQUANTIZED)),
+    Check(("unquantized_modules",), _regexes("unquantized_modules")),
     Check(("learning_rate_groups",), _groups),
     *(Check(keys, _open_axes(keys)) for keys in _SIZES),
     *(

@@ -8,16 +8,14 @@ from trainer.config.capabilities.context_keys import CONTEXT_INERT, splits_rows
 from trainer.config.capabilities.context_keys import KEYS as OF_CONTEXT
 from trainer.config.capabilities.data_keys import DATA_INERT
 from trainer.config.capabilities.decoding_keys import DECODING_INERT
+from trainer.config.capabilities.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.capabilities.expert_keys import (
-    BIAS,
-    BIAS_RATE,
     dense_layers,
     has_experts,
     only_experts,
     sends,
     some_experts,
 )
-from trainer.config.capabilities.expert_keys import KEYS as OF_EXPERTS
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.lora_keys import LORA_INERT
 from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
@@ -75,7 +73,7 @@ INERT = (
         lambda c: some_experts(c) and not dense_layers(c),
         "every layer has experts, whose width is base_moe_mlp_dim",
     ),
-    Inert((BIAS_RATE,), lambda c: not c[BIAS], f"{BIAS}=false"),
+    Inert(("routed_bias_update_rate",), lambda c: not c.routed_bias, "routed_bias=false"),
     Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
     Inert(LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
     Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),

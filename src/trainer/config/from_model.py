@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.capabilities.chat_keys import METHODS
-from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.config.dump import to_flow
 from trainer.config.keys import Config
 from trainer.config.schema import schema
@@ -18,7 +17,7 @@ Entry = Any | Callable[[Config], Any]
 
 def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], float]:
     """Returns the entry of a value that is larger with adapters."""
-    return lambda config: with_adapters if config[ENABLE] else otherwise
+    return lambda config: with_adapters if config.enable_lora else otherwise
 
 
 _WARM_UP = {"warmup_steps_fraction": 0.1}

@@ -6,10 +6,10 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.capabilities.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
+from trainer.config.capabilities.context_keys import CONTEXT_CHECKS, splits_rows, token_order
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.kernels import choose_attention, shares_of_queries
-from trainer.config.capabilities.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
+from trainer.config.capabilities.pipeline_keys import PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
 from trainer.config.capabilities.splash_tiles import wrong_tiles
 from trainer.config.capabilities.vocab_tiles import choose_tiles, divisors
 from trainer.config.capabilities.windows import period
@@ -40,7 +40,7 @@ def resolve(
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if order := token_order(values):
-        values[ORDER] = order[0]
+        values["context_parallel_reorder_strategy"] = order[0]
     if mesh:
         mistakes += _misfits(values, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
@@ -170,7 +170,7 @@ def _other_counts(values: Mapping[str, Any], count: int, shards: int, batches: C
     fitting = [n * stages(values) for n in divisors(round(rows) // step for rows in batches)]
     below = [n for n in fitting if fewest(values) <= n < count][-1:]
     near = [*below, *[n for n in fitting if n > count][:1]]
-    return f", or {MICROBATCHES}={' or '.join(map(str, near))}" if near else ""
+    return f", or num_pipeline_microbatches={' or '.join(map(str, near))}" if near else ""
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], count: int = 1) -> str:
@@ -179,7 +179,7 @@ def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], cou
     splitting = [f"{axis} {mesh[axis]}" for axis in axes if mesh[axis] > 1]
     by_rule = f" by the rule of {' and '.join(names)}"
     if count > 1:
-        splitting, by_rule = [f"{MICROBATCHES} {count}", *splitting], by_rule if splitting else ""
+        splitting, by_rule = [f"num_pipeline_microbatches {count}", *splitting], by_rule if splitting else ""
     total = f" = {count * _product(mesh, axes)}" if len(splitting) > 1 else ""
     return f"{' x '.join(splitting) or 'no mesh axis above 1'}{total}{by_rule}"
 

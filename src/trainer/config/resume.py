@@ -6,13 +6,12 @@ from typing import Any
 import ml_collections
 
 from trainer.config.capabilities.context_keys import KEYS as CONTEXT
-from trainer.config.capabilities.context_keys import STRATEGY, parts
+from trainer.config.capabilities.context_keys import parts
 from trainer.config.capabilities.decoding_keys import DRAWN
 from trainer.config.capabilities.decoding_keys import KEYS as DECODING
 from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.capabilities.pipeline_keys import KEYS as PIPELINE
 from trainer.config.capabilities.splash_tiles import KEYS as TILES
-from trainer.config.capabilities.vocab_tiles import KEY as TILES_OF_THE_LOSS
 from trainer.config.derived import DCN, ICI, global_batch_rows, has_dropout, has_reference, islands
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.errors import UserError
@@ -38,7 +37,7 @@ LAYOUT = (
     *PIPELINE,
     *CONTEXT,
     *TILES.values(),
-    TILES_OF_THE_LOSS,
+    "num_vocab_tiling",
     *PROCESSES,
 )
 # Of these, the keys that leave the program's arithmetic as it is.
@@ -48,7 +47,6 @@ _SAME_BITS = (
     *("sharding_tolerance", "debug_sharding", "optimizer_memory_host_offload", "parameter_memory_host_offload"),
 )
 # May change where rows are split over devices in another way, because few kernels support each strategy.
-KERNEL = "attention"
 # The same global batch may be split differently.
 BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 # The length of the run. The schedule follows it unless its own length is given.
@@ -165,7 +163,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
     if _rows_split(before) != _rows_split(config):
-        allowed = allowed.union([KERNEL])
+        allowed = allowed.union(["attention"])
     if not has_dropout(before) and not has_dropout(config):
         allowed = allowed.union(["enable_dropout"])
     if config.use_grpo:
@@ -210,7 +208,9 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
     may round differently; "" if the program is the same."""
     before = _with_defaults(saved)
     changed = [
-        name for name in (*LAYOUT, *BATCH, KERNEL) if name not in _SAME_BITS and before[name] != frozen(config[name])
+        name
+        for name in (*LAYOUT, *BATCH, "attention")
+        if name not in _SAME_BITS and before[name] != frozen(config[name])
     ]
     changes = ", ".join(_change(before, config, name) for name in changed)
     return changes and f"losses may differ in the last bits, because these keys change the compiled program: {changes}"
@@ -241,7 +241,7 @@ def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
 
 def _rows_split(config: Config) -> tuple[int, str]:
     count = parts(config)
-    return count, config[STRATEGY] if count > 1 else ""
+    return count, config.context_parallel_strategy if count > 1 else ""
 
 
 def islands_of(saved: Mapping[str, Any]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
-from trainer.config.capabilities.quantization_keys import ROUNDING, rounds
+from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
@@ -14,17 +14,14 @@ from trainer.config.rules import make_rules
 
 Values = Mapping[str, Any]  # a configuration
 
-STRATEGY, BALANCE, ORDER = (
-    *("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy"),
-)
-KEYS = (STRATEGY, BALANCE, ORDER)
+KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
 AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
 SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
 CHUNKS = "dual_chunk_swap"
 # The logical axes of a row's tokens. In attention no other mesh axis may split them.
 IN_ATTENTION = ("activation_q_length", "activation_kv_length")
 LENGTHS = ("activation_length", *IN_ATTENTION, "activation_norm_length")
-IN_ORDER = f"set {BALANCE}=false"
+IN_ORDER = "set context_parallel_load_balance=false"
 
 
 def parts(config: Values) -> int:
@@ -41,15 +38,17 @@ def token_order(config: Values) -> tuple[str, int] | None:
     """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
     devices; see `ops.order`. None: they stay in order."""
     n = _sizes(config)[CONTEXT]
-    if n == 1 or not config[BALANCE] or config[STRATEGY] == "ulysses":  # which splits heads, all with the same work
+    if (
+        n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses"
+    ):  # which splits heads, all with the same work
         return None
     # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
-    return CHUNKS if config[ORDER] == "auto" else config[ORDER], n
+    return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n
 
 
 def heads_axis(config: Values) -> str | None:
     """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, if any."""
-    return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config[STRATEGY])
+    return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
 def _sizes(config: Values) -> dict[str, int]:
@@ -100,9 +99,12 @@ def _heads(config: Values) -> str | None:
 
 
 def _usp(config: Values) -> str | None:
-    if _sizes(config)[ULYSSES] == 1 or config[STRATEGY] == "usp":
+    if _sizes(config)[ULYSSES] == 1 or config.context_parallel_strategy == "usp":
         return None
-    return f"only the strategy usp uses the mesh axis {ULYSSES}; set {STRATEGY}=usp, or use the axis {CONTEXT}"
+    return (
+        f"only the strategy usp uses the mesh axis {ULYSSES}; set context_parallel_strategy=usp, or use the "
+        f"axis {CONTEXT}"
+    )
 
 
 def _rules(config: Values) -> str | None:
@@ -115,7 +117,9 @@ def _rules(config: Values) -> str | None:
     for name in LENGTHS:
         whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
         # usp takes the last axis of the rule for the inner one, whatever its size.
-        if whole != ours or (config[STRATEGY] == "usp" and name in IN_ATTENTION and rules[name] != AXES):
+        if whole != ours or (
+            config.context_parallel_strategy == "usp" and name in IN_ATTENTION and rules[name] != AXES
+        ):
             must = "be" if name in IN_ATTENTION else "begin with"
             problems.append(f"the rule of {name} must {must} [{','.join(AXES)}]")
     # Attention is computed per device: each must have the key heads of its query heads.
@@ -172,8 +176,8 @@ CONTEXT_CHECKS = (
     *_if(
         splits_rows,
         (("max_target_length",), _length),
-        (("base_num_query_heads", STRATEGY), _heads),
-        ((STRATEGY, ICI[ULYSSES], DCN[ULYSSES]), _usp),
+        (("base_num_query_heads", "context_parallel_strategy"), _heads),
+        (("context_parallel_strategy", ICI[ULYSSES], DCN[ULYSSES]), _usp),
         (("logical_axis_rules",), _rules),
         (("sparse_matmul", "capacity_factor"), _capacity),
         (("decoder_block",), _recurrent),
@@ -182,7 +186,7 @@ CONTEXT_CHECKS = (
         token_order,
         (("decoder_block",), _own_block),
         (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
-        ((ROUNDING,), _rounding),
+        (("bwd_stochastic_rounding",), _rounding),
         (("mtp_eval_target_module",), _acceptance),
     ),
 )
@@ -194,11 +198,19 @@ def _one_size(axis: str) -> Callable[[Config], bool]:
 
 CONTEXT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
-    ((BALANCE, ORDER), lambda c: c[STRATEGY] == "ulysses", f"{STRATEGY}=ulysses gives each device whole rows"),
     (
-        (BALANCE, ORDER),
+        ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
+        lambda c: c.context_parallel_strategy == "ulysses",
+        "context_parallel_strategy=ulysses gives each device whole rows",
+    ),
+    (
+        ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
         _one_size(CONTEXT),
         f"only over the mesh axis {CONTEXT}, which has one device",
     ),
-    ((ORDER,), lambda c: not c[BALANCE], f"{BALANCE}=false"),
+    (
+        ("context_parallel_reorder_strategy",),
+        lambda c: not c.context_parallel_load_balance,
+        "context_parallel_load_balance=false",
+    ),
 )

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.capabilities.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
-from trainer.config.capabilities.invariant_keys import KEY, OP
+from trainer.config.capabilities.context_keys import AXES, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.invariant_keys import OP
 from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
 from trainer.config.keys import Config
@@ -87,7 +87,7 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
-    if values[KEY]:
+    if values["batch_invariant"]:
         return OP, []
     asked, strategy = values["attention"], _strategy(values)
     if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH and "dot_product" in strategy.kernels:
@@ -113,13 +113,21 @@ def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str
 
 
 def _strategy(values: Mapping[str, Any]) -> Strategy:
-    return STRATEGIES[values[STRATEGY]] if splits_rows(values) else Strategy(tuple(KERNELS), whole_rows=True)
+    return (
+        STRATEGIES[values["context_parallel_strategy"]]
+        if splits_rows(values)
+        else Strategy(tuple(KERNELS), whole_rows=True)
+    )
 
 
 def _unmet(name: str, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
     """Returns what the kernel `name` does not support in `values`, including how rows are split over devices."""
     kernels = _strategy(values).kernels
-    over = [] if name in kernels else [f"{STRATEGY}={values[STRATEGY]} (only {', '.join(kernels)})"]
+    over = (
+        []
+        if name in kernels
+        else [f"context_parallel_strategy={values['context_parallel_strategy']} (only {', '.join(kernels)})"]
+    )
     return [*over, *unsupported(KERNELS[name], values, mesh, platform)]
 
 

@@ -14,12 +14,19 @@ Values = Mapping[str, Any]  # a configuration
 
 STAGE = "stage"  # the mesh axis
 SIZES = (ICI[STAGE], DCN[STAGE])
-MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
-LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
-SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
-REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 GATHERS = ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
-KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, *GATHERS)
+KEYS = (
+    "num_pipeline_microbatches",
+    "num_pipeline_repeats",
+    "num_layers_per_pipeline_stage",
+    "pipeline_parallel_layers",
+    "pipeline_delay_activation_forwarding",
+    "scan_pipeline_iterations",
+    "scan_layers_per_stage",
+    "set_remat_policy_on_pipeline_iterations",
+    "set_remat_policy_on_layers_per_stage",
+    *GATHERS,
+)
 # The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
 # its rule.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
@@ -84,12 +91,16 @@ def stages(config: Values) -> int:
 
 def delay(config: Values) -> int:
     """Returns the number of iterations until the next stage has a result."""
-    return 2 if config[DELAY] else 1
+    return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
 def microbatches(config: Values) -> int:
     """Returns the number of microbatches of the pipeline; 1 without one."""
-    return config[MICROBATCHES] if config[MICROBATCHES] > 0 and stages(config) > 1 else fewest(config)
+    return (
+        config.num_pipeline_microbatches
+        if config.num_pipeline_microbatches > 0 and stages(config) > 1
+        else fewest(config)
+    )
 
 
 def fewest(config: Values) -> int:
@@ -112,12 +123,16 @@ def unpipelined(config: Config) -> Config:
 
 
 def _microbatches(config: Values) -> str | None:
-    given, count, least = config[MICROBATCHES], stages(config), fewest(config)
+    given, count, least = config.num_pipeline_microbatches, stages(config), fewest(config)
     if given == -1 or (given % count == 0 and given >= least):
         return None
     below = given // count * count
     fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
-    twice = f", at least {least}, since a result arrives an iteration later" if config[DELAY] else ""
+    twice = (
+        f", at least {least}, since a result arrives an iteration later"
+        if config.pipeline_delay_activation_forwarding
+        else ""
+    )
     return f"must be a multiple of the {counted(count, 'stage')}{twice}; nearest: {fitting}"
 
 
@@ -153,7 +168,7 @@ def _gathers(config: Values) -> str | None:
 
 
 _ALL = (
-    ((MICROBATCHES, DELAY), _microbatches),
+    (("num_pipeline_microbatches", "pipeline_delay_activation_forwarding"), _microbatches),
     (("logical_axis_rules",), _rules),
     (("enable_streaming_diloco",), _streaming),
 )
@@ -165,6 +180,10 @@ PIPELINE_CHECKS = (
 
 PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
-    ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
-    ((REMAT, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
+    (("scan_layers_per_stage",), lambda c: c.num_layers_per_pipeline_stage == 1, "num_layers_per_pipeline_stage=1"),
+    (
+        ("set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"),
+        lambda c: c.remat_policy == "none",
+        "remat_policy=none",
+    ),
 )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config.capabilities.invariant_keys import KEY, TILE
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.errors import shortened
 from trainer.config.keys import Config
 
@@ -47,7 +47,7 @@ def _pipeline(config: Config) -> str | None:
 
 
 def _begins(config: Config) -> str | None:
-    if not (config[KEY] and token_files(config) and config.reset_attention_mask):
+    if not (config.batch_invariant and token_files(config) and config.reset_attention_mask):
         return None
     return (
         f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
@@ -59,7 +59,7 @@ TOKEN_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = 
     (("mmap_npy_split",), _split),
     (("grain_file_type", "packing"), _packing),
     (("grain_file_type", "data_pipeline"), _pipeline),
-    ((KEY, "grain_file_type", "reset_attention_mask"), _begins),
+    (("batch_invariant", "grain_file_type", "reset_attention_mask"), _begins),
 )
 TOKEN_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     (_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),

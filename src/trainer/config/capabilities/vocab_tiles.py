@@ -9,7 +9,6 @@ from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
 
-KEY = "num_vocab_tiling"
 AUTOMATIC = -1
 _SUM_BYTES = 4  # bytes per entry of the head's gradient, which is summed over tiles in float32
 _TOKENS = ("activation_batch", "activation_length")
@@ -18,12 +17,12 @@ _TOKENS = ("activation_batch", "activation_length")
 def choose_tiles(values: dict[str, Any]) -> list[str]:
     """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch whose tokens are not divisible
     by the value. The mesh and batch sizes must be filled in and fit each other."""
-    asked, tokens = values[KEY], _tokens_per_device(values)
+    asked, tokens = values["num_vocab_tiling"], _tokens_per_device(values)
     if asked == AUTOMATIC:
-        values[KEY] = worthwhile_tiles(values)
+        values["num_vocab_tiling"] = worthwhile_tiles(values)
         return []
     return [
-        f"{KEY}={asked}: {count} tokens per device in {what} are not a multiple of it; "
+        f"num_vocab_tiling={asked}: {count} tokens per device in {what} are not a multiple of it; "
         f"nearest: {_nearest(asked, tokens.values())}"
         for what, count in tokens.items()
         if count % asked
@@ -74,18 +73,19 @@ def tile_bytes(config: Mapping[str, Any]) -> tuple[int, int]:
 
 def chosen(asked: Any, config: Config) -> list[str]:
     """Returns a line on what -1 in `asked` means in the resolved `config`; nothing if `asked` has another number."""
-    if asked[KEY] != AUTOMATIC:
+    if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
-    tiles, (logits, waiting) = config[KEY], tile_bytes(config)
+    tiles, (logits, waiting) = config.num_vocab_tiling, tile_bytes(config)
     if tiles == 1:
         within = "" if logits <= waiting else f" up to {_most(logits, waiting)} that divides the tokens"
         return [
-            f"{KEY}={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number of tiles{within} "
+            f"num_vocab_tiling={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number "
+            f"of tiles{within} "
             f"saves more than the {_size(waiting)} that the head's gradient would add"
         ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
-        f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
+        f"num_vocab_tiling={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
         f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}; "
         "that covers only head and loss: the step's peak may not shrink, compare with trainer.train_compile"
     ]
