@@ -30,7 +30,7 @@ FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
 }
 
 
-def command_of(config: Mapping[str, Any]) -> str:
+def command_of(config: Config) -> str:
     """Returns the command whose run the configuration describes."""
     return next((command for key, (command, _) in METHODS.items() if config[key]), TRAIN)
 
@@ -53,7 +53,7 @@ def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
     }
 
 
-def taken_from_model(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def taken_from_model(values: Config, sources: Mapping[str, str]) -> str:
     """Returns a line about the values of the table that a configuration has; "" if they are those of base.yml."""
     source = _SOURCE.format(command_of(values))
     taken = [name for name, where in sources.items() if where == source]

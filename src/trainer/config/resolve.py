@@ -16,6 +16,7 @@ from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
+from trainer.config.keys import Config
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
@@ -33,19 +34,19 @@ def resolve(
     Raises:
       UserError: lists all errors of the stage, one line each.
     """
-    values = {name: frozen(value) for name, value in config.items()}
+    values = ml_collections.ConfigDict({name: frozen(value) for name, value in config.items()})
     _fill(values, platform)
-    mistakes = _other_hardware(values["hardware"], platform)
+    mistakes = _other_hardware(values.hardware, platform)
     mesh_problems = fill_mesh(values, device_count, num_slices)
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if order := token_order(values):
-        values["context_parallel_reorder_strategy"] = order[0]
+        values.context_parallel_reorder_strategy = order[0]
     if mesh:
         mistakes += _misfits(values, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
         mistakes += split_on(values, mesh) or [*_misfits(values, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
-    values["attention"], unsupported = choose_attention(values, mesh, platform)
+    values.attention, unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
     mistakes += unsupported or _wrong_tiles(values)
@@ -54,8 +55,8 @@ def resolve(
     return ml_collections.FrozenConfigDict(values)
 
 
-def _wrong_tiles(values: Mapping[str, Any]) -> list[str]:
-    return wrong_tiles(values, shares_of_queries(values)) if values["attention"] == "splash" else []
+def _wrong_tiles(values: Config) -> list[str]:
+    return wrong_tiles(values, shares_of_queries(values)) if values.attention == "splash" else []
 
 
 def _other_hardware(hardware: str, platform: str) -> list[str]:
@@ -64,10 +65,9 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
     return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
 
 
-def _misfits(values: Mapping[str, Any], checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
+def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
     """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
-    config = ml_collections.FrozenConfigDict(values)
-    failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
+    failed = [(keys, said) for keys, problem in checks if (said := problem(values))]
     return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
 
 
@@ -82,36 +82,36 @@ def frozen(value: Any) -> Any:
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _fill(values: dict[str, Any], platform: str) -> None:
-    if values["dtype"] == "auto":
-        values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
+def _fill(values: Config, platform: str) -> None:
+    if values.dtype == "auto":
+        values.dtype = "float32" if platform == "cpu" else "bfloat16"
     for key, followed in FOLLOWS.items():
         values[key] = values[key] or followed(values)
-    values |= fixed(values)
-    values["sliding_window_pattern"] = period(values) or values["sliding_window_pattern"]
+    values.update(fixed(values))
+    values.sliding_window_pattern = period(values) or values.sliding_window_pattern
     published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
-    if values["rope_type"] in published:
-        factor, length = published[values["rope_type"]]
-        values["rope_factor"] = values["rope_factor"] or factor
-        values["original_max_position_embeddings"] = values["original_max_position_embeddings"] or length
-    if values["use_grpo"] and values["num_batches"] > 0:
-        values["steps"] = values["num_batches"] * values["rl_num_iterations"]
-    if values["steps"] == -1:
-        values["steps"] = values["learning_rate_schedule_steps"]
-    if values["learning_rate_schedule_steps"] == -1:
-        values["learning_rate_schedule_steps"] = values["steps"]
+    if values.rope_type in published:
+        factor, length = published[values.rope_type]
+        values.rope_factor = values.rope_factor or factor
+        values.original_max_position_embeddings = values.original_max_position_embeddings or length
+    if values.use_grpo and values.num_batches > 0:
+        values.steps = values.num_batches * values.rl_num_iterations
+    if values.steps == -1:
+        values.steps = values.learning_rate_schedule_steps
+    if values.learning_rate_schedule_steps == -1:
+        values.learning_rate_schedule_steps = values.steps
 
 
-def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each length that is not divisible by the mesh axes of its rules."""
     blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    rules = make_rules(values["logical_axis_rules"])
+    rules = make_rules(values.logical_axis_rules)
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
     if splits_rows(values):  # one of `CONTEXT_CHECKS` is about tokens
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
-    if values["mtp_num_layers"]:
+    if values.mtp_num_layers:
         sized.append(PROJECTED)
     for name, key in sized:
         if values[key] % _product(mesh, rules[name]):
@@ -129,14 +129,14 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     return lines
 
 
-def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each batch size that does not give all shards of the batch, or of each microbatch of a
     pipeline, the same whole number of rows."""
     keys = ["per_device_batch_size"]
-    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
+    if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")
     # The rows of an island are sharded by the rule.
-    axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
+    axes = ("diloco", *make_rules(values.logical_axis_rules)["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
         count = 1  # `PIPELINE_CHECKS` reports it
@@ -161,7 +161,7 @@ def _is_whole(rows: float) -> bool:
     return round(rows) >= 1 and abs(rows - round(rows)) < 1e-6
 
 
-def _other_counts(values: Mapping[str, Any], count: int, shards: int, batches: Collection[float]) -> str:
+def _other_counts(values: Config, count: int, shards: int, batches: Collection[float]) -> str:
     """Returns the nearest numbers of a pipeline's microbatches that divide all `batches` into whole rows of each of the
     `shards`, in words; "" if there are none."""
     step = stages(values) * shards

@@ -1,7 +1,6 @@
 """global_parameter_scale: multiplies the number of parameters of the model by about this factor."""
 
-from collections.abc import Mapping
-
+from trainer.config.keys import Config
 from trainer.config.reader import Setting
 
 
@@ -59,7 +58,7 @@ def is_power_of_two(scale: int) -> bool:
     return scale >= 1 and scale & (scale - 1) == 0
 
 
-def problem(config: Mapping[str, int]) -> str | None:
+def problem(config: Config) -> str | None:
     """Returns why the scale cannot be applied, or None. The scale is 1 after the sizes are scaled."""
     scale = config.global_parameter_scale
     if is_power_of_two(scale):

@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.layers.matrices import matrices
 from trainer.layers.stack import MakeBlock
 from trainer.models.adapters import is_adapted
@@ -119,7 +118,7 @@ def masked_kernels(config: Config) -> list[Kernel]:
       UserError: a block is a user's Linen module, there is no such matrix, or the length of the axis that a product
         sums over is no multiple of weight_sparsity_m.
     """
-    if not is_sparse(config):
+    if (m := config.weight_sparsity_m) is None:
         return []
     found = [
         kernel
@@ -129,14 +128,10 @@ def masked_kernels(config: Config) -> list[Kernel]:
         if is_masked(kernel.name)
     ]
     if not found:
-        raise UserError(f"weight_sparsity_m={config.weight_sparsity_m}: no matrix is masked; {_CHOSEN}")
+        raise UserError(f"weight_sparsity_m={m}: no matrix is masked; {_CHOSEN}")
     lengths = {kernel.name: math.prod(kernel.in_shape) for kernel in found}
-    if unfit := [f"{name}: {length}" for name, length in lengths.items() if length % config.weight_sparsity_m]:
-        raise UserError(
-            "\n  ".join(
-                [f"weight_sparsity_m={config.weight_sparsity_m} does not divide the number of inputs of", *unfit]
-            )
-        )
+    if unfit := [f"{name}: {length}" for name, length in lengths.items() if length % m]:
+        raise UserError("\n  ".join([f"weight_sparsity_m={m} does not divide the number of inputs of", *unfit]))
     return found
 
 

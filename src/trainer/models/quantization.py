@@ -41,9 +41,9 @@ def _makers(config: Config) -> tuple[MakeProduct, MakeProduct]:
 
 def storage_of(config: Config) -> Storage:
     """Returns how quantized weights are stored."""
-    block = tuple(config.weight_block_size or (0, 1))
-    method = config.weight_quantization_calibration_method.lower()
-    return Storage(STORED_DTYPES[config.quantization], block, method, config.weight_quantization_algorithm == "awq")
+    inputs, outputs = config.weight_block_size or (0, 1)
+    method, algorithm = config.weight_quantization_calibration_method.lower(), config.weight_quantization_algorithm
+    return Storage(STORED_DTYPES[config.quantization], (inputs, outputs), method, algorithm == "awq")
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:

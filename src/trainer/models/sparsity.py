@@ -6,7 +6,6 @@ import re
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.layers.sparse import GroupedSparse, Sparse
 from trainer.models.quantization import HEAD, MTP, ROUTER
 from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain
@@ -19,7 +18,7 @@ def is_masked(name: str) -> bool:
 
 def with_masks(config: Config, rules: Rules) -> Rules:
     """Returns `rules`, in which the products of masked matrices have a mask each; `rules` without weight sparsity."""
-    if not is_sparse(config):
+    if config.weight_sparsity_n is None:
         return rules
     return [
         (pattern, functools.partial(_masked, config.weight_sparsity_n, make))

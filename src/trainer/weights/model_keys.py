@@ -156,10 +156,8 @@ def check_same_model(
         else:
             differing.append(name)
     if differing:
-        have = ", ".join(
-            f"{as_words(config, [name])[0]}{', whose blocks may compute something else' if name == 'decoder_block' else ''}"
-            for name in differing
-        )
+        other = {"decoder_block": ", whose blocks may compute something else"}
+        have = ", ".join(f"{as_words(config, [name])[0]}{other.get(name, '')}" for name in differing)
         raise UserError(
             f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"

@@ -17,6 +17,7 @@ from trainer.config.capabilities.pipeline_keys import (
 )
 from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.effects import without_effect_here
+from trainer.config.keys import Config
 from trainer.config.maxtext import verdicts
 from trainer.config.resume import LAYOUT
 from trainer.maxtext.command_line import parse
@@ -303,6 +304,6 @@ def test_the_command_of_maxtext():
 
 
 def test_batch_invariant_names_what_is_split():
-    stage, tensor = split_on({"batch_invariant": True}, {"data": 2, "stage": 2, "tensor": 2})
+    stage, tensor = split_on(Config({"batch_invariant": True}), {"data": 2, "stage": 2, "tensor": 2})
     assert stage == "batch_invariant=true: stage has 2 devices: bits of a pipeline are not proved; use data and fsdp"
     assert tensor.startswith("batch_invariant=true: tensor has 2 devices: each device must have whole rows")

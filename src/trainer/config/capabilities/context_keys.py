@@ -2,7 +2,7 @@
 effect."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
@@ -11,8 +11,6 @@ from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
-
-Values = Mapping[str, Any]  # a configuration
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
 AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
@@ -24,17 +22,17 @@ LENGTHS = ("activation_length", *IN_ATTENTION, "activation_norm_length")
 IN_ORDER = "set context_parallel_load_balance=false"
 
 
-def parts(config: Values) -> int:
+def parts(config: Config) -> int:
     """Returns over how many devices the tokens of a row are split. A size that is not known yet counts as 1."""
     return math.prod(_sizes(config)[axis] for axis in AXES)
 
 
-def splits_rows(config: Values) -> bool:
+def splits_rows(config: Config) -> bool:
     """Returns whether the tokens of a row are split over devices, as far as the sizes are known."""
     return parts(config) > 1
 
 
-def token_order(config: Values) -> tuple[str, int] | None:
+def token_order(config: Config) -> tuple[str, int] | None:
     """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
     devices; see `ops.order`. None: they stay in order."""
     n = _sizes(config)[CONTEXT]
@@ -46,24 +44,24 @@ def token_order(config: Values) -> tuple[str, int] | None:
     return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n
 
 
-def heads_axis(config: Values) -> str | None:
+def heads_axis(config: Config) -> str | None:
     """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, if any."""
     return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
-def _sizes(config: Values) -> dict[str, int]:
+def _sizes(config: Config) -> dict[str, int]:
     return {axis: max(1, size) for axis, size in mesh_axes(config).items()}
 
 
-def _product(config: Values, *axes: str) -> tuple[int, str]:
+def _product(config: Config, *axes: str) -> tuple[int, str]:
     """Returns how many parts mesh axes make together, also as text: "context 4 x tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _sizes(config)[axis]) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
 
 
-def _length(config: Values) -> str | None:
-    length, rules = config["max_target_length"], make_rules(config["logical_axis_rules"])
+def _length(config: Config) -> str | None:
+    length, rules = config.max_target_length, make_rules(config.logical_axis_rules)
     wholes: dict[int, str] = {}
     for name in LENGTHS:
         count, shown = _product(config, *rules[name])
@@ -85,9 +83,9 @@ def nearest_multiples(number: int, step: int) -> str:
     return " or ".join(str(n) for n in (below, below + step) if n)
 
 
-def _heads(config: Values) -> str | None:
+def _heads(config: Config) -> str | None:
     axis, key = heads_axis(config), "base_num_query_heads"
-    rule = [name for name in make_rules(config["logical_axis_rules"])["activation_heads"] if name not in AXES]
+    rule = [name for name in make_rules(config.logical_axis_rules)["activation_heads"] if name not in AXES]
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _sizes(config)[axis]) == 0:
         return None  # `resolve` reports heads that the rule does not divide
@@ -98,7 +96,7 @@ def _heads(config: Values) -> str | None:
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
 
 
-def _usp(config: Values) -> str | None:
+def _usp(config: Config) -> str | None:
     if _sizes(config)[ULYSSES] == 1 or config.context_parallel_strategy == "usp":
         return None
     return (
@@ -107,8 +105,8 @@ def _usp(config: Values) -> str | None:
     )
 
 
-def _rules(config: Values) -> str | None:
-    rules, sizes = make_rules(config["logical_axis_rules"]), _sizes(config)
+def _rules(config: Config) -> str | None:
+    rules, sizes = make_rules(config.logical_axis_rules), _sizes(config)
 
     def split(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in rules[name] if sizes[axis] > 1)
@@ -132,20 +130,20 @@ def _capacity(config: Config) -> str | None:
     return "which tokens are dropped depends on the whole row; set sparse_matmul=true" if drops(config) else None
 
 
-def _recurrent(config: Values) -> str | None:
+def _recurrent(config: Config) -> str | None:
     facts = facts_of(config)
     if facts is None or not facts.recurrent:
         return None
     return "its blocks have a recurrent state, which passes from token to token; do not split rows over devices"
 
 
-def _own_block(config: Values) -> str | None:
+def _own_block(config: Config) -> str | None:
     if facts_of(config) is not None:
         return None
     return f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}"
 
 
-def _dropout(config: Values) -> str | None:
+def _dropout(config: Config) -> str | None:
     if not has_dropout(config):
         return None
     return f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
@@ -157,14 +155,14 @@ def _rounding(config: Config) -> str | None:
     return f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
 
 
-def _acceptance(config: Values) -> str | None:
-    if not config["mtp_eval_target_module"] or config["eval_interval"] <= 0:
+def _acceptance(config: Config) -> str | None:
+    if not config.mtp_eval_target_module or config.eval_interval <= 0:
         return None
     return f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}"
 
 
 def _if(
-    holds: Callable[[Values], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
+    holds: Callable[[Config], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
 ) -> list[tuple[tuple[str, ...], Callable[[Any], str | None]]]:
     def only(problem: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
         return lambda config: problem(config) if holds(config) else None

@@ -1,8 +1,5 @@
 """Keys of mixtures of experts: what they say, and their checks."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainer.config.family import lacks, readers, reads
 from trainer.config.keys import Config
 
@@ -19,7 +16,7 @@ def has_experts(config: Config) -> bool:
     return config.num_experts > 1
 
 
-def only_experts(config: Mapping[str, Any]) -> bool:
+def only_experts(config: Config) -> bool:
     """Whether every feed-forward layer is known to consist of routed experts."""
     return (
         some_experts(config)
@@ -29,19 +26,19 @@ def only_experts(config: Mapping[str, Any]) -> bool:
     )
 
 
-def some_experts(config: Mapping[str, Any]) -> bool:
+def some_experts(config: Config) -> bool:
     """Whether the family is known to have layers with experts."""
     return reads(config, "num_experts")
 
 
-def dense_layers(config: Mapping[str, Any]) -> int:
+def dense_layers(config: Config) -> int:
     """The number of layers without experts, of a family that has layers with experts."""
-    layers, first = config["base_num_decoder_layers"], _first_dense(config)
+    layers, first = config.base_num_decoder_layers, _first_dense(config)
     return layers - (layers - first) // config.interleave_moe_layer_step
 
 
-def _first_dense(config: Mapping[str, Any]) -> int:
-    return config["first_num_dense_layers"] if reads(config, "first_num_dense_layers") else 0
+def _first_dense(config: Config) -> int:
+    return config.first_num_dense_layers if reads(config, "first_num_dense_layers") else 0
 
 
 def scores_by_sigmoid(config: Config) -> bool:

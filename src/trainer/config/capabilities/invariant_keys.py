@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from platform import machine
-from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.derived import DCN, ICI, has_dropout
@@ -80,15 +79,13 @@ def _with_key(problem: Callable[[Config], str | None]) -> Callable[[Config], str
 INVARIANT_CHECKS = tuple((("batch_invariant", *keys), _with_key(problem)) for keys, problem in _ALL)
 
 
-def split_on(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each axis of a resolved `mesh` that must have one device."""
-    wrong = (
-        [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values["batch_invariant"] else ()
-    )
+    wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values.batch_invariant else ()
     return [f"batch_invariant=true: {axis} has {mesh[axis]} devices: {_why_not(axis)}" for axis in wrong]
 
 
-def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]:
+def compiler_options(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
     the key.
 
@@ -100,7 +97,7 @@ def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
-def unchecked(config: Mapping[str, Any], platform: str) -> str:
+def unchecked(config: Config, platform: str) -> str:
     """Returns what to say of bits on a platform where nobody has compared them; "" if somebody has."""
     if not config.batch_invariant or (platform == "cpu" and _is_x86()):
         return ""

@@ -59,14 +59,14 @@ KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.r
 
 def has_first_moment(config: Config) -> bool:
     """Returns whether the configured optimizer has an array in `mu_dtype` for each parameter that it updates."""
-    traits = TRAITS[config["opt_type"]]
+    traits = TRAITS[config.opt_type]
     return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 
 
 def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
     """Returns a lower bound on the bytes of optimizer state per trained parameter. `bytes_of` maps dtypes to bytes."""
-    first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
-    return first + TRAITS[config["opt_type"]].full * bytes_of["float32"]
+    first = bytes_of[config.mu_dtype] if has_first_moment(config) else 0
+    return first + TRAITS[config.opt_type].full * bytes_of["float32"]
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:

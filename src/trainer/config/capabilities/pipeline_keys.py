@@ -1,16 +1,13 @@
 """The keys of pipeline parallelism, their checks, and settings without effect."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
-
-Values = Mapping[str, Any]  # a configuration
 
 STAGE = "stage"  # the mesh axis
 SIZES = (ICI[STAGE], DCN[STAGE])
@@ -84,17 +81,17 @@ class Pipeline:
         return self.repeats, self.stages, self.layers
 
 
-def stages(config: Values) -> int:
+def stages(config: Config) -> int:
     """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
     return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
-def delay(config: Values) -> int:
+def delay(config: Config) -> int:
     """Returns the number of iterations until the next stage has a result."""
     return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
-def microbatches(config: Values) -> int:
+def microbatches(config: Config) -> int:
     """Returns the number of microbatches of the pipeline; 1 without one."""
     return (
         config.num_pipeline_microbatches
@@ -103,12 +100,12 @@ def microbatches(config: Values) -> int:
     )
 
 
-def fewest(config: Values) -> int:
+def fewest(config: Config) -> int:
     """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
     return delay(config) * stages(config) if stages(config) > 1 else 1
 
 
-def nothing_to_gather(config: Values) -> bool:
+def nothing_to_gather(config: Config) -> bool:
     """Returns whether there are stages, but no mesh axis shards weights that they could all-gather."""
     sizes = mesh_axes(config)
     return sizes[STAGE] > 1 and all(sizes[axis] == 1 for axis in FSDP)
@@ -122,7 +119,7 @@ def unpipelined(config: Config) -> Config:
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})
 
 
-def _microbatches(config: Values) -> str | None:
+def _microbatches(config: Config) -> str | None:
     given, count, least = config.num_pipeline_microbatches, stages(config), fewest(config)
     if given == -1 or (given % count == 0 and given >= least):
         return None
@@ -136,8 +133,8 @@ def _microbatches(config: Values) -> str | None:
     return f"must be a multiple of the {counted(count, 'stage')}{twice}; nearest: {fitting}"
 
 
-def _rules(config: Values) -> str | None:
-    rules = make_rules(config["logical_axis_rules"])
+def _rules(config: Config) -> str | None:
+    rules = make_rules(config.logical_axis_rules)
     problems = [
         f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline"
         for name, axes in OF_PIPELINE.items()
@@ -153,16 +150,16 @@ def _rules(config: Values) -> str | None:
     return f"{'; '.join(problems)}; leave it out" if problems else None
 
 
-def _streaming(config: Values) -> str | None:
+def _streaming(config: Config) -> str | None:
     moves = "a fragment is a set of layers, whose parameters would have to move between stages"
-    return f"{moves}; set it to false" if config["enable_streaming_diloco"] else None
+    return f"{moves}; set it to false" if config.enable_streaming_diloco else None
 
 
-def _of_stages(problem: Callable[[Values], str | None]) -> Callable[[Values], str | None]:
+def _of_stages(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
     return lambda config: problem(config) if stages(config) > 1 else None
 
 
-def _gathers(config: Values) -> str | None:
+def _gathers(config: Config) -> str | None:
     both = config[ONCE] and config[PER_REPEAT]
     return "weights are gathered once, or once for each repeat; set one of them" if both else None
 

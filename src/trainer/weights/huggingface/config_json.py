@@ -85,7 +85,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         if keys.get("rope_type") == "yarn":
             keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
     if "num_experts" in hf.sizes and not dense_layers(
-        {"first_num_dense_layers": 0, "interleave_moe_layer_step": 1, **keys}
+        Config({"first_num_dense_layers": 0, "interleave_moe_layer_step": 1, **keys})
     ):
         keys.pop("base_mlp_dim", None)  # no layer has an MLP
     if keys.get("interleave_moe_layer_step") == 1:
