@@ -6,10 +6,12 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.capabilities.context_keys import CONTEXT_CHECKS, splits_rows, token_order
+from trainer.config.capabilities.context_keys import CHECKS as CONTEXT_CHECKS
+from trainer.config.capabilities.context_keys import splits_rows, token_order
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.kernels import choose_attention, shares_of_queries
-from trainer.config.capabilities.pipeline_keys import PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
+from trainer.config.capabilities.pipeline_keys import CHECKS as PIPELINE_CHECKS
+from trainer.config.capabilities.pipeline_keys import STAGE, fewest, microbatches, stages
 from trainer.config.capabilities.splash_tiles import wrong_tiles
 from trainer.config.capabilities.vocab_tiles import choose_tiles, divisors
 from trainer.config.capabilities.windows import period
@@ -24,9 +26,7 @@ from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 
 
-def resolve(
-    config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None
-) -> ml_collections.FrozenConfigDict:
+def resolve(config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None) -> Config:
     """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`).
@@ -52,7 +52,7 @@ def resolve(
     mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
-    return ml_collections.FrozenConfigDict(values)
+    return Config(values)
 
 
 def _wrong_tiles(values: Config) -> list[str]:
@@ -109,7 +109,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
-    if splits_rows(values):  # one of `CONTEXT_CHECKS` is about tokens
+    if splits_rows(values):  # one of the checks of `context_keys` is about tokens
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
     if values.mtp_num_layers:
         sized.append(PROJECTED)
@@ -139,7 +139,7 @@ def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
     axes = ("diloco", *make_rules(values.logical_axis_rules)["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
-        count = 1  # `PIPELINE_CHECKS` reports it
+        count = 1  # the checks of `pipeline_keys` report it
     else:
         axes = tuple(axis for axis in axes if axis != STAGE)  # the stages have different microbatches
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}

@@ -1,14 +1,16 @@
 """What code decides about keys: one row for each group of keys that are treated alike.
 
 A file of capabilities/ has, for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
-which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml has what a user may write: type,
-choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
+which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml has what a user may write:
+type, choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
 """
 
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
+
+from trainer.config.keys import Config
 
 Problem = Callable[[Any], str | None]  # (config) -> what is wrong, or None
 Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, and what may be wrong with them
@@ -66,7 +68,7 @@ class Row(NamedTuple):
 def regexes(key: str) -> Check:
     """Returns the check of a list of regular expressions."""
 
-    def problem(config: Any) -> str | None:
+    def problem(config: Config) -> str | None:
         for pattern in config[key] or ():
             try:
                 re.compile(pattern)

@@ -2,6 +2,7 @@
 
 from trainer.config.keys import Config
 from trainer.config.reader import Setting
+from trainer.config.rows import Check
 
 
 def factors(scale: int) -> dict[str, int]:
@@ -65,3 +66,6 @@ def problem(config: Config) -> str | None:
         return None
     below = 1 << (scale.bit_length() - 1)
     return f"must be a power of two; nearest: {below} or {2 * below}; for a size between them set the base_* keys"
+
+
+CHECKS: tuple[Check, ...] = ((("global_parameter_scale",), problem),)

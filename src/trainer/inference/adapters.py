@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 
 from trainer.checkpoint import check_base
@@ -37,7 +36,7 @@ def with_adapters(
     if config.batch_invariant:
         _check_bits(config, adapters, keys, apart)
     if len(adapters) == 1 and not apart:
-        return ml_collections.FrozenConfigDict({**config, **keys[0], "lora_restore_path": str(adapters[0].path)}), None
+        return Config({**config, **keys[0], "lora_restore_path": str(adapters[0].path)}), None
     patterns = dict.fromkeys(each["lora_module_path"] for each in keys)
     pattern = next(iter(patterns)) if len(patterns) == 1 else "|".join(f"(?:{one or LAYERS})" for one in patterns)
     if len({(each.get("lora_weight_qtype", ""), each.get("lora_tile_size", 0)) for each in keys}) > 1:
@@ -50,7 +49,7 @@ def with_adapters(
         "lora_alpha": float(sum(ranks)),
         "lora_module_path": pattern,
     }
-    config = ml_collections.FrozenConfigDict({**config, **whole})
+    config = Config({**config, **whole})
     names = matrix_names(config, "enable_lora")
     kernels = lora_kernels(config, dict.fromkeys(names, (0, 0)))
     if groups := [name for name, kernel in kernels.items() if kernel.groups]:
@@ -101,7 +100,7 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
     first = 0
     for found in adapters:
         keys = found.lora_keys(config)
-        own = ml_collections.FrozenConfigDict({**config, **keys})
+        own = Config({**config, **keys})
         leaves = found.leaves(own, weight_shapes(own))
         if others := leaves.keys() - values.keys():
             raise UserError(f"{found.path}: {min(others)} was trained, too, so it cannot share a base; serve it alone")

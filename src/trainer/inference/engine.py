@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
-from trainer.config.capabilities.invariant_keys import ROWS, TILE, compiler_options
+from trainer.config.capabilities.invariant_keys import QUERIES, TILE, compiler_options
 from trainer.inference.controls import NOTHING, Asked, Controls, controls, neutral
 from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows
@@ -97,7 +97,7 @@ class Engine:
     @functools.cached_property
     def rows(self) -> Rows:
         """Makes rows of prompts for `prefill` and `prefill_concat`."""
-        multiples = (ROWS, TILE) if self.config.batch_invariant else (1, 1)
+        multiples = (QUERIES, TILE) if self.config.batch_invariant else (1, 1)
         return Rows(self.max_prefill_length, self.config.vocab_size, *multiples)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:

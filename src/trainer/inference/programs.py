@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.backends.base import tree_mode
-from trainer.config.capabilities.invariant_keys import ROWS, TILE
+from trainer.config.capabilities.invariant_keys import QUERIES, TILE
 from trainer.config.derived import policy_temperature
 from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
@@ -93,12 +93,12 @@ class Programs:
         return hidden, cache.entries
 
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
-        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of ROWS:
-        the bits of a token are the same in rows of any such length."""
+        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of
+        QUERIES: the bits of a token are the same in rows of any such length."""
         if not self.config.batch_invariant:
             return x_b[:, None]
         x = x_b.reshape(parts, -1, *x_b.shape[1:])
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), *((0, 0) for _ in x.shape[2:])))
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % QUERIES), *((0, 0) for _ in x.shape[2:])))
 
     def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
         """Returns the inverse of `_together`: [count, ...]."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -137,7 +136,7 @@ def for_decoding(config: Config, platform: str) -> Any:
     own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
     if (scan := decoding_loop(config, platform)) != config.scan_layers:
         own["scan_layers"] = scan
-    return ml_collections.FrozenConfigDict({**config, **own}) if own else config
+    return Config({**config, **own}) if own else config
 
 
 def decoding_loop(config: Config, platform: str) -> bool:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from ml_collections import FrozenConfigDict
 
 from trainer.backends import make_model
-from trainer.config import UserError, eval_parts
+from trainer.config import Config, UserError, eval_parts
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.words import counted
@@ -315,7 +314,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
             f"prompt; set "
             "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    own = FrozenConfigDict({**unpipelined(config), "return_log_prob": True})
+    own = Config({**unpipelined(config), "return_log_prob": True})
     decoding = for_decoding(own, mesh.devices.flat[0].platform)
     at_once = config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)

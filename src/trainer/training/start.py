@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import FrozenConfigDict
 
 from trainer.checkpoint import (
     Base,
@@ -121,7 +120,7 @@ def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
     that time, unless load_parameters_path gives another."""
     before = inspect(path).reference
     place = run.config.load_parameters_path or (before.path if before else "")
-    own = run._replace(config=FrozenConfigDict({**run.config, "load_parameters_path": place}))
+    own = run._replace(config=Config({**run.config, "load_parameters_path": place}))
     return run.frozen.make(_parameters(own, _new(own, lambda line: say(f"reference model: {line}"), given).state))
 
 
@@ -213,7 +212,7 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
     if place := config.load_parameters_path or sidecar.base.path:
 
         def load(own: Config, wanted: Any) -> Any:
-            own = FrozenConfigDict({**own, "lora_restore_path": ""})  # the adapters are those of the checkpoint
+            own = Config({**own, "lora_restore_path": ""})  # the adapters are those of the checkpoint
             return load_parameters(place, own, wanted, say, given)
 
         found = _frozen(run, _weights(run, load)[0])

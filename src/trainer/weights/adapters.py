@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from trainer.checkpoint.base import checked
@@ -69,7 +68,7 @@ class RunAdapters:
     def __init__(self, checkpoint: Any, sidecar: Sidecar, *, average: bool = False):
         assert sidecar.base is not None
         self._source = ParamsSource(checkpoint, "", f"{RUN}/{CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
-        self._saved = ml_collections.FrozenConfigDict(saved_config(sidecar, checkpoint))
+        self._saved = Config(saved_config(sidecar, checkpoint))
         self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
         self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
         self.described, self.length = self._source.keys, self._source.length
@@ -133,8 +132,8 @@ class Merged:
                 f"{self.path}: adapters cannot be added to quantized weights; give checkpoint_is_quantized=false"
             )
         keys = self._adapters.lora_keys(config)
-        rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
-        own = ml_collections.FrozenConfigDict({**config, **keys, "lora_weight_qtype": ""})
+        rounded = quantized_on_load(Config({**config, **keys}))
+        own = Config({**config, **keys, "lora_weight_qtype": ""})
         found = {
             name: checked(name, leaf, self._adapters.origin, self.path)
             for name, leaf in self._base.leaves(config, shapes).items()
@@ -222,7 +221,7 @@ class Initial:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source`."""
-        drawn = self._draw(ml_collections.FrozenConfigDict({**config, "init_weights_seed": self._seed}))
+        drawn = self._draw(Config({**config, "init_weights_seed": self._seed}))
         return {name: _in_memory(drawn[name]) for name in shapes}
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from trainer.backends import make_model
@@ -65,7 +64,7 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
     """Returns `config`, resolved, with the form of stored weights that `keys` describe."""
     said = {name: keys[name] for name in OF_STORED if name in keys}
-    return ml_collections.FrozenConfigDict(dict(config.items()) | said)
+    return Config(dict(config.items()) | said)
 
 
 def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Leaf], heads: Mapping[str, int]) -> Any:

@@ -4,7 +4,8 @@ import pytest
 
 from trainer.config import Config, load
 from trainer.config.capabilities.optimizers import TRAITS
-from trainer.config.effects import INERT, INERT_HERE, no_effect_of, without_effect
+from trainer.config.capabilities.table import INERT, INERT_HERE
+from trainer.config.effects import no_effect_of, without_effect
 
 DEFAULTS = load(["base.yml"]).config
 

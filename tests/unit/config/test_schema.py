@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.capabilities.activations import ACTIVATIONS
+from trainer.config.capabilities.layer_keys import ACTIVATIONS
 from trainer.config.capabilities.pipeline_keys import OF_PIPELINE
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS

@@ -4,7 +4,13 @@ from trainer.config.keys import Config
 from trainer.config.rows import Check, Inert, Place, Resume, Row
 
 _KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints")
-_SAVED = ("checkpoint_period", "save_checkpoint_on_start", "save_checkpoint_on_completion", "async_checkpointing", *_KEPT)
+_SAVED = (
+    "checkpoint_period",
+    "save_checkpoint_on_start",
+    "save_checkpoint_on_completion",
+    "async_checkpointing",
+    *_KEPT,
+)
 
 
 def _checkpoints_to_keep(config: Config) -> str | None:

@@ -10,6 +10,7 @@ from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Resume, Row
 from trainer.config.rules import make_rules
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
@@ -170,7 +171,8 @@ def _if(
     return [(keys, only(problem)) for keys, problem in checks]
 
 
-CONTEXT_CHECKS = (
+ROWS = (Row(KEYS, Resume.LAYOUT),)
+CHECKS: tuple[Check, ...] = (
     *_if(
         splits_rows,
         (("max_target_length",), _length),
@@ -194,21 +196,22 @@ def _one_size(axis: str) -> Callable[[Config], bool]:
     return lambda config: config[ICI[axis]] == config[DCN[axis]] == 1
 
 
-CONTEXT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
-    (
+INERT = (
+    Inert(KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
+    Inert(
         ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
         lambda c: c.context_parallel_strategy == "ulysses",
         "context_parallel_strategy=ulysses gives each device whole rows",
     ),
-    (
+    Inert(
         ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
         _one_size(CONTEXT),
         f"only over the mesh axis {CONTEXT}, which has one device",
     ),
-    (
+    Inert(
         ("context_parallel_reorder_strategy",),
         lambda c: not c.context_parallel_load_balance,
         "context_parallel_load_balance=false",
     ),
 )
+INERT_HERE = (Inert(KEYS, lambda c: not splits_rows(c), "no row is split over devices here"),)

@@ -2,7 +2,6 @@
 
 from trainer.config.rows import Inert, Resume, Row
 
-
 ROWS = (
     # If evaluation takes its rows from the training documents, the fingerprint of the data detects a change.
     Row(

@@ -2,6 +2,7 @@
 
 from trainer.config.family import lacks, readers, reads
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Resume, Row
 
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),
@@ -145,7 +146,8 @@ def _bias(config: Config) -> str | None:
     return None
 
 
-EXPERT_CHECKS = (
+ROWS = (Row(("routed_bias_update_rate",), Resume.AROUND),)  # DeepSeek-V3 sets it to 0 for the last part of its training
+CHECKS: tuple[Check, ...] = (
     (("first_num_dense_layers", "base_num_decoder_layers"), _dense),
     (("interleave_moe_layer_step", "base_num_decoder_layers"), _interleaved),
     (("decoder_block", "shared_experts"), _shared),
@@ -156,4 +158,25 @@ EXPERT_CHECKS = (
     (("num_experts_per_tok", "num_experts"), _chosen),
     (("decoder_block", "base_moe_mlp_dim"), _width),
     (("decoder_block", "mlp_activations"), _activations),
+)
+INERT = (
+    Inert(KEYS, lambda c: not has_experts(c), "num_experts=1"),
+    Inert(
+        ("base_mlp_dim",),
+        lambda c: some_experts(c) and not dense_layers(c),
+        "every layer has experts, whose width is base_moe_mlp_dim",
+    ),
+    Inert(("routed_bias_update_rate",), lambda c: not c.routed_bias, "routed_bias=false"),
+    Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
+    Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
+    Inert(
+        ("norm_topk_prob",),
+        lambda c: some_experts(c) and not reads(c, "norm_topk_prob"),
+        "this family divides the weights of a token's experts by their sum in any case",
+    ),
+    Inert(
+        ("ragged_buffer_factor",),
+        lambda c: has_experts(c) and not sends(c),
+        "only expert parallelism with sparse_matmul=true has buffers",
+    ),
 )

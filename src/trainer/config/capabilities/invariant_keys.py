@@ -7,10 +7,11 @@ from trainer.config.capabilities.expert_keys import drops
 from trainer.config.derived import DCN, ICI, has_dropout
 from trainer.config.family import facts_of
 from trainer.config.keys import Config
+from trainer.config.rows import Check
 
 OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
-ROWS = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
+QUERIES = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
 COLUMNS = 16  # products have at least so many columns: with fewer, 64 rows are multiplied in another way than more
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
 
@@ -32,7 +33,7 @@ def _dropout(config: Config) -> str | None:
 
 
 def _chunk(config: Config) -> str | None:
-    return f"chunks must be a multiple of {ROWS} tokens" if config.prefill_chunk_size % ROWS else None
+    return f"chunks must be a multiple of {QUERIES} tokens" if config.prefill_chunk_size % QUERIES else None
 
 
 def _experts(config: Config) -> str | None:
@@ -76,7 +77,7 @@ def _with_key(problem: Callable[[Config], str | None]) -> Callable[[Config], str
     return lambda config: problem(config) if config.batch_invariant else None
 
 
-INVARIANT_CHECKS = tuple((("batch_invariant", *keys), _with_key(problem)) for keys, problem in _ALL)
+CHECKS: tuple[Check, ...] = tuple((("batch_invariant", *keys), _with_key(problem)) for keys, problem in _ALL)
 
 
 def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:

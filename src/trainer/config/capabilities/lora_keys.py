@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Place, Row
 
 # What an empty lora_module_path means: the matrices of the layers, without routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
@@ -60,7 +61,8 @@ def _both(config: Config, key: str) -> bool:
     return bool(config.enable_lora and config[key])
 
 
-LORA_CHECKS = (
+ROWS = (Row(("lora_restore_path",), step=False, path=Place.ANY),)
+CHECKS: tuple[Check, ...] = (
     (("enable_lora", "lora_rank", "lora_alpha"), _numbers),
     (("lora_module_path",), _pattern),
     (("lora_tile_size", "lora_weight_qtype"), _tile),
@@ -70,12 +72,12 @@ LORA_CHECKS = (
     _moved("use_qk_clip", "it scales queries and keys"),
     _moved("routed_bias_update_rate", "it moves the biases of routers"),
 )
-LORA_INERT = (
-    (
+INERT = (
+    Inert(
         ("lora_rank", "lora_alpha", "lora_module_path", "lora_restore_path", "lora_weight_qtype", "lora_tile_size"),
         lambda c: not c.enable_lora,
         "enable_lora=false",
     ),
-    (("lora_tile_size",), lambda c: not c.lora_weight_qtype, "nothing is quantized without lora_weight_qtype"),
-    (("lora_weight_qtype",), lambda c: c.checkpoint_is_quantized, "the checkpoint is quantized already"),
+    Inert(("lora_tile_size",), lambda c: not c.lora_weight_qtype, "nothing is quantized without lora_weight_qtype"),
+    Inert(("lora_weight_qtype",), lambda c: c.checkpoint_is_quantized, "the checkpoint is quantized already"),
 )

@@ -40,10 +40,6 @@ ROWS = (
 CHECKS: tuple[Check, ...] = (
     (flags.FLAGS, flags.unsupported),
     *((keys, _open_axes(keys)) for keys in _SIZES),
-    *(
-        ((keys[axis],), _unused_axis(keys[axis], reason))
-        for axis, reason in UNUSED_AXES.items()
-        for keys in (ICI, DCN)
-    ),
+    *(((keys[axis],), _unused_axis(keys[axis], reason)) for axis, reason in UNUSED_AXES.items() for keys in (ICI, DCN)),
     (("logical_axis_rules",), _rules),
 )

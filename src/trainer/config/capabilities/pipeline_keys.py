@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Resume, Row
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
@@ -164,23 +165,27 @@ def _gathers(config: Config) -> str | None:
     return "weights are gathered once, or once for each repeat; set one of them" if both else None
 
 
+ROWS = (Row(KEYS, Resume.LAYOUT),)
 _ALL = (
     (("num_pipeline_microbatches", "pipeline_delay_activation_forwarding"), _microbatches),
     (("logical_axis_rules",), _rules),
     (("enable_streaming_diloco",), _streaming),
 )
-PIPELINE_CHECKS = (
+CHECKS: tuple[Check, ...] = (
     ((ONCE, PER_REPEAT), _gathers),
     *(((*SIZES, *keys), _of_stages(problem)) for keys, problem in _ALL),
 )
 
 
-PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
-    (("scan_layers_per_stage",), lambda c: c.num_layers_per_pipeline_stage == 1, "num_layers_per_pipeline_stage=1"),
-    (
+INERT = (
+    Inert(KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
+    Inert(
+        ("scan_layers_per_stage",), lambda c: c.num_layers_per_pipeline_stage == 1, "num_layers_per_pipeline_stage=1"
+    ),
+    Inert(
         ("set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"),
         lambda c: c.remat_policy == "none",
         "remat_policy=none",
     ),
 )
+INERT_HERE = (Inert(GATHERS, nothing_to_gather, "no weight of a stage is sharded over fsdp here"),)

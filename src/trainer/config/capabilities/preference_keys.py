@@ -5,6 +5,7 @@ from collections.abc import Callable
 from trainer.config.capabilities.chat_keys import TOOLS, not_texts
 from trainer.config.derived import has_reference
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Row
 from trainer.config.schema import INT32_MAX
 
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -44,7 +45,8 @@ def _moves(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], s
     return ("use_dpo", "dpo_algo", "use_grpo", "rl_grpo_beta", key), problem
 
 
-PREFERENCE_CHECKS = (
+ROWS = (Row(("dpo_max_prompt_length",), step=False),)
+CHECKS: tuple[Check, ...] = (
     (("dpo_max_prompt_length",), _max_prompt),
     (("use_dpo", "packing", "grain_packing_type"), _packing),
     _no_part("mtp_num_layers", "rewards are of whole answers, and modules of multi-token prediction have none"),
@@ -53,15 +55,15 @@ PREFERENCE_CHECKS = (
     _moves("routed_bias_update_rate", "it moves the biases of routers"),
     _moves("weight_sparsity_n", "it moves masks of weights"),
 )
-PREFERENCE_INERT = (
-    (
+INERT = (
+    Inert(
         ("dpo_algo", "dpo_beta", "dpo_orpo_lambda", "dpo_label_smoothing", "dpo_max_prompt_length"),
         lambda c: not c.use_dpo,
         "use_dpo=false",
     ),
-    (("dpo_beta",), lambda c: c.dpo_algo == "orpo", "dpo_algo=orpo has no reference"),
-    (("dpo_orpo_lambda",), lambda c: c.dpo_algo == "dpo", "dpo_algo=dpo has no odds ratio"),
-    (("sft_train_on_completion_only",), has_reference, "rewards are of answers alone"),
+    Inert(("dpo_beta",), lambda c: c.dpo_algo == "orpo", "dpo_algo=orpo has no reference"),
+    Inert(("dpo_orpo_lambda",), lambda c: c.dpo_algo == "dpo", "dpo_algo=dpo has no odds ratio"),
+    Inert(("sft_train_on_completion_only",), has_reference, "rewards are of answers alone"),
 )
 
 

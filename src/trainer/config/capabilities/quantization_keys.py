@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from trainer.config.capabilities.expert_keys import has_experts
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, regexes
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 
@@ -171,7 +172,8 @@ def _rounded_head(config: Config) -> str | None:
     return None
 
 
-QUANTIZATION_CHECKS = (
+CHECKS: tuple[Check, ...] = (
+    regexes("unquantized_modules"),
     *map(_method, METHODS),
     (("checkpoint_is_quantized", "quantization", METHODS[0]), _stored),
     (("checkpoint_is_quantized", "quantize_logits_proj", "logits_via_embedding"), _tied_head),
@@ -181,18 +183,18 @@ QUANTIZATION_CHECKS = (
     (("quantization", "bwd_stochastic_rounding"), _rounding),
     (("quantization", "bwd_stochastic_rounding", "quantize_logits_proj"), _rounded_head),
 )
-QUANTIZATION_INERT = (
-    (KEYS, lambda c: not c.quantization, "nothing is quantized"),
-    (
+INERT = (
+    Inert(KEYS, lambda c: not c.quantization, "nothing is quantized"),
+    Inert(
         (*METHODS[1:], "bwd_stochastic_rounding", "quantization_local_shard_count"),
         lambda c: c.checkpoint_is_quantized,
         "only stored weights are quantized",
     ),
-    (
+    Inert(
         ("weight_block_size", "weight_quantization_algorithm"),
         lambda c: not c.checkpoint_is_quantized,
         "checkpoint_is_quantized=false",
     ),
-    ((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
-    (("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),
+    Inert((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
+    Inert(("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),
 )

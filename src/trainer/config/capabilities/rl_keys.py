@@ -8,6 +8,7 @@ from trainer.config.capabilities.quantization_keys import shares_scales
 from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Resume, Row
 
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (
@@ -70,6 +71,13 @@ def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config]
     return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
 
 
+ROWS = (
+    Row(("num_batches",), Resume.LENGTH, step=False),
+    Row(("batch_size", "rl_num_generations", "rl_num_iterations"), step=False),
+    Row(("reward_functions",), step=False, code=True),
+    # Where and how long reward functions run, and how many completions are generated at once.
+    Row(("reward_num_workers", "reward_worker_timeout_seconds", "rollout_micro_batch_size"), Resume.AROUND, step=False),
+)
 _ALL = (
     (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
     (("reward_functions",), _functions),
@@ -83,14 +91,16 @@ _ALL = (
     _left_out("label_smoothing", "this smooths the loss of the next token"),
     _left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
 )
-RL_CHECKS = tuple((("use_grpo", *keys), _of_rl(problem)) for keys, problem in _ALL)
+CHECKS: tuple[Check, ...] = tuple((("use_grpo", *keys), _of_rl(problem)) for keys, problem in _ALL)
 
-RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
-    (("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c.use_grpo, "rollouts are packed"),
-    (("steps",), lambda c: c.use_grpo and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"),
-    (("reuse_example_batch",), lambda c: c.use_grpo, "each round has prompts of its own"),
-    (("data_pipeline", "grain_worker_count"), lambda c: c.use_grpo, "prompts are held in memory"),
+INERT = (
+    Inert(KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
+    Inert(
+        ("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c.use_grpo, "rollouts are packed"
+    ),
+    Inert(("steps",), lambda c: c.use_grpo and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"),
+    Inert(("reuse_example_batch",), lambda c: c.use_grpo, "each round has prompts of its own"),
+    Inert(("data_pipeline", "grain_worker_count"), lambda c: c.use_grpo, "prompts are held in memory"),
 )
 
 

@@ -1,6 +1,7 @@
 """Keys of N:M weight sparsity, and their checks."""
 
 from trainer.config.keys import Config
+from trainer.config.rows import Check, Inert, Resume, Row
 
 
 def is_sparse(config: Config) -> bool:
@@ -18,16 +19,18 @@ def _counts(config: Config) -> str | None:
 
 
 _NONE_MADE = "steps is less than weight_sparsity_start_step, so that no masks are made"
-SPARSITY_CHECKS = ((("weight_sparsity_n", "weight_sparsity_m"), _counts),)
-SPARSITY_INERT = (
-    (
+# A large one keeps the masks for the last part of a training.
+ROWS = (Row(("weight_sparsity_update_step",), Resume.AROUND),)
+CHECKS: tuple[Check, ...] = ((("weight_sparsity_n", "weight_sparsity_m"), _counts),)
+INERT = (
+    Inert(
         ("weight_sparsity_start_step", "weight_sparsity_update_step"),
         lambda c: c.weight_sparsity_n is None and c.weight_sparsity_m is None,
         "no weights are masked without weight_sparsity_n",
     ),
-    (("weight_sparsity_update_step",), lambda c: c.weight_sparsity_start_step > c.steps, _NONE_MADE),
+    Inert(("weight_sparsity_update_step",), lambda c: c.weight_sparsity_start_step > c.steps, _NONE_MADE),
     # A checkpoint may have masks.
-    (
+    Inert(
         ("weight_sparsity_n", "weight_sparsity_m"),
         lambda c: c.weight_sparsity_start_step > c.steps and not (c.load_parameters_path or c.load_full_state_path),
         _NONE_MADE,

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from trainer.config.keys import Config
+from trainer.config.rows import Inert, Resume, Row
 
 LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
@@ -92,3 +93,14 @@ def _nearest(size: int, whole: int) -> str:
     below = [part for part in fitting if part < size]
     above = [part for part in fitting if part > size]
     return " or ".join(map(str, below[-1:] + above[:1]))
+
+
+ROWS = (Row(tuple(KEYS.values()), Resume.LAYOUT),)
+INERT_HERE = (
+    Inert(tuple(KEYS.values()), lambda c: c.attention != "splash", "the attention op is not splash here"),
+    Inert(
+        tuple(KEYS[name] for name in OF_DQ),
+        lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
+        "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries",
+    ),
+)

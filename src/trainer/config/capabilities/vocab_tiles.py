@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config.derived import mesh_axes
 from trainer.config.keys import Config
+from trainer.config.rows import Resume, Row
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
 
@@ -118,3 +119,6 @@ def _nearest(asked: int, tokens: Iterable[int]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+ROWS = (Row(("num_vocab_tiling",), Resume.LAYOUT),)
