@@ -82,8 +82,7 @@ assert names_code(schema().keys["new_file"], "a")
 def test_two_edits_make_a_key(tmp_path):
     """base.yml and a file of its capability; scripts/write_keys.py writes its type."""
     copy = tmp_path / "trainer"
-    shutil.copytree(ROOT / "src/trainer/config", copy / "config", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "src/trainer/__init__.py", copy)
+    shutil.copytree(ROOT / "src/trainer", copy, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "base.yml").read_text().replace("# ---- Checkpoints ", LINES, 1)
     (copy / "base.yml").write_text(text)
     with (copy / "config" / "capabilities" / "run_keys.py").open("a") as file:
