@@ -89,4 +89,4 @@ def test_two_edits_make_a_key(tmp_path):
         file.write(ROWS)
     assert "    new_key: int\n" in write_keys.stub(parse(text))
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
