@@ -1,5 +1,8 @@
 """Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
 
+import fnmatch
+import importlib
+import re
 from typing import Any
 
 import jax
@@ -369,3 +372,11 @@ def check_count(config: Config, published: int) -> None:
     with nnx.use_eager_sharding(False):
         weights = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Any(nnx.Param, Buffer)))
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == published
+
+
+def test_a_familys_folder_says_where_its_sizes_are():
+    for name in preset_names():
+        family = load([f"model_name={name}"]).config.decoder_block
+        said = importlib.import_module(f"trainer.models.{family}").__doc__ or ""
+        patterns = re.findall(r"`(\S+)\.yml`", said.partition("Sizes: ")[2])
+        assert any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns), (name, said)
