@@ -15,7 +15,7 @@ from trainer.config.capabilities.pipeline_keys import (
     stages,
     unpipelined,
 )
-from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.table import step_keys
 from trainer.config.effects import without_effect_here
 from trainer.config.keys import Config
 from trainer.config.maxtext import verdicts

@@ -4,6 +4,7 @@ import importlib
 
 from trainer.config import scale
 from trainer.config.rows import Check, Inert, Place, Resume, Row
+from trainer.config.schema import schema
 
 _FILES = """
 run_keys remat_tensors checkpoint_keys process_keys expert_keys attention_keys latent_keys layer_keys update_keys
@@ -26,3 +27,9 @@ def keys_of(*resume: Resume) -> tuple[str, ...]:
 def paths_of(*places: Place) -> tuple[str, ...]:
     """Returns the keys of paths that may lead to one of `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
+
+
+def step_keys() -> list[str]:
+    """Returns the keys on whose resolved values the compiled training step depends."""
+    others = {name for row in ROWS if not row.step for name in row.names}
+    return [name for name in schema().keys if name not in others]
