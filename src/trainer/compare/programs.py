@@ -26,12 +26,12 @@ from trainer.compare.reference import (
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
-from trainer.config.capabilities.table import keys_of
+from trainer.config.capabilities.all_keys import keys_of
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
+from trainer.config.key_rows import Resume
 from trainer.config.resume import MAY_CHANGE
-from trainer.config.rows import Resume
 from trainer.data import Batch
 from trainer.state.host import KEYS
 from trainer.training import build

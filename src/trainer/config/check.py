@@ -5,15 +5,15 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from trainer.config.capabilities.table import CHECKS as OF_CAPABILITIES
-from trainer.config.capabilities.table import paths_of
+from trainer.config.capabilities.all_keys import CHECKS as OF_CAPABILITIES
+from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.errors import Unbuilt, shortened
 from trainer.config.family import facts_of
+from trainer.config.key_rows import Check, Place
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
-from trainer.config.rows import Check, Place
 
 
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:

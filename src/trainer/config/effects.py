@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
-from trainer.config.capabilities.table import INERT, INERT_HERE
+from trainer.config.capabilities.all_keys import INERT, INERT_HERE
 from trainer.config.derived import FOLLOWS
 from trainer.config.dump import to_flow
 from trainer.config.family import OF_SOME, facts_of, fixed, lacks, readers
 from trainer.config.files import by_hand
+from trainer.config.key_rows import Inert
 from trainer.config.keys import Config
-from trainer.config.rows import Inert
 from trainer.config.schema import schema
 
 

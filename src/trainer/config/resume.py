@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.capabilities.all_keys import keys_of
 from trainer.config.capabilities.context_keys import parts
 from trainer.config.capabilities.decoding_keys import DRAWN
-from trainer.config.capabilities.table import keys_of
 from trainer.config.derived import global_batch_rows, has_dropout, has_reference, islands
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
+from trainer.config.key_rows import Resume
 from trainer.config.keys import Config
 from trainer.config.resolve import frozen
-from trainer.config.rows import Resume
 from trainer.config.schema import schema
 
 LAYOUT = keys_of(Resume.LAYOUT, Resume.SAME_BITS)

@@ -1,8 +1,8 @@
 """global_parameter_scale: multiplies the number of parameters of the model by about this factor."""
 
+from trainer.config.key_rows import Check
 from trainer.config.keys import Config
 from trainer.config.reader import Setting
-from trainer.config.rows import Check
 
 
 def factors(scale: int) -> dict[str, int]:

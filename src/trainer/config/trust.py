@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.capabilities.table import ROWS
+from trainer.config.capabilities.all_keys import ROWS
 from trainer.config.files import COMMAND_LINE, file_of
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem

@@ -7,8 +7,8 @@ import pytest
 
 from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities import context_keys, kernels
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.context_keys import KEYS, SIZES, parts, token_order
-from trainer.config.capabilities.table import step_keys
 from trainer.config.capabilities.vocab_tiles import tile_bytes
 from trainer.config.effects import without_effect_here
 from trainer.config.family import Facts

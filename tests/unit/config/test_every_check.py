@@ -6,13 +6,13 @@ import pytest
 
 from trainer.config import Config, load
 from trainer.config.capabilities import context_keys
+from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
-from trainer.config.capabilities.table import paths_of
 from trainer.config.check import CHECKS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.family import Facts, facts_of
 from trainer.config.flags import FLAGS
-from trainer.config.rows import Place
+from trainer.config.key_rows import Place
 from trainer.config.rules import merge_rules
 
 DEFAULTS = load(["base.yml"]).config

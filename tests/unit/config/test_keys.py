@@ -57,7 +57,7 @@ INERT += (Inert(("new_key",), lambda c: c.steps == 5, "steps=5"),)
 """
 PROGRAM = """
 from trainer.config import UserError, load
-from trainer.config.capabilities.table import step_keys
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.resume import MAY_CHANGE, UPDATE
 from trainer.config.trust import names_code
 from trainer.config.schema import schema

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from trainer.config import UserError, load, resolve, schema
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.pipeline_keys import (
     KEYS,
@@ -15,7 +16,6 @@ from trainer.config.capabilities.pipeline_keys import (
     stages,
     unpipelined,
 )
-from trainer.config.capabilities.table import step_keys
 from trainer.config.effects import without_effect_here
 from trainer.config.keys import Config
 from trainer.config.maxtext import verdicts

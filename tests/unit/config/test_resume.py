@@ -7,12 +7,12 @@ import yaml
 from support import ALL_COMBINATIONS, pinned
 
 from trainer.config import UserError, check_optimizer, check_resume, load, resets, resolve, schema, to_yaml
-from trainer.config.capabilities.table import ROWS, keys_of
+from trainer.config.capabilities.all_keys import ROWS, keys_of
 from trainer.config.dump import PROCESSES
 from trainer.config.flags import FLAGS
+from trainer.config.key_rows import Resume
 from trainer.config.resolve import frozen
 from trainer.config.resume import BATCH, LAYOUT, MAY_CHANGE, UPDATE, another_program
-from trainer.config.rows import Resume
 
 LENGTH, AROUND = keys_of(Resume.LENGTH), keys_of(Resume.AROUND)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.family import BLOCK_KEYS, lacks, readers
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert
 from trainer.config.schema import schema
 
 

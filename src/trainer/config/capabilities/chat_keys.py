@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import shortened
+from trainer.config.key_rows import Check, Inert, Place, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Place, Row
 
 # The path of a function: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")

@@ -1,7 +1,7 @@
 """The keys of checkpoints: where a run starts, and what it keeps."""
 
+from trainer.config.key_rows import Check, Inert, Place, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Place, Resume, Row
 
 _KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints")
 _SAVED = (

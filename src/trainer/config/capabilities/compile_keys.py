@@ -1,7 +1,7 @@
 """The keys of ahead-of-time compilation."""
 
+from trainer.config.key_rows import Check, Place, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Place, Resume, Row
 from trainer.config.topologies import find_topology
 
 

@@ -9,8 +9,8 @@ from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 from trainer.config.rules import make_rules
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")

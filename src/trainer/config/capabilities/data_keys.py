@@ -12,9 +12,9 @@ from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
+from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
-from trainer.config.rows import Check, Inert, Place, Problem, Resume, Row
 from trainer.config.schema import schema
 
 # The keys that only one dataset_type reads.

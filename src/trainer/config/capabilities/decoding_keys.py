@@ -1,8 +1,8 @@
 """Checks of the keys of text generation, and settings without effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from trainer.config.derived import DCN, ICI
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 from trainer.config.rules import make_rules
 from trainer.config.words import counted
 

@@ -1,6 +1,6 @@
 """The keys of evaluation in a run."""
 
-from trainer.config.rows import Inert, Resume, Row
+from trainer.config.key_rows import Inert, Resume, Row
 
 ROWS = (
     # If evaluation takes its rows from the training documents, the fingerprint of the data detects a change.

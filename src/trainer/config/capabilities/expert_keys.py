@@ -1,8 +1,8 @@
 """Keys of mixtures of experts: what they say, and their checks."""
 
 from trainer.config.family import lacks, readers, reads
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 KEYS = (
     *("num_experts_per_tok", "base_moe_mlp_dim", "sparse_matmul", "capacity_factor", "norm_topk_prob"),

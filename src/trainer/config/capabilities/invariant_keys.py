@@ -6,8 +6,8 @@ from platform import machine
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.derived import DCN, ICI, has_dropout
 from trainer.config.family import facts_of
+from trainer.config.key_rows import Check
 from trainer.config.keys import Config
-from trainer.config.rows import Check
 
 OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training

@@ -1,8 +1,8 @@
 """Checks of the keys of multi-head latent attention."""
 
 from trainer.config.family import LATENT, lacks, readers
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert
 
 TYPE = "mla"
 

@@ -1,8 +1,8 @@
 """The keys of the layers: positions, MLP, dropout, the loop over layers. `attention_keys` has those of attention."""
 
 from trainer.config.errors import nearest, shortened
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 # Functions of jax.nn, gelu by its tanh approximation; "linear" changes nothing.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
+from trainer.config.key_rows import Check, Inert, Place, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Place, Row
 
 # What an empty lora_module_path means: the matrices of the layers, without routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from trainer.config import flags
 from trainer.config.derived import DCN, ICI, MESH_AXES, UNUSED_AXES
 from trainer.config.errors import Unbuilt
+from trainer.config.key_rows import Check, Problem, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Problem, Resume, Row
 from trainer.config.rules import collisions
 
 # The keys of the axis sizes, within a slice and across slices.

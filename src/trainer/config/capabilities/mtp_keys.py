@@ -1,7 +1,7 @@
 """Checks of the keys of multi-token prediction."""
 
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert
 
 
 def _modules(config: Config) -> str | None:

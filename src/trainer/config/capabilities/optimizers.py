@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.config.key_rows import Check, Inert, Resume, Row, regexes
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row, regexes
 from trainer.config.schema import FLOAT32_MAX
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask")

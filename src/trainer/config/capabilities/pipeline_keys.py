@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted

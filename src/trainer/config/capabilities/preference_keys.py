@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from trainer.config.capabilities.chat_keys import TOOLS, not_texts
 from trainer.config.derived import has_reference
+from trainer.config.key_rows import Check, Inert, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Row
 from trainer.config.schema import INT32_MAX
 
 COLUMNS = ("prompt", "chosen", "rejected")

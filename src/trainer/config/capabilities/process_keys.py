@@ -2,8 +2,8 @@
 
 import re
 
+from trainer.config.key_rows import Check, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Resume, Row
 
 PROCESSES = (
     *("hardware", "coordinator_address", "num_processes", "process_id", "skip_jax_distributed_system"),

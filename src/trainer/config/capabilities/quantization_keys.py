@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from trainer.config.capabilities.expert_keys import has_experts
+from trainer.config.key_rows import Check, Inert, regexes
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, regexes
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 

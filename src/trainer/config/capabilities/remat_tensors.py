@@ -6,8 +6,8 @@ With remat_policy=custom, each key says what to do with the tensor of that name.
 
 from trainer.config.capabilities.expert_keys import has_experts, only_experts, sends
 from trainer.config.errors import shortened
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert
 
 QKV = ("query_proj", "key_proj", "value_proj")
 ATTENTION = (*QKV, "out_proj")

@@ -7,8 +7,8 @@ from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import shares_scales
 from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (

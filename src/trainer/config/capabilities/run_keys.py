@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+from trainer.config.key_rows import Check, Inert, Place, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
-from trainer.config.rows import Check, Inert, Place, Resume, Row
 
 
 def _run_name(config: Config) -> str | None:

@@ -1,7 +1,7 @@
 """The keys of a run's length and of the learning rate over it."""
 
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 
 def _schedule_shares(config: Config) -> str | None:

@@ -1,7 +1,7 @@
 """Keys of N:M weight sparsity, and their checks."""
 
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row
 
 
 def is_sparse(config: Config) -> bool:

@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
+from trainer.config.key_rows import Inert, Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Inert, Resume, Row
 
 LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)

@@ -4,8 +4,8 @@ import re
 
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.errors import shortened
+from trainer.config.key_rows import Check, Inert, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Row
 
 _RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"
 _KEYS = "mmap_eod_id reset_attention_mask eod_mask_loss packing_max_segments_per_sample mmap_npy_split"

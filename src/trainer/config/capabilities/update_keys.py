@@ -1,7 +1,7 @@
 """The keys of an update beside its optimizer: dtypes, clipping, skipped steps, QK-Clip, frozen parameters."""
 
+from trainer.config.key_rows import Check, Inert, Resume, Row, regexes
 from trainer.config.keys import Config
-from trainer.config.rows import Check, Inert, Resume, Row, regexes
 
 
 def _clip_and_norm(config: Config) -> str | None:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.config.derived import mesh_axes
+from trainer.config.key_rows import Resume, Row
 from trainer.config.keys import Config
-from trainer.config.rows import Resume, Row
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
 

@@ -3,7 +3,7 @@
 import importlib
 
 from trainer.config import scale
-from trainer.config.rows import Check, Inert, Place, Resume, Row
+from trainer.config.key_rows import Check, Inert, Place, Resume, Row
 from trainer.config.schema import schema
 
 _FILES = """
