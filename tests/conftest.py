@@ -12,7 +12,6 @@ import shutil
 import tempfile
 
 from compiler import start_xla
-from ml_collections import FrozenConfigDict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Source lines in programs take a quarter of the lowering time, and no test reads them.
@@ -21,17 +20,6 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Tracing makes many small objects and few cycles. At Python's threshold of 700 objects, garbage collection takes up to
 # a tenth of the time.
 gc.set_threshold(50_000, 20, 50)
-
-
-def _equal(self: FrozenConfigDict, other: object) -> bool:
-    """Compares like FrozenConfigDict, but without its copies of both sides, which take 5 ms.
-
-    JAX looks a trace up by comparing the model's configuration with every configuration that the process has traced.
-    """
-    return self is other or (isinstance(other, FrozenConfigDict) and self.as_configdict() == other.as_configdict())
-
-
-FrozenConfigDict.__eq__ = _equal
 
 pytest_plugins = ["checkout", "pins", "whole"]  # in this order: pins and whole import the package
 

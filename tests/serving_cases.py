@@ -8,10 +8,10 @@ import threading
 import time
 
 import jax
-from ml_collections import FrozenConfigDict
 from support import tiny_config
 
 from trainer.chat.encoder import Prompts
+from trainer.config import Config
 from trainer.inference import MaxEngine, Scheduler
 from trainer.inference.sampling import sampling_of
 from trainer.serving import Model, Server, bound
@@ -32,7 +32,7 @@ def tiny_engine():
 def served(engine, params, tokens=(), fails="", **keys):
     """Runs a server with further keys. Yields its port. `fails`: how the server must fail."""
     engine = copy.copy(engine)
-    engine.config = FrozenConfigDict({**engine.config, **keys})
+    engine.config = Config({**engine.config, **keys})
     tokenizer = engine.get_tokenizer()
     scheduler, chat = Scheduler(engine, params), Prompts(engine.config, tokenizer)
     end, default = [tokenizer.eos], sampling_of(engine.config)

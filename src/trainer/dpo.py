@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
-from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, USE, not_pairs
+from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.sft import check_kind, prepare, prompts, run
 from trainer.train import Kind
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(config: Config) -> None:
-    check_kind(config, USE, not_pairs(config))
+    check_kind(config, "use_dpo", not_pairs(config))
 
 
 def _show(config: Config, count: int, say: Callable[[str], None]) -> None:

@@ -16,8 +16,6 @@ from trainer.config import (
     question,
     schema,
 )
-from trainer.config.capabilities.lora_keys import ALPHA, QTYPE, RANK, TILE
-from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.paths import local_path
 from trainer.config.values import read_text
 from trainer.config.words import visible
@@ -27,7 +25,6 @@ from trainer.runtime.platforms import leave_out_absent_tpu
 FORMATS = ("hf", "params", "maxtext", "peft")
 DTYPES = ("float32", "bfloat16")
 WEIGHTS = ("raw", "ema")
-_BASE = "load_parameters_path"
 HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=float32|bfloat16] [weights=raw|ema]
                                  [key=value ...]
@@ -74,18 +71,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         _export_adapters(source, out, options, keys)
         return
     given = dict(word.partition("=")[::2] for word in keys)
-    average, base = options.get("weights") == "ema", options.get(_BASE, "")
+    average, base = options.get("weights") == "ema", options.get("load_parameters_path", "")
     checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
     if base and not isinstance(checkpoint, Merged):
         raise UserError(
-            f"{_BASE}={base} says where the base of adapters is, but {source} has no adapters; leave it out"
+            f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
+            f"leave it out"
         )
     # Quantized weights are written as such where that is possible and no dtype is given.
     floats = options["format"] == "maxtext" or "dtype" in options
-    own = [f"{STORED}=false"] if floats and checkpoint.keys.get(STORED) else []
+    own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
     config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
-    if floats and config[STORED]:
-        raise UserError(f"{STORED}=true: format=maxtext and dtype=... write floats; leave {STORED} out, or these")
+    if floats and config.checkpoint_is_quantized:
+        raise UserError(
+            "checkpoint_is_quantized=true: format=maxtext and dtype=... write floats; leave "
+            "checkpoint_is_quantized out, or these"
+        )
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     shapes, buffers = weights_of(config)
     check_masks(config, checkpoint, shapes)
@@ -130,16 +131,28 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
     from trainer.weights.model_keys import as_words, check_words
 
     adapters = open_adapters(source, average=options.get("weights") == "ema")
-    base = options.get(_BASE, "")
+    base = options.get("load_parameters_path", "")
     described = adapters.described or open_source(source, base=base).keys
     config = model_config(described, words, str(adapters.path))
     check_words(described, words, config, str(adapters.path))
-    lora = {name: value for name, value in adapters.lora_keys(config).items() if name not in (QTYPE, TILE)}
+    lora = {
+        name: value
+        for name, value in adapters.lora_keys(config).items()
+        if name not in ("lora_weight_qtype", "lora_tile_size")
+    }
     config = model_config(described, [*as_words(lora), *words], str(adapters.path))
     leaves = adapters.leaves(config, weight_shapes(config))
     place = base or adapters.origin.path
     with new_folder(out) as partial:
-        write_peft(partial, config, leaves, base=place, rank=lora[RANK], alpha=lora[ALPHA], dtype=options.get("dtype"))
+        write_peft(
+            partial,
+            config,
+            leaves,
+            base=place,
+            rank=lora["lora_rank"],
+            alpha=lora["lora_alpha"],
+            dtype=options.get("dtype"),
+        )
         copy_beside(adapters.tokenizer, adapters.about, partial, fields=True)
     _report(out, options, sum(leaf.size for leaf in leaves.values()))
 
@@ -148,7 +161,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     paths, rest = words[:2], words[2:]
     named = {"format", "dtype", "weights", *schema().keys}
-    own: tuple[str, ...] = ("format=", "dtype=", "weights=", f"{_BASE}=")
+    own: tuple[str, ...] = ("format=", "dtype=", "weights=", "load_parameters_path=")
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))

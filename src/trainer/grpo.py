@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer.config import Config, command_line, exit_on_user_error
-from trainer.config.capabilities.rl_keys import ENABLE, RL_DEFAULTS, not_prompts
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.sft import check_kind, prepare, prompts
 from trainer.train import Kind, run_command
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(config: Config) -> None:
-    check_kind(config, ENABLE, not_prompts(config))
+    check_kind(config, "use_grpo", not_prompts(config))
 
 
 def _dataset(config: Config, say: Callable[[str], None]) -> Any:

@@ -20,7 +20,7 @@ from trainer.config import (
     schema,
 )
 from trainer.config.capabilities.data_keys import without_rows
-from trainer.config.capabilities.quantization_keys import ALGORITHM, OF_STORED, STORED, STORED_DTYPES, asks_for_floats
+from trainer.config.capabilities.quantization_keys import OF_STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.config.flags import FLAGS
@@ -48,7 +48,7 @@ key     weight_block_size=[32,1]: how many inputs and outputs share a scale (def
         checkpoint has neither
 Matrices are quantized layer by layer, and other weights stay as they are. Tokenizer files next to FROM are copied.
 --help SECTION and --explain KEY say what the keys mean. docs/guides/quantization.md"""
-_ROUTER, _LENGTH, _ROWS = "quantize_router_proj", "max_target_length", "calibration_rows"
+_ROWS = "calibration_rows"
 _DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: rows of a batch, at most
 
 
@@ -74,24 +74,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = open_source(source, given.get("decoder_block", ""), average=average)
     where = str(checkpoint.path)
     of_storage, of_data, of_model = _parted(keys)
-    config = model_config(checkpoint.keys, [*of_model, f"{STORED}=false"], where)
+    config = model_config(checkpoint.keys, [*of_model, "checkpoint_is_quantized=false"], where)
     check_words(checkpoint.keys, of_model, config, where)
-    stored = _configuration(config, ["dataset_type=synthetic", f"{STORED}=true", f"{_ROUTER}=false", *of_storage])
+    stored = _configuration(
+        config, ["dataset_type=synthetic", "checkpoint_is_quantized=true", "quantize_router_proj=false", *of_storage]
+    )
     shapes, buffers = weights_of(config)
     kernels, forms = quantized_kernels(stored, shapes), stored_kernels(stored)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
-    if stored[ALGORITHM] == "rounding" and (of_data or rows is not None):
-        raise UserError(f"{' '.join(of_data) or _ROWS}: {ALGORITHM}=rounding reads no text; leave it out")
+    if stored["weight_quantization_algorithm"] == "rounding" and (of_data or rows is not None):
+        raise UserError(
+            f"{' '.join(of_data) or _ROWS}: weight_quantization_algorithm=rounding reads no text; leave it out"
+        )
     with new_folder(out) as partial:
         for note in filter(None, [*checkpoint.notes(config), checkpoint.about.note()]):
             print(visible(note))
         if average:
             print(f"{visible(where)}: the average of the parameters (ema_decay) is quantized; weights=raw takes others")
         with Calibrated(kernels, storage_of(stored), partial) as calibrated:
-            if stored[ALGORITHM] != "rounding":
+            if stored["weight_quantization_algorithm"] != "rounding":
                 batches = _batches(config, checkpoint, of_data, rows)
-                calibrated.run(config, forms, leaves, batches, stored[ALGORITHM], print)
+                calibrated.run(config, forms, leaves, batches, stored["weight_quantization_algorithm"], print)
             parts = as_stored(stored, forms, leaves, _rounded(stored, kernels), calibrated.leaves)
             write_params(partial, stored, parts, None)
         copy_beside(checkpoint.tokenizer, checkpoint.about, partial, fields=True)
@@ -105,7 +109,7 @@ def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         key = schema().keys.get(word.partition("=")[0])
         if key is None or key.name in OF_STORED:
             return 0 if key else 2
-        return 1 if key.section == "Data" or key.name == _LENGTH else 2
+        return 1 if key.section == "Data" or key.name == "max_target_length" else 2
 
     parted: tuple[list[str], list[str], list[str]] = ([], [], [])
     for word in keys:
@@ -122,8 +126,8 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
     own = ["eval_interval=-1"]
     if not {"tokenizer_path", "tokenizer_type"}.intersection(given):
         own.append(f"tokenizer_path={checkpoint.tokenizer}")
-    if _LENGTH not in given:
-        own.append(f"{_LENGTH}={min(checkpoint.length or _LONGEST, _LONGEST)}")
+    if "max_target_length" not in given:
+        own.append(f"max_target_length={min(checkpoint.length or _LONGEST, _LONGEST)}")
     dataset = open_dataset(_configuration(config, [*own, *words]), lambda line: print(visible(line)))
     print(f"calibrating with {counted(rows, 'row')} of {visible(str(dataset))}")
     stream = dataset.train_stream(rows=min(rows, _TOGETHER))
@@ -136,9 +140,9 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
 
 def _configuration(config: Config, words: Sequence[str]) -> Config:
     """Returns the configuration of the same model as `config`, with `words`; resolved."""
-    from trainer.weights.model_keys import ORDER, described
+    from trainer.weights.model_keys import described
 
-    keys = described(config) | {name: config[name] for name in (ORDER, *FLAGS)}
+    keys = described(config) | {name: config[name] for name in ("rope_interleave", *FLAGS)}
     given = [*as_words(keys), *words]
     loaded = load(["base.yml", *given], defaults=without_rows(given))
     return resolve(loaded.config, device_count=1, platform="cpu")
@@ -193,7 +197,10 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[
     if given.get("quantization") not in STORED_DTYPES:
         mistakes.append(f"quantization={given.get('quantization', '')}: allowed: {', '.join(STORED_DTYPES)}")
     if asks_for_floats(keys):
-        mistakes.append(f"{STORED}={given[STORED]}: what this command writes is quantized; leave it out")
+        mistakes.append(
+            f"checkpoint_is_quantized={given['checkpoint_is_quantized']}: what this command writes is "
+            f"quantized; leave it out"
+        )
     if mistakes:
         raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))
     rows = None if number is None else int(number)

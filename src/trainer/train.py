@@ -194,9 +194,9 @@ def _opened(loaded: Loaded, kind: Kind):
 def _prepare(loaded: Loaded, kind: Kind, console):
     """Returns the run, the data that it reads, and the tokens of its prompt with those that end its continuation."""
     import jax
-    from ml_collections import FrozenConfigDict
 
     from trainer.checkpoint import check_dtypes
+    from trainer.config import Config
     from trainer.data import open_dataset
     from trainer.inference import sample_prompt
     from trainer.training import build, check_held_out
@@ -215,7 +215,7 @@ def _prepare(loaded: Loaded, kind: Kind, console):
 
     config = run.config
     if loaded.tokenizer:  # the run keeps the path of the folder that is gone
-        config = FrozenConfigDict({**config, "tokenizer_path": loaded.tokenizer})
+        config = Config({**config, "tokenizer_path": loaded.tokenizer})
     if kind.dataset:
         dataset = kind.dataset(config, say)
     else:

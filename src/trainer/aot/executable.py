@@ -15,7 +15,7 @@ import jax
 import trainer
 from trainer.aot import sources
 from trainer.config import Config
-from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.models.families import block_class, blocks, stacks

@@ -24,7 +24,7 @@ from flax import nnx
 from trainer.backends.base import tree_mode
 from trainer.calibration.recording import Recorder, Statistics, empty, of_rows
 from trainer.config import Config, UserError
-from trainer.config.capabilities.sparsity_keys import M, is_sparse
+from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.layers.matrices import choose_products, matrices
 from trainer.models.families import family, stacks
 from trainer.models.matrices import matrix_names
@@ -126,7 +126,9 @@ def _check(config: Config, chosen: Callable[[str], bool]) -> None:
             "the product"
         )
     if is_sparse(config):
-        raise UserError(f"{M}={config[M]}: a model with masked weights cannot be calibrated")
+        raise UserError(
+            f"weight_sparsity_m={config.weight_sparsity_m}: a model with masked weights cannot be calibrated"
+        )
     if not names:
         raise UserError(f"no matrix is chosen to be quantized; there are: {', '.join(matrix_names(config))}")
 

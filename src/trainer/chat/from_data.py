@@ -8,7 +8,6 @@ from ml_collections import ConfigDict
 
 from trainer.config import Config, Loaded, UserError
 from trainer.config.capabilities.chat_keys import METHODS, TOOLS
-from trainer.config.capabilities.rl_keys import ENABLE as RL
 from trainer.config.capabilities.rl_keys import NOT_COLUMNS
 from trainer.config.derived import row_for
 from trainer.config.dump import as_words
@@ -29,7 +28,7 @@ COLUMNS = ("train_data_columns", "eval_data_columns")
 CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "use_sft": (("messages",), ("prompt", "completion")),
     "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
-    RL: (("prompt",), ("messages",)),
+    "use_grpo": (("prompt",), ("messages",)),
 }
 COMPLETION = 512  # tokens of a completion for which a row has room beside the longest prompt
 _CHUNK = 64  # records to encode at once
@@ -57,7 +56,7 @@ def taken(
       UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
     """
     config = loaded.config
-    by_function = config.formatting_func_path and not config[RL]
+    by_function = config.formatting_func_path and not config.use_grpo
     columns = [name for name in COLUMNS if loaded.unset(name)] if loaded.unset(COLUMNS[0]) and not by_function else []
     wanted = [*columns, *([LENGTH] if loaded.measures else [])]
     found: dict[str, Any] = {}
@@ -95,15 +94,17 @@ def _conventional(config: Config) -> list[str]:
         there = error.there
     method = next(key for key in METHODS if config[key])
     for names in CONVENTIONS[method]:
-        if not {*names} <= {*there} or (method == RL and names == ("messages",) and not config.use_chat_template):
+        if not {*names} <= {*there} or (
+            method == "use_grpo" and names == ("messages",) and not config.use_chat_template
+        ):
             continue
-        others = [TOOLS] if method != RL else [name for name in there if name not in (*names, *NOT_COLUMNS)]
+        others = [TOOLS] if method != "use_grpo" else [name for name in there if name not in (*names, *NOT_COLUMNS)]
         return [*names, *(name for name in others if name in there)]
     if there and not {*config[COLUMNS[0]]} <= {*there}:
         usual = ", or ".join(" and ".join(names) for names in CONVENTIONS[method])
         raise UserError(
             f"{COLUMNS[0]} is not given, and the data have none of the usual columns: {usual}"
-            f"{' with use_chat_template=true' if method == RL else ''}; set it to some of: {', '.join(there)}"
+            f"{' with use_chat_template=true' if method == 'use_grpo' else ''}; set it to some of: {', '.join(there)}"
         )
     return []
 
@@ -125,7 +126,7 @@ def _measured(config: Config, positions: Callable[[Config], int | None]) -> tupl
         return 0, ""
     longest = max(lengths)
     why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
-    if config[RL]:
+    if config.use_grpo:
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
         why += f", and {COMPLETION} more are for a completion"
     trained = [at for at in (positions(config), config.trainable_position_size) if at and at > 0]
@@ -148,7 +149,7 @@ def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
     """Returns what a record is, and a function that returns the tokens of each."""
-    if config[RL]:
+    if config.use_grpo:
         from trainer.chat.encoder import Prompts, prompt_of
 
         chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None

@@ -26,10 +26,12 @@ from trainer.compare.reference import (
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config import Side, UserError, combination, schema
 from trainer.config import differences as differing_keys
+from trainer.config.capabilities.all_keys import keys_of
 from trainer.config.dump import PROCESSES, to_flow
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
-from trainer.config.resume import AROUND, MAY_CHANGE
+from trainer.config.key_rows import Resume
+from trainer.config.resume import MAY_CHANGE
 from trainer.data import Batch
 from trainer.state.host import KEYS
 from trainer.training import build
@@ -56,7 +58,7 @@ _USED = {
     "override_model_config",
     *_COMMON,
 }
-_IDLE = frozenset((*AROUND, *PROCESSES, "debug_sharding")) - _USED
+_IDLE = frozenset((*keys_of(Resume.AROUND), *PROCESSES, "debug_sharding")) - _USED
 # In the order of a training step.
 MEASURES: tuple[Step, ...] = (measure.parameters, measure.activations, measure.gradients, measure.update)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 
 from trainer.compare import measure
 from trainer.compare.difference import Layers
@@ -88,7 +87,7 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
 def reference(side: Side, program: Program, say: Say) -> Reference:
     """Returns the reference of a side that is built here. Its state and batch are those that training begins with."""
     run = program.run
-    dataset = open_dataset(ml_collections.FrozenConfigDict({**run.config, "eval_interval": -1}), say)
+    dataset = open_dataset(Config({**run.config, "eval_interval": -1}), say)
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
     scheduled = side.loaded.config.learning_rate_schedule_steps != -1
     begin = start(run, dataset, None, say, schedule_given=scheduled, given=given)

@@ -33,14 +33,14 @@ UNUSED_AXES = {
 }
 
 # If a key is empty or 0, it takes the value that follows from others.
-FOLLOWS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "mu_dtype": lambda given: given["weight_dtype"],
+FOLLOWS: Mapping[str, Callable[[Config], Any]] = {
+    "mu_dtype": lambda given: given.weight_dtype,
     # As many rows as an update, so that another split into microbatches evaluates on the same rows.
-    "eval_per_device_batch_size": lambda given: given["per_device_batch_size"] * given["gradient_accumulation_steps"],
+    "eval_per_device_batch_size": lambda given: given.per_device_batch_size * given.gradient_accumulation_steps,
 }
 
 
-def mesh_axes(config: Mapping[str, Any]) -> dict[str, int]:
+def mesh_axes(config: Config) -> dict[str, int]:
     """Returns the sizes of the mesh axes over all slices, the outermost first."""
     return {axis: config[ICI[axis]] * config[DCN[axis]] for axis in MESH_AXES}
 
@@ -76,18 +76,18 @@ def row_for(tokens: int) -> int:
     return -(-tokens // 128) * 128
 
 
-def has_reference(config: Mapping[str, Any]) -> bool:
+def has_reference(config: Config) -> bool:
     """Returns whether the objective reads the parameters with which the run began."""
-    compared = config["use_dpo"] and config["dpo_algo"] == "dpo"
-    return bool(compared or (config["use_grpo"] and config["rl_grpo_beta"]))
+    compared = config.use_dpo and config.dpo_algo == "dpo"
+    return bool(compared or (config.use_grpo and config.rl_grpo_beta))
 
 
-def has_dropout(config: Mapping[str, Any]) -> bool:
+def has_dropout(config: Config) -> bool:
     """Returns whether an update drops values."""
-    return bool(config["enable_dropout"] and (config["dropout_rate"] or config["attention_dropout_rate"]))
+    return bool(config.enable_dropout and (config.dropout_rate or config.attention_dropout_rate))
 
 
-def policy_temperature(config: Mapping[str, Any]) -> float:
+def policy_temperature(config: Config) -> float:
     """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
     that of the policy, otherwise 1."""
-    return float(config["decode_sampling_temperature"]) if config["use_grpo"] else 1.0
+    return float(config.decode_sampling_temperature) if config.use_grpo else 1.0

@@ -8,19 +8,9 @@ from typing import Any
 import ml_collections
 import yaml
 
+from trainer.config.capabilities.process_keys import PROCESSES
 from trainer.config.keys import Config
 from trainer.config.schema import schema
-
-# Keys for how processes connect and on what they run. None of them affects the training result.
-PROCESSES = (
-    "hardware",
-    "coordinator_address",
-    "num_processes",
-    "process_id",
-    "skip_jax_distributed_system",
-    "jax_distributed_initialization_timeout",
-    "jax_distributed_heartbeat_timeout_seconds",
-)
 
 
 def to_yaml(config: Config) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.errors import UserError, nearest, shortened
+from trainer.config.keys import Config
 from trainer.config.schema import schema
 
 Axes = tuple[str, ...]
@@ -61,7 +62,7 @@ class Facts:
     period: int = 0
     maxtext_layers: int = 1
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
-    tensors: Callable[[Mapping[str, Any]], Mapping[str, Axes]] = lambda config: {}
+    tensors: Callable[[Config], Mapping[str, Axes]] = lambda config: {}
 
     def __post_init__(self) -> None:
         if unknown := [key for key in self.reads if key not in OPTIONAL]:
@@ -120,10 +121,10 @@ def import_facts(decoder_block: str) -> None:
         raise UserError(f"decoder_block={decoder_block}: this is not a trainer.config.family.Facts")
 
 
-def facts_of(config: Mapping[str, Any]) -> Facts | None:
+def facts_of(config: Config) -> Facts | None:
     """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
     of something else, or nothing has imported its facts."""
-    block = config["decoder_block"]
+    block = config.decoder_block
     module, _, name = families().get(block, block).partition(":")
     if block in families():
         importlib.import_module(module)
@@ -131,25 +132,25 @@ def facts_of(config: Mapping[str, Any]) -> Facts | None:
     return found if isinstance(found, Facts) else None
 
 
-def reads(config: Mapping[str, Any], key: str) -> bool:
+def reads(config: Config, key: str) -> bool:
     """Returns whether the family is known to read `key`, one of `OPTIONAL`."""
     facts = facts_of(config)
     return facts is not None and key in facts.reads
 
 
-def lacks(config: Mapping[str, Any], key: str) -> bool:
+def lacks(config: Config, key: str) -> bool:
     """Returns whether the family is known not to read `key`, one of `OPTIONAL`."""
     facts = facts_of(config)
     return facts is not None and key not in facts.reads
 
 
-def fixed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def fixed(config: Config) -> Mapping[str, Any]:
     """Returns the keys that have one value in the family, as far as it is known."""
     facts = facts_of(config)
     return facts.fixes if facts else {}
 
 
-def has_sinks(config: Mapping[str, Any]) -> bool:
+def has_sinks(config: Config) -> bool:
     """Returns whether the family's attention is known to have sinks."""
     facts = facts_of(config)
     return facts is not None and facts.sinks
@@ -157,4 +158,4 @@ def has_sinks(config: Mapping[str, Any]) -> bool:
 
 def readers(key: str) -> str:
     """Returns the families of this package that read `key`, as words."""
-    return ", ".join(name for name in families() if reads({"decoder_block": name}, key))
+    return ", ".join(name for name in families() if reads(Config({"decoder_block": name}), key))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.capabilities.chat_keys import METHODS
-from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.config.dump import to_flow
 from trainer.config.keys import Config
 from trainer.config.schema import schema
@@ -18,7 +17,7 @@ Entry = Any | Callable[[Config], Any]
 
 def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], float]:
     """Returns the entry of a value that is larger with adapters."""
-    return lambda config: with_adapters if config[ENABLE] else otherwise
+    return lambda config: with_adapters if config.enable_lora else otherwise
 
 
 _WARM_UP = {"warmup_steps_fraction": 0.1}
@@ -31,7 +30,7 @@ FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
 }
 
 
-def command_of(config: Mapping[str, Any]) -> str:
+def command_of(config: Config) -> str:
     """Returns the command whose run the configuration describes."""
     return next((command for key, (command, _) in METHODS.items() if config[key]), TRAIN)
 
@@ -54,7 +53,7 @@ def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
     }
 
 
-def taken_from_model(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+def taken_from_model(values: Config, sources: Mapping[str, str]) -> str:
     """Returns a line about the values of the table that a configuration has; "" if they are those of base.yml."""
     source = _SOURCE.format(command_of(values))
     taken = [name for name, where in sources.items() if where == source]

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.errors import Unbuilt
+from trainer.config.keys import Config
 from trainer.config.words import counted
 
 
-def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None) -> list[str]:
+def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list[str]:
     """Sets each axis of size -1 in `values` to the remaining size, within a slice and across slices. Returns errors.
 
     `num_slices` is None for devices without slices, such as CPUs. Their number then follows from the sizes across
@@ -31,7 +31,7 @@ def fill_mesh(values: dict[str, Any], device_count: int, num_slices: int | None)
     ]
 
 
-def _unbuilt(values: Mapping[str, Any]) -> list[str]:
+def _unbuilt(values: Config) -> list[str]:
     """Returns one line for each axis that nothing uses yet, in case the configuration was changed after stage 1."""
     return [
         Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
@@ -41,7 +41,7 @@ def _unbuilt(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _fill(values: dict[str, Any], keys: Mapping[str, str], count: int, what: str) -> list[str]:
+def _fill(values: Config, keys: Mapping[str, str], count: int, what: str) -> list[str]:
     """Fills in -1 such that the product of the sizes is `count`, which `what` describes. `keys` maps axes to keys."""
     sizes = _sizes(values, keys)
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -60,7 +60,7 @@ def _fill(values: dict[str, Any], keys: Mapping[str, str], count: int, what: str
     return [f"{problem}; nearest: {fitting}"]
 
 
-def _sizes(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, int]:
+def _sizes(values: Config, keys: Mapping[str, str]) -> dict[str, int]:
     return {axis: values[key] for axis, key in keys.items()}
 
 

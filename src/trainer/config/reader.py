@@ -12,8 +12,6 @@ from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import GROUPS, Key, Schema, plain_name
 from trainer.config.values import check, read_node
 
-_RULES = "logical_axis_rules"
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -62,7 +60,7 @@ class Reader:
                 known = verdicts.why_refused(name, given)
                 hint = f"; {known}" if known else nearest(given, map(str, key.choices))
                 problems = [f"{problem}; allowed: {key.allowed}{hint}"]
-            elif name == _RULES:
+            elif name == "logical_axis_rules":
                 value, problems = read_rules(value, [rule[0] for rule in key.default])
         if problems:
             self.mistakes += [f"{shown}: {problem}" for problem in problems]
@@ -105,7 +103,7 @@ class Reader:
 def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
     """Returns `below` overridden by `above`. logical_axis_rules are overridden by name."""
     merged = below | above
-    if _RULES in below and _RULES in above:
-        rules = merge_rules(below[_RULES].value, above[_RULES].value)
-        merged[_RULES] = Setting(rules, above[_RULES].where)
+    if "logical_axis_rules" in below and "logical_axis_rules" in above:
+        rules = merge_rules(below["logical_axis_rules"].value, above["logical_axis_rules"].value)
+        merged["logical_axis_rules"] = Setting(rules, above["logical_axis_rules"].where)
     return merged

@@ -6,16 +6,19 @@ from typing import Any
 
 import ml_collections
 
-from trainer.config.capabilities.context_keys import CONTEXT_CHECKS, ORDER, splits_rows, token_order
+from trainer.config.capabilities.context_keys import CHECKS as CONTEXT_CHECKS
+from trainer.config.capabilities.context_keys import splits_rows, token_order
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.kernels import choose_attention, shares_of_queries
-from trainer.config.capabilities.pipeline_keys import MICROBATCHES, PIPELINE_CHECKS, STAGE, fewest, microbatches, stages
+from trainer.config.capabilities.pipeline_keys import CHECKS as PIPELINE_CHECKS
+from trainer.config.capabilities.pipeline_keys import STAGE, fewest, microbatches, stages
 from trainer.config.capabilities.splash_tiles import wrong_tiles
 from trainer.config.capabilities.vocab_tiles import choose_tiles, divisors
 from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
+from trainer.config.keys import Config
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
@@ -23,9 +26,7 @@ from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 
 
-def resolve(
-    config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None
-) -> ml_collections.FrozenConfigDict:
+def resolve(config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None) -> Config:
     """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`).
@@ -33,29 +34,29 @@ def resolve(
     Raises:
       UserError: lists all errors of the stage, one line each.
     """
-    values = {name: frozen(value) for name, value in config.items()}
+    values = ml_collections.ConfigDict({name: frozen(value) for name, value in config.items()})
     _fill(values, platform)
-    mistakes = _other_hardware(values["hardware"], platform)
+    mistakes = _other_hardware(values.hardware, platform)
     mesh_problems = fill_mesh(values, device_count, num_slices)
     mistakes += mesh_problems
     mesh = {} if mesh_problems else mesh_axes(values)
     if order := token_order(values):
-        values[ORDER] = order[0]
+        values.context_parallel_reorder_strategy = order[0]
     if mesh:
         mistakes += _misfits(values, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
         mistakes += split_on(values, mesh) or [*_misfits(values, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
-    values["attention"], unsupported = choose_attention(values, mesh, platform)
+    values.attention, unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
     mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
-    return ml_collections.FrozenConfigDict(values)
+    return Config(values)
 
 
-def _wrong_tiles(values: Mapping[str, Any]) -> list[str]:
-    return wrong_tiles(values, shares_of_queries(values)) if values["attention"] == "splash" else []
+def _wrong_tiles(values: Config) -> list[str]:
+    return wrong_tiles(values, shares_of_queries(values)) if values.attention == "splash" else []
 
 
 def _other_hardware(hardware: str, platform: str) -> list[str]:
@@ -64,10 +65,9 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
     return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
 
 
-def _misfits(values: Mapping[str, Any], checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
+def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
     """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
-    config = ml_collections.FrozenConfigDict(values)
-    failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
+    failed = [(keys, said) for keys, problem in checks if (said := problem(values))]
     return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
 
 
@@ -82,36 +82,36 @@ def frozen(value: Any) -> Any:
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-def _fill(values: dict[str, Any], platform: str) -> None:
-    if values["dtype"] == "auto":
-        values["dtype"] = "float32" if platform == "cpu" else "bfloat16"
+def _fill(values: Config, platform: str) -> None:
+    if values.dtype == "auto":
+        values.dtype = "float32" if platform == "cpu" else "bfloat16"
     for key, followed in FOLLOWS.items():
         values[key] = values[key] or followed(values)
-    values |= fixed(values)
-    values["sliding_window_pattern"] = period(values) or values["sliding_window_pattern"]
+    values.update(fixed(values))
+    values.sliding_window_pattern = period(values) or values.sliding_window_pattern
     published = {"llama3.1": (8.0, 8192), "yarn": (40.0, 4096)}
-    if values["rope_type"] in published:
-        factor, length = published[values["rope_type"]]
-        values["rope_factor"] = values["rope_factor"] or factor
-        values["original_max_position_embeddings"] = values["original_max_position_embeddings"] or length
-    if values["use_grpo"] and values["num_batches"] > 0:
-        values["steps"] = values["num_batches"] * values["rl_num_iterations"]
-    if values["steps"] == -1:
-        values["steps"] = values["learning_rate_schedule_steps"]
-    if values["learning_rate_schedule_steps"] == -1:
-        values["learning_rate_schedule_steps"] = values["steps"]
+    if values.rope_type in published:
+        factor, length = published[values.rope_type]
+        values.rope_factor = values.rope_factor or factor
+        values.original_max_position_embeddings = values.original_max_position_embeddings or length
+    if values.use_grpo and values.num_batches > 0:
+        values.steps = values.num_batches * values.rl_num_iterations
+    if values.steps == -1:
+        values.steps = values.learning_rate_schedule_steps
+    if values.learning_rate_schedule_steps == -1:
+        values.learning_rate_schedule_steps = values.steps
 
 
-def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each length that is not divisible by the mesh axes of its rules."""
     blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    rules = make_rules(values["logical_axis_rules"])
+    rules = make_rules(values.logical_axis_rules)
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
-    if splits_rows(values):  # one of `CONTEXT_CHECKS` is about tokens
+    if splits_rows(values):  # one of the checks of `context_keys` is about tokens
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
-    if values["mtp_num_layers"]:
+    if values.mtp_num_layers:
         sized.append(PROJECTED)
     for name, key in sized:
         if values[key] % _product(mesh, rules[name]):
@@ -129,17 +129,17 @@ def _indivisible(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str
     return lines
 
 
-def _uneven_rows(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each batch size that does not give all shards of the batch, or of each microbatch of a
     pipeline, the same whole number of rows."""
     keys = ["per_device_batch_size"]
-    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
+    if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")
     # The rows of an island are sharded by the rule.
-    axes = ("diloco", *make_rules(values["logical_axis_rules"])["activation_batch"])
+    axes = ("diloco", *make_rules(values.logical_axis_rules)["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
-        count = 1  # `PIPELINE_CHECKS` reports it
+        count = 1  # the checks of `pipeline_keys` report it
     else:
         axes = tuple(axis for axis in axes if axis != STAGE)  # the stages have different microbatches
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}
@@ -161,7 +161,7 @@ def _is_whole(rows: float) -> bool:
     return round(rows) >= 1 and abs(rows - round(rows)) < 1e-6
 
 
-def _other_counts(values: Mapping[str, Any], count: int, shards: int, batches: Collection[float]) -> str:
+def _other_counts(values: Config, count: int, shards: int, batches: Collection[float]) -> str:
     """Returns the nearest numbers of a pipeline's microbatches that divide all `batches` into whole rows of each of the
     `shards`, in words; "" if there are none."""
     step = stages(values) * shards
@@ -170,7 +170,7 @@ def _other_counts(values: Mapping[str, Any], count: int, shards: int, batches: C
     fitting = [n * stages(values) for n in divisors(round(rows) // step for rows in batches)]
     below = [n for n in fitting if fewest(values) <= n < count][-1:]
     near = [*below, *[n for n in fitting if n > count][:1]]
-    return f", or {MICROBATCHES}={' or '.join(map(str, near))}" if near else ""
+    return f", or num_pipeline_microbatches={' or '.join(map(str, near))}" if near else ""
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], count: int = 1) -> str:
@@ -179,7 +179,7 @@ def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], cou
     splitting = [f"{axis} {mesh[axis]}" for axis in axes if mesh[axis] > 1]
     by_rule = f" by the rule of {' and '.join(names)}"
     if count > 1:
-        splitting, by_rule = [f"{MICROBATCHES} {count}", *splitting], by_rule if splitting else ""
+        splitting, by_rule = [f"num_pipeline_microbatches {count}", *splitting], by_rule if splitting else ""
     total = f" = {count * _product(mesh, axes)}" if len(splitting) > 1 else ""
     return f"{' x '.join(splitting) or 'no mesh axis above 1'}{total}{by_rule}"
 

@@ -1,10 +1,11 @@
 """The value of logical_axis_rules: [name, mesh axis or list of axes] pairs, one rule per logical axis name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.config.derived import MESH_AXES
 from trainer.config.errors import nearest, shortened
+from trainer.config.keys import Config
 from trainer.config.tensors import dimension, tensors_of
 
 Rule = list[Any]  # [name, mesh axis or list of mesh axes]
@@ -34,16 +35,16 @@ def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
-def with_lengths(names: Iterable[str], config: Mapping[str, Any]) -> str:
+def with_lengths(names: Iterable[str], config: Config) -> str:
     """Returns for example `[layers 2, embed 192]`: a tensor's logical axes, with lengths where a key of `config` sets
     them."""
     lengths = {name: config.get(dimension(name, config), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 
 
-def collisions(config: Mapping[str, Any]) -> list[str]:
+def collisions(config: Config) -> list[str]:
     """Returns one message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
-    axes = make_rules(config["logical_axis_rules"])
+    axes = make_rules(config.logical_axis_rules)
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in tensors_of(config).items():
         taken: dict[str, str] = {}

@@ -1,10 +1,8 @@
 """global_parameter_scale: multiplies the number of parameters of the model by about this factor."""
 
-from collections.abc import Mapping
-
+from trainer.config.key_rows import Check
+from trainer.config.keys import Config
 from trainer.config.reader import Setting
-
-SCALE = "global_parameter_scale"
 
 
 def factors(scale: int) -> dict[str, int]:
@@ -31,15 +29,17 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
     Only this function applies the scale. Everything that reads a size later, including a run's config.yml, gets the
     scaled size. A scale that is not a power of two is left unchanged, and `problem` reports it.
     """
-    scale = values[SCALE]
+    scale = values["global_parameter_scale"]
     if scale.value == 1 or not is_power_of_two(scale.value):
         return values
     grown = {
-        name: Setting(values[name].value * factor, f"{values[name].where}, x {factor} by {SCALE}={scale.value}")
+        name: Setting(
+            values[name].value * factor, f"{values[name].where}, x {factor} by global_parameter_scale={scale.value}"
+        )
         for name, factor in factors(scale.value).items()
         if factor > 1 and values[name].value > 0  # -1: the model has no such size
     }
-    return values | grown | {SCALE: Setting(1, scale.where)}
+    return values | grown | {"global_parameter_scale": Setting(1, scale.where)}
 
 
 def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
@@ -49,9 +49,9 @@ def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
     sizes = [
         f"{name} {values[name].value} -> {setting.value}"
         for name, setting in sized.items()
-        if name != SCALE and setting.value != values[name].value
+        if name != "global_parameter_scale" and setting.value != values[name].value
     ]
-    return [f"{SCALE}={values[SCALE].value}: {', '.join(sizes)}"]
+    return [f"global_parameter_scale={values['global_parameter_scale'].value}: {', '.join(sizes)}"]
 
 
 def is_power_of_two(scale: int) -> bool:
@@ -59,10 +59,13 @@ def is_power_of_two(scale: int) -> bool:
     return scale >= 1 and scale & (scale - 1) == 0
 
 
-def problem(config: Mapping[str, int]) -> str | None:
+def problem(config: Config) -> str | None:
     """Returns why the scale cannot be applied, or None. The scale is 1 after the sizes are scaled."""
-    scale = config[SCALE]
+    scale = config.global_parameter_scale
     if is_power_of_two(scale):
         return None
     below = 1 << (scale.bit_length() - 1)
     return f"must be a power of two; nearest: {below} or {2 * below}; for a size between them set the base_* keys"
+
+
+CHECKS: tuple[Check, ...] = ((("global_parameter_scale",), problem),)

@@ -1,8 +1,6 @@
 """Bounds on products of sizes: rejects configurations that are too large for any program, before tracing."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from trainer.config.capabilities.optimizers import moment_bytes
 from trainer.config.derived import islands, mesh_axes
@@ -17,7 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 _BYTES_OF_TOKEN = 5 * 4  # in a batch: the int32 arrays [rows, length] that every objective needs
 
 
-def too_large(values: Mapping[str, Any]) -> list[str]:
+def too_large(values: Config) -> list[str]:
     """Returns one line for each product of sizes in `values` that exceeds a bound. The mesh must be filled in."""
     return [*_too_many_tokens(values), *_too_many_entries(values)]
 
@@ -32,25 +30,25 @@ def least_bytes(config: Config) -> int:
       config: resolved.
     """
     parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
-    each = 0 if config["parameter_memory_host_offload"] else BYTES[config["weight_dtype"]]
-    if not config["trainable_parameters_mask"] and not config["optimizer_memory_host_offload"]:
-        each += moment_bytes(config, BYTES) + (BYTES["float32"] if config["ema_decay"] else 0)
+    each = 0 if config.parameter_memory_host_offload else BYTES[config.weight_dtype]
+    if not config.trainable_parameters_mask and not config.optimizer_memory_host_offload:
+        each += moment_bytes(config, BYTES) + (BYTES["float32"] if config.ema_decay else 0)
     each *= islands(config)
-    if config["enable_diloco"]:
-        each += BYTES["float32"] * (2 if config["diloco_outer_momentum"] else 1)
-    tokens = _microbatch_rows(config) * config["max_target_length"]
-    batch = tokens * config["gradient_accumulation_steps"] * _BYTES_OF_TOKEN
-    return parameters * each + batch + tokens * config["base_emb_dim"] * BYTES[config["dtype"]]
+    if config.enable_diloco:
+        each += BYTES["float32"] * (2 if config.diloco_outer_momentum else 1)
+    tokens = _microbatch_rows(config) * config.max_target_length
+    batch = tokens * config.gradient_accumulation_steps * _BYTES_OF_TOKEN
+    return parameters * each + batch + tokens * config.base_emb_dim * BYTES[config.dtype]
 
 
-def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
-    length, devices = values["max_target_length"], math.prod(mesh_axes(values).values())
+def _too_many_tokens(values: Config) -> list[str]:
+    length, devices = values.max_target_length, math.prod(mesh_axes(values).values())
     parts = {"per_device_batch_size": "an update", "eval_per_device_batch_size": "an evaluation batch"}
     lines = []
     for key, what in parts.items():
-        if what != "an update" and (values["eval_interval"] <= 0 or values[key] == values["per_device_batch_size"]):
+        if what != "an update" and (values.eval_interval <= 0 or values[key] == values.per_device_batch_size):
             continue
-        steps = values["gradient_accumulation_steps"] if what == "an update" else 1
+        steps = values.gradient_accumulation_steps if what == "an update" else 1
         tokens = round(values[key] * devices) * steps * length
         if tokens > INT32_MAX:
             product = f"{values[key]:g} x {devices} devices{f' x {steps} microbatches' if steps > 1 else ''}"
@@ -61,9 +59,9 @@ def _too_many_tokens(values: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
+def _too_many_entries(values: Config) -> list[str]:
     arrays = dict(tensors_of(values))
-    if "queries" in arrays and values["attention"] == "dot_product":
+    if "queries" in arrays and values.attention == "dot_product":
         scores = ("activation_batch", "activation_heads", "activation_q_length", "activation_kv_length")
         arrays["scores of attention=dot_product"] = scores
     lines = []
@@ -76,17 +74,17 @@ def _too_many_entries(values: Mapping[str, Any]) -> list[str]:
     return lines[:1]  # other arrays of the same sizes would repeat the message
 
 
-def _parameters(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _parameters(values: Config) -> dict[str, tuple[str, ...]]:
     tensors = {name: axes for name, axes in tensors_of(values).items() if "/" in name}
-    if values["logits_via_embedding"]:
+    if values.logits_via_embedding:
         del tensors["decoder/logits_dense/kernel"]
     return tensors
 
 
-def _lengths(values: Mapping[str, Any], names: tuple[str, ...]) -> list[int]:
+def _lengths(values: Config, names: tuple[str, ...]) -> list[int]:
     rows = _microbatch_rows(values)
     return [rows if name == "activation_batch" else values[dimension(name, values)] for name in names]
 
 
-def _microbatch_rows(values: Mapping[str, Any]) -> int:
-    return round(values["per_device_batch_size"] * math.prod(mesh_axes(values).values()))
+def _microbatch_rows(values: Config) -> int:
+    return round(values.per_device_batch_size * math.prod(mesh_axes(values).values()))

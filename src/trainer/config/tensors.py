@@ -1,11 +1,11 @@
 """The tensors of a model, their logical axes and lengths, as far as they are known without JAX."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from trainer.config.capabilities.expert_keys import only_experts, some_experts
 from trainer.config.errors import UserError, nearest
 from trainer.config.family import Axes, facts_of
+from trainer.config.keys import Config
 
 # The tensors of a model whose blocks are like Llama's. A name with a slash is the end of a parameter's canonical name;
 # the others are activations. A mesh axis may shard only one axis of a tensor.
@@ -62,7 +62,7 @@ DIMENSIONS = {
 PROJECTED = ("mlp", "base_emb_dim")
 
 
-def of_blocks(config: Mapping[str, Any]) -> dict[str, Axes]:
+def of_blocks(config: Config) -> dict[str, Axes]:
     """`Facts.tensors` of a family whose blocks are like Llama's, with an MLP, with experts, or with one in some layers
     and the other in the rest."""
     if not some_experts(config):
@@ -76,17 +76,17 @@ def renamed(tensors: Mapping[str, Axes], names: Mapping[str, str]) -> dict[str, 
     return {names.get(name, name): axes for name, axes in tensors.items()}
 
 
-def tensors_of(config: Mapping[str, Any]) -> Mapping[str, Axes]:
+def tensors_of(config: Config) -> Mapping[str, Axes]:
     """Returns the logical axes of tensors that the model of `config` has for certain."""
     facts = facts_of(config)
     tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
     if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:
         why = f"the length of the axis {unknown[0]} is not known without JAX{nearest(unknown[0], DIMENSIONS)}"
-        raise UserError(f"decoder_block={config['decoder_block']}: Facts.tensors: {why}; leave out tensors with it")
+        raise UserError(f"decoder_block={config.decoder_block}: Facts.tensors: {why}; leave out tensors with it")
     return tensors
 
 
-def dimension(name: str, config: Mapping[str, Any]) -> str:
+def dimension(name: str, config: Config) -> str:
     """Returns the key that sets the length of the logical axis `name` in the model of `config`; "" if none does."""
     of_experts = {"mlp": "base_moe_mlp_dim", "activation_mlp": "base_moe_mlp_dim"} if only_experts(config) else {}
     return of_experts.get(name) or DIMENSIONS.get(name, "")

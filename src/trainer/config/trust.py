@@ -5,13 +5,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.config.capabilities.all_keys import ROWS
 from trainer.config.files import COMMAND_LINE, file_of
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 from trainer.config.schema import Key, schema
 
 _STARTS = ("load_parameters_path", "load_full_state_path")
-_CODE = ("compiled_trainstep_file", "formatting_func_path", "reward_functions")
+_CODE = tuple(name for row in ROWS if row.code for name in row.names)
 _READ = ("tokenizer_path", "hf_path", "dataset_path")
 
 

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 
 from trainer.checkpoint import check_base
 from trainer.config import Config, UserError
-from trainer.config.capabilities.invariant_keys import KEY
-from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, RESTORE, TILE, B
+from trainer.config.capabilities.lora_keys import ADAPTER, LAYERS, B
 from trainer.models.adapters import kernel_of
 from trainer.models.matrices import lora_kernels, matrix_names
 from trainer.models.transformer import head_matrix
@@ -35,19 +33,24 @@ def with_adapters(
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
     """
     keys = [found.lora_keys(config) for found in adapters]
-    if config[KEY]:
+    if config.batch_invariant:
         _check_bits(config, adapters, keys, apart)
     if len(adapters) == 1 and not apart:
-        return ml_collections.FrozenConfigDict({**config, **keys[0], RESTORE: str(adapters[0].path)}), None
-    patterns = dict.fromkeys(each[PATTERN] for each in keys)
+        return Config({**config, **keys[0], "lora_restore_path": str(adapters[0].path)}), None
+    patterns = dict.fromkeys(each["lora_module_path"] for each in keys)
     pattern = next(iter(patterns)) if len(patterns) == 1 else "|".join(f"(?:{one or LAYERS})" for one in patterns)
-    if len({(each.get(QTYPE, ""), each.get(TILE, 0)) for each in keys}) > 1:
-        raise UserError(f"adapters: {QTYPE} or {TILE} of their bases differ; serve them one by one")
-    ranks = [each[RANK] for each in keys]
+    if len({(each.get("lora_weight_qtype", ""), each.get("lora_tile_size", 0)) for each in keys}) > 1:
+        raise UserError("adapters: lora_weight_qtype or lora_tile_size of their bases differ; serve them one by one")
+    ranks = [each["lora_rank"] for each in keys]
     # The factor lora_alpha / lora_rank of each is in its b.
-    whole = {**keys[0]} | {ENABLE: True, RANK: sum(ranks), ALPHA: float(sum(ranks)), PATTERN: pattern}
-    config = ml_collections.FrozenConfigDict({**config, **whole})
-    names = matrix_names(config, ENABLE)
+    whole = {**keys[0]} | {
+        "enable_lora": True,
+        "lora_rank": sum(ranks),
+        "lora_alpha": float(sum(ranks)),
+        "lora_module_path": pattern,
+    }
+    config = Config({**config, **whole})
+    names = matrix_names(config, "enable_lora")
     kernels = lora_kernels(config, dict.fromkeys(names, (0, 0)))
     if groups := [name for name, kernel in kernels.items() if kernel.groups]:
         raise UserError(f"adapters: {groups[0]} belongs to experts, which sort rows; serve them one by one")
@@ -61,17 +64,22 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
     """Refuses adapters whose products would not have the bits of their training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
-            f"{KEY}=true: with dtype={config.dtype}, bits depend on the ranks of all adapters together; serve them one "
+            f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
+            f"together; serve them one "
             "by one, or train and generate with dtype=bfloat16"
         )
     for found, each in zip(adapters, keys, strict=True):
-        if each.get(QTYPE):
-            raise UserError(f"{KEY}=true: {found.path} has {QTYPE}={each[QTYPE]}: its bits are not proved")
-        scale = each[ALPHA] / each[RANK]
+        if each.get("lora_weight_qtype"):
+            raise UserError(
+                f"batch_invariant=true: {found.path} has lora_weight_qtype={each['lora_weight_qtype']}: its "
+                f"bits are not proved"
+            )
+        scale = each["lora_alpha"] / each["lora_rank"]
         # Training multiplies x a by it; beside others, b has it, and only a power of two rounds the same in both.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
-                f"{KEY}=true: {found.path} has {ALPHA} / {RANK} = {scale:g}, which is no power of two, so where rows "
+                f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is no power "
+                f"of two, so where rows "
                 "choose adapters its bits differ from training; generate with it alone"
             )
 
@@ -87,12 +95,12 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
       UserError: other parameters were trained, too, or the adapters belong to another base.
     """
     values = {name: np.zeros(leaf.shape, np.float32) for name, leaf in weights.items() if ADAPTER.search(name)}
-    kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, ENABLE), (0, 0)))
+    kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, "enable_lora"), (0, 0)))
     parameters = {tuple(name.split("/")): leaf for name, leaf in weights.items() if name not in values}
     first = 0
     for found in adapters:
         keys = found.lora_keys(config)
-        own = ml_collections.FrozenConfigDict({**config, **keys})
+        own = Config({**config, **keys})
         leaves = found.leaves(own, weight_shapes(own))
         if others := leaves.keys() - values.keys():
             raise UserError(f"{found.path}: {min(others)} was trained, too, so it cannot share a base; serve it alone")
@@ -101,8 +109,11 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
             value, target = leaf.read(np.dtype(np.float32), lambda size: None), values[name]
             axis = -1
             if name.endswith(B):
-                value, axis = value * (keys[ALPHA] / keys[RANK]), -1 - len(kernels[kernel_of(name)].out_shape)
-            np.moveaxis(target, axis, 0)[first : first + keys[RANK]] = np.moveaxis(value, axis, 0)
-        first += keys[RANK]
+                value, axis = (
+                    value * (keys["lora_alpha"] / keys["lora_rank"]),
+                    -1 - len(kernels[kernel_of(name)].out_shape),
+                )
+            np.moveaxis(target, axis, 0)[first : first + keys["lora_rank"]] = np.moveaxis(value, axis, 0)
+        first += keys["lora_rank"]
     arrays = {name: value.astype(weights[name].dtype) for name, value in values.items()}
     return weights | {name: jax.device_put(array, weights[name].sharding) for name, array in arrays.items()}

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
-from trainer.config.capabilities.invariant_keys import KEY, ROWS, TILE, compiler_options
+from trainer.config.capabilities.invariant_keys import QUERIES, TILE, compiler_options
 from trainer.inference.controls import NOTHING, Asked, Controls, controls, neutral
 from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows
@@ -97,7 +97,7 @@ class Engine:
     @functools.cached_property
     def rows(self) -> Rows:
         """Makes rows of prompts for `prefill` and `prefill_concat`."""
-        multiples = (ROWS, TILE) if self.config[KEY] else (1, 1)
+        multiples = (QUERIES, TILE) if self.config.batch_invariant else (1, 1)
         return Rows(self.max_prefill_length, self.config.vocab_size, *multiples)
 
     def padded(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -211,8 +211,10 @@ class Engine:
         """
         if not all(PLACES in names for names in self._cache_axes):
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
-        if self.config[KEY] and np.any(np.asarray(start_pos) % TILE):
-            raise ValueError(f"start_pos={list(map(int, start_pos))}: with {KEY} prompts begin at multiples of {TILE}")
+        if self.config.batch_invariant and np.any(np.asarray(start_pos) % TILE):
+            raise ValueError(
+                f"start_pos={list(map(int, start_pos))}: with batch_invariant prompts begin at multiples of {TILE}"
+            )
         requests, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
         drawing = requests, sampling, self.numbered(adapters or [0] * num_prompts)

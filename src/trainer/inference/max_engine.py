@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.invariant_keys import KEY, OF_BITS, unchecked
+from trainer.config.capabilities.invariant_keys import OF_BITS, unchecked
 from trainer.config.dump import to_flow
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
@@ -112,17 +112,24 @@ class MaxEngine(Engine):
     def _check_bits(self, path: str) -> None:
         """Refuses, with batch_invariant, what training computes in another way: products with adapters that would be
         added to their base, another loop over layers, another dtype."""
-        if not self.config[KEY]:
+        if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
             raise UserError(
-                f"{KEY}=true: {path} has adapters, which training did not add to their base; generate from the base, "
+                f"batch_invariant=true: {path} has adapters, which training did not add to their base; generate "
+                f"from the base, "
                 f"with adapters={path}"
             )
         saved = keys_of_run(path)
-        words = [f"{key}={to_flow(saved[key])}" for key in OF_BITS if saved.get(KEY) and saved[key] != self.config[key]]
+        words = [
+            f"{key}={to_flow(saved[key])}"
+            for key in OF_BITS
+            if saved.get("batch_invariant") and saved[key] != self.config[key]
+        ]
         if words:
-            raise UserError(f"{KEY}=true: {path} was trained with {' '.join(words)}; give the same to generate")
+            raise UserError(
+                f"batch_invariant=true: {path} was trained with {' '.join(words)}; give the same to generate"
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.backends.base import tree_mode
-from trainer.config.capabilities.invariant_keys import KEY, ROWS, TILE
+from trainer.config.capabilities.invariant_keys import QUERIES, TILE
 from trainer.config.derived import policy_temperature
 from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
@@ -68,7 +68,7 @@ class Programs:
         sequences = state.sequences
         sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
         count, parts = self.served.slots, self._parts
-        cache = Cache(state.cache, apart=count // parts if self.config[KEY] else 0, filled=True)
+        cache = Cache(state.cache, apart=count // parts if self.config.batch_invariant else 0, filled=True)
         of_tokens = sequences.tokens, sequences.positions, sequences.used.astype(jnp.int32)
         tokens, positions, live = (self._together(of_each, parts) for of_each in of_tokens)
         of_rows = None if sequences.adapters is None else self._together(sequences.adapters, parts)
@@ -81,7 +81,7 @@ class Programs:
 
     def _no_cache(self, rows: int, length: int) -> Cache:
         with tree_mode():
-            return init_cache(self.config, rows, length + -length % TILE if self.config[KEY] else length)
+            return init_cache(self.config, rows, length + -length % TILE if self.config.batch_invariant else length)
 
     def _hidden(
         self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
@@ -93,12 +93,12 @@ class Programs:
         return hidden, cache.entries
 
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
-        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of ROWS:
-        the bits of a token are the same in rows of any such length."""
-        if not self.config[KEY]:
+        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of
+        QUERIES: the bits of a token are the same in rows of any such length."""
+        if not self.config.batch_invariant:
             return x_b[:, None]
         x = x_b.reshape(parts, -1, *x_b.shape[1:])
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ROWS), *((0, 0) for _ in x.shape[2:])))
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % QUERIES), *((0, 0) for _ in x.shape[2:])))
 
     def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
         """Returns the inverse of `_together`: [count, ...]."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -13,7 +12,6 @@ from trainer.backends import Model, make_model
 from trainer.config import Config, UserError, resolve
 from trainer.config.capabilities.context_keys import AXES, LENGTHS
 from trainer.config.capabilities.expert_keys import drops
-from trainer.config.capabilities.invariant_keys import KEY
 from trainer.config.capabilities.pipeline_keys import SIZES
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
@@ -114,9 +112,10 @@ def serve(
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)
-    if config[KEY] and mesh.shape["fsdp"] > 1:
+    if config.batch_invariant and mesh.shape["fsdp"] > 1:
         raise UserError(
-            f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; generate "
+            f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
+            f"prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
     parts = row_parts(mesh, rules)  # more than in training, where several devices may share a row
@@ -137,7 +136,7 @@ def for_decoding(config: Config, platform: str) -> Any:
     own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
     if (scan := decoding_loop(config, platform)) != config.scan_layers:
         own["scan_layers"] = scan
-    return ml_collections.FrozenConfigDict({**config, **own}) if own else config
+    return Config({**config, **own}) if own else config
 
 
 def decoding_loop(config: Config, platform: str) -> bool:
@@ -147,7 +146,9 @@ def decoding_loop(config: Config, platform: str) -> bool:
     # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    return config.scan_layers and (config[KEY] or not unrolled)  # with the key, bits are those of the training step
+    return config.scan_layers and (
+        config.batch_invariant or not unrolled
+    )  # with the key, bits are those of the training step
 
 
 def longest_prompt(config: Config) -> int:

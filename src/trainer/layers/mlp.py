@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.config.capabilities.activations import ACTIVATIONS as NAMES
+from trainer.config.capabilities.layer_keys import ACTIVATIONS as NAMES
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, dense_maker
 from trainer.ops.dropout import dropout
 from trainer.products import Context

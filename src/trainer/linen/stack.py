@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 from flax import linen
 
 from trainer.config import Config
@@ -26,12 +25,12 @@ from trainer.products import Context
 from trainer.sharding import off_mesh
 
 
-def initializing(config: Config) -> ml_collections.FrozenConfigDict:
+def initializing(config: Config) -> Config:
     """Returns `config` for initialization, which Linen traces with one token.
 
     Parameters do not depend on the attention op, but kernels refuse this length.
     """
-    return ml_collections.FrozenConfigDict({**config, "attention": "dot_product"})
+    return Config({**config, "attention": "dot_product"})
 
 
 class Pattern(linen.Module):

@@ -51,7 +51,6 @@ TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "tr
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
 SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
 _OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE)
-_LAYERS = "base_num_decoder_layers"
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
@@ -127,20 +126,24 @@ def _with_our_layers(
     found: Conversion, loaded: Loaded, times: int, command: Command, runs: str, version: str
 ) -> Conversion:
     """Returns `found` with our number of layers, of a model of which MaxText counts `times` as one."""
-    said, source = f"layers; MaxText counts {times} of them as one", loaded.sources[_LAYERS]
-    given = [word for word in command.words if word.startswith(f"{_LAYERS}=")]
+    said, source = f"layers; MaxText counts {times} of them as one", loaded.sources["base_num_decoder_layers"]
+    given = [word for word in command.words if word.startswith("base_num_decoder_layers=")]
     if source.startswith("preset ") and not given:
         return found
     if any(has_variable(word) for word in given):
         return found._replace(problems=[*found.problems, f"{given[-1]}: the number of {said}: give {times} times it"])
     if file_of(source) not in (None, MAXTEXT_YML):
-        problem = f"{source}: {_LAYERS} is the number of {said}: give {times} times it on the command line"
+        problem = (
+            f"{source}: base_num_decoder_layers is the number of {said}: give {times} times it on the command line"
+        )
         return found._replace(problems=[*found.problems, problem])
-    ours = f"{_LAYERS}={times * loaded.config[_LAYERS]}"
-    variables_left = {name: text for name, text in command.environment.items() if name != f"{PREFIX}{_LAYERS.upper()}"}
+    ours = f"base_num_decoder_layers={times * loaded.config.base_num_decoder_layers}"
+    variables_left = {
+        name: text for name, text in command.environment.items() if name != f"{PREFIX}BASE_NUM_DECODER_LAYERS"
+    }
     words = [word for word in command.words if word not in given]
     found = _convert(command._replace(words=[*words, ours], environment=variables_left), runs, version)
-    theirs = given[-1] if given else f"{_LAYERS}={loaded.config[_LAYERS]}"
+    theirs = given[-1] if given else f"base_num_decoder_layers={loaded.config.base_num_decoder_layers}"
     rows = [Row(theirs, DIFFERS, f"{ours}: {said}", ours) if row.given == ours else row for row in found.rows]
     return found._replace(rows=rows)
 

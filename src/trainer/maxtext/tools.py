@@ -5,14 +5,12 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from trainer.config.capabilities.invariant_keys import KEY
-from trainer.config.capabilities.quantization_keys import BLOCK, ROUNDING
 from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
 from trainer.config.errors import shortened
 from trainer.config.maxtext import base_yml, verdicts
-from trainer.config.scale import SCALE, factors
+from trainer.config.scale import factors
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, preset_words
@@ -22,7 +20,7 @@ from trainer.maxtext.shell_words import has_variable
 # Keys of the section Model that say how a model is computed. The others say what its parameters are.
 _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
-    KEY,
+    "batch_invariant",
     *(
         "*dropout*",
         "init_weights_seed",
@@ -33,8 +31,8 @@ _COMPUTED = (
         "remat_policy",
         "decoder_layer_input",
     ),
-    *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", SCALE),
-    *("*quantiz*", "*_calibration_method", BLOCK, ROUNDING, "weight_sparsity_*_step"),
+    *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", "global_parameter_scale"),
+    *("*quantiz*", "*_calibration_method", "weight_block_size", "bwd_stochastic_rounding", "weight_sparsity_*_step"),
 )
 
 
@@ -97,7 +95,7 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
     """Returns the words that describe the parameters of the model in the configuration `made`."""
     said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, verdicts.RENAMED)}
     wanted = [name for name in said if of_parameters(name)]
-    sizes = factors(8) if given.get(SCALE, "1") != "1" else {}
+    sizes = factors(8) if given.get("global_parameter_scale", "1") != "1" else {}
     if made.loaded is not None:
         others = [*base_yml.defaults()] if given.get("model_name", "default") == "default" else []
         wanted += [

@@ -11,9 +11,8 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.invariant_keys import KEY
-from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, LAYERS, PATTERN, QTYPE, RANK, TILE, A, B
-from trainer.config.capabilities.quantization_keys import STORED, STORED_DTYPES
+from trainer.config.capabilities.lora_keys import ADAPTER, LAYERS, A, B
+from trainer.config.capabilities.quantization_keys import STORED_DTYPES
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.layers.param import EXACT
 from trainer.models.quantization import named
@@ -24,17 +23,17 @@ from trainer.products.dequantized import Storage, dequantized
 
 def storage_of_base(config: Config) -> Storage:
     """Returns how matrices with an adapter are stored under QLoRA."""
-    return Storage(STORED_DTYPES[config[QTYPE]], (config[TILE], 1))
+    return Storage(STORED_DTYPES[config.lora_weight_qtype], (config.lora_tile_size, 1))
 
 
 def is_adapted(config: Config, name: str) -> bool:
     """Returns whether the matrix `name` has an adapter."""
-    return bool(config[ENABLE] and re.search(named(config[PATTERN] or LAYERS), whole_name(name)))
+    return bool(config.enable_lora and re.search(named(config.lora_module_path or LAYERS), whole_name(name)))
 
 
 def with_adapters(config: Config, rules: Rules) -> Rules:
     """Returns `rules`, in which the products of the chosen matrices have an adapter each; `rules` without LoRA."""
-    return [("", functools.partial(_adapted, config, rules))] if config[ENABLE] else rules
+    return [("", functools.partial(_adapted, config, rules))] if config.enable_lora else rules
 
 
 def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
@@ -43,18 +42,28 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
         return make(kernel, rngs=rngs)
     if kernel.name == "token_embedder/embedding":
         raise UserError(
-            f"{PATTERN}={config[PATTERN]} matches {kernel.name}: tokens are looked up in the table of a tied head, and "
+            f"lora_module_path={config.lora_module_path} matches {kernel.name}: tokens are looked up in the "
+            f"table of a tied head, and "
             "an adapter changes only a product; choose other matrices, as with decoder/.*"
         )
-    if config[QTYPE] and not config[STORED]:
+    if config.lora_weight_qtype and not config.checkpoint_is_quantized:
         if make is not make_plain:
-            raise UserError(f"{QTYPE}={config[QTYPE]}: {kernel.name} has a product of its own, which is not quantized")
+            raise UserError(
+                f"lora_weight_qtype={config.lora_weight_qtype}: {kernel.name} has a product of its own, which "
+                f"is not quantized"
+            )
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)
     kind = GroupedAdapted if kernel.groups else Adapted
-    of_parts = make_wide if config[KEY] else make_plain
+    of_parts = make_wide if config.batch_invariant else make_plain
     return kind(
-        inner, kernel, rank=config[RANK], scale=config[ALPHA] / config[RANK], dtype=EXACT, rngs=rngs, make=of_parts
+        inner,
+        kernel,
+        rank=config.lora_rank,
+        scale=config.lora_alpha / config.lora_rank,
+        dtype=EXACT,
+        rngs=rngs,
+        make=of_parts,
     )
 
 

@@ -15,7 +15,6 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError, linen_stack, make_rules
-from trainer.config.capabilities.invariant_keys import KEY
 from trainer.config.family import Facts, imported
 from trainer.config.rules import read_rules
 from trainer.layers.matrices import choose_products
@@ -91,9 +90,11 @@ def product_rules(config: Config) -> Rules:
 def unmasked_rules(config: Config) -> Rules:
     """Returns the rules for products: the family's, then those of quantization or of `batch_invariant`."""
     own = family(config.decoder_block).products(config)
-    if own and config[KEY]:
-        raise UserError(f"{KEY}=true: decoder_block={config.decoder_block} has products of its own, of unknown bits")
-    return [("", make_wide)] if config[KEY] else [*own, *quantization_rules(config)]
+    if own and config.batch_invariant:
+        raise UserError(
+            f"batch_invariant=true: decoder_block={config.decoder_block} has products of its own, of unknown bits"
+        )
+    return [("", make_wide)] if config.batch_invariant else [*own, *quantization_rules(config)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:

@@ -8,8 +8,6 @@ import jax
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.lora_keys import ENABLE, PATTERN
-from trainer.config.capabilities.sparsity_keys import M, is_sparse
 from trainer.layers.matrices import matrices
 from trainer.layers.stack import MakeBlock
 from trainer.models.adapters import is_adapted
@@ -90,9 +88,9 @@ def _matrices(config: Config, key: str) -> dict[str, Kernel]:
 
 def lora_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Kernel]:
     """Returns the matrices with an adapter, by canonical name; {} without LoRA. `shapes`: see `quantized_kernels`."""
-    if not config[ENABLE]:
+    if not config.enable_lora:
         return {}
-    found = _matrices(config, ENABLE)
+    found = _matrices(config, "enable_lora")
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in adapted_names(config)
@@ -105,12 +103,12 @@ def adapted_names(config: Config) -> list[str]:
     Raises:
       UserError: see `matrix_names`; or there is none.
     """
-    if not config[ENABLE]:
+    if not config.enable_lora:
         return []
-    names = matrix_names(config, ENABLE)
+    names = matrix_names(config, "enable_lora")
     if found := [name for name in names if is_adapted(config, name)]:
         return found
-    raise UserError(f"{PATTERN}={config[PATTERN]}: matches no matrix; the matrices are: {listed(names)}")
+    raise UserError(f"lora_module_path={config.lora_module_path}: matches no matrix; the matrices are: {listed(names)}")
 
 
 def masked_kernels(config: Config) -> list[Kernel]:
@@ -120,20 +118,20 @@ def masked_kernels(config: Config) -> list[Kernel]:
       UserError: a block is a user's Linen module, there is no such matrix, or the length of the axis that a product
         sums over is no multiple of weight_sparsity_m.
     """
-    if not is_sparse(config):
+    if (m := config.weight_sparsity_m) is None:
         return []
     found = [
         kernel
         for stack in stacks(config)
         for block, path in zip(stack.blocks, stack.paths, strict=True)
-        for kernel in _kernels(config, f"decoder/{path}", block, M)
+        for kernel in _kernels(config, f"decoder/{path}", block, "weight_sparsity_m")
         if is_masked(kernel.name)
     ]
     if not found:
-        raise UserError(f"{M}={config[M]}: no matrix is masked; {_CHOSEN}")
+        raise UserError(f"weight_sparsity_m={m}: no matrix is masked; {_CHOSEN}")
     lengths = {kernel.name: math.prod(kernel.in_shape) for kernel in found}
-    if unfit := [f"{name}: {length}" for name, length in lengths.items() if length % config[M]]:
-        raise UserError("\n  ".join([f"{M}={config[M]} does not divide the number of inputs of", *unfit]))
+    if unfit := [f"{name}: {length}" for name, length in lengths.items() if length % m]:
+        raise UserError("\n  ".join([f"weight_sparsity_m={m} does not divide the number of inputs of", *unfit]))
     return found
 
 

@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 from trainer.config import Config, UserError
 from trainer.config.capabilities.quantization_keys import (
-    ALGORITHM,
-    BLOCK,
     PER_TENSOR,
     RECIPES,
-    STORED,
     STORED_DTYPES,
-    UNQUANTIZED,
 )
 from trainer.ops.paths import listed, whole_name
 from trainer.products import MakeProduct, Rules, make_plain
@@ -27,7 +23,7 @@ def quantization_rules(config: Config) -> Rules:
     if not config.quantization:
         return ()
     layers, head = _makers(config)
-    kept = [named(pattern) for pattern in config[UNQUANTIZED]]
+    kept = [named(pattern) for pattern in config.unquantized_modules]
     kept += [] if config.quantize_router_proj else [ROUTER]
     kept += [] if config.quantize_mtp else [MTP]
     kept += [] if config.quantize_logits_proj else [HEAD]
@@ -36,7 +32,7 @@ def quantization_rules(config: Config) -> Rules:
 
 def _makers(config: Config) -> tuple[MakeProduct, MakeProduct]:
     """Returns what makes the products of the layers, and that of the output head."""
-    if config[STORED]:
+    if config.checkpoint_is_quantized:
         make = functools.partial(dequantized, storage_of(config))
         return make, make
     layers, head = _recipes(config)
@@ -45,9 +41,9 @@ def _makers(config: Config) -> tuple[MakeProduct, MakeProduct]:
 
 def storage_of(config: Config) -> Storage:
     """Returns how quantized weights are stored."""
-    block = tuple(config[BLOCK] or (0, 1))
-    method = config.weight_quantization_calibration_method.lower()
-    return Storage(STORED_DTYPES[config.quantization], block, method, config[ALGORITHM] == "awq")
+    inputs, outputs = config.weight_block_size or (0, 1)
+    method, algorithm = config.weight_quantization_calibration_method.lower(), config.weight_quantization_algorithm
+    return Storage(STORED_DTYPES[config.quantization], (inputs, outputs), method, algorithm == "awq")
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:
@@ -83,7 +79,9 @@ def check_unquantized(config: Config, names: Sequence[str]) -> None:
     Raises:
       UserError: names the patterns.
     """
-    patterns = config[UNQUANTIZED] if config.quantization else ()
+    patterns = config.unquantized_modules if config.quantization else ()
     whole = [*map(whole_name, names)]
     if unused := [pattern for pattern in patterns if not any(re.search(named(pattern), name) for name in whole)]:
-        raise UserError(f"{UNQUANTIZED}: {', '.join(unused)} matches no matrix; the matrices are: {listed(names)}")
+        raise UserError(
+            f"unquantized_modules: {', '.join(unused)} matches no matrix; the matrices are: {listed(names)}"
+        )

@@ -6,7 +6,6 @@ import re
 from flax import nnx
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.sparsity_keys import N, is_sparse
 from trainer.layers.sparse import GroupedSparse, Sparse
 from trainer.models.quantization import HEAD, MTP, ROUTER
 from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain
@@ -19,9 +18,12 @@ def is_masked(name: str) -> bool:
 
 def with_masks(config: Config, rules: Rules) -> Rules:
     """Returns `rules`, in which the products of masked matrices have a mask each; `rules` without weight sparsity."""
-    if not is_sparse(config):
+    if config.weight_sparsity_n is None:
         return rules
-    return [(pattern, functools.partial(_masked, config[N], make)) for pattern, make in [*rules, ("", make_plain)]]
+    return [
+        (pattern, functools.partial(_masked, config.weight_sparsity_n, make))
+        for pattern, make in [*rules, ("", make_plain)]
+    ]
 
 
 def _masked(n: int, make: MakeProduct, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
@@ -29,5 +31,7 @@ def _masked(n: int, make: MakeProduct, kernel: Kernel, *, rngs: nnx.Rngs) -> Pro
     if not is_masked(kernel.name):
         return product
     if hasattr(product, "store"):
-        raise UserError(f"{N}={n}: {kernel.name} is stored by its product in a form of its own, which has no masks")
+        raise UserError(
+            f"weight_sparsity_n={n}: {kernel.name} is stored by its product in a form of its own, which has no masks"
+        )
     return GroupedSparse(product, kernel) if kernel.groups else Sparse(product, kernel)

@@ -12,14 +12,7 @@ import jax.numpy as jnp
 
 from trainer.config import Config, UserError
 from trainer.config.capabilities.pipeline_keys import (
-    LAYERS,
     PER_REPEAT,
-    PER_STAGE,
-    REMAT,
-    REMAT_LAYERS,
-    REPEATS,
-    SCAN,
-    SCAN_LAYERS,
     Pipeline,
     delay,
     microbatches,
@@ -44,17 +37,17 @@ def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
         return tuple(found)
     chosen = max(found, key=lambda stack: stack.layers)
     period = len(chosen.blocks)
-    count, per_stage = _pipelined(config, chosen), config[PER_STAGE]
+    count, per_stage = _pipelined(config, chosen), config.num_layers_per_pipeline_stage
     plan = Pipeline(
         repeats=count // (stages(config) * per_stage),
         stages=stages(config),
         layers=per_stage // period,
         microbatches=microbatches(config),
         delay=delay(config),
-        scan=config[SCAN],
-        scan_layers=config[SCAN_LAYERS],
-        remat=config[REMAT],
-        remat_layers=config[REMAT_LAYERS],
+        scan=config.scan_pipeline_iterations,
+        scan_layers=config.scan_layers_per_stage,
+        remat=config.set_remat_policy_on_pipeline_iterations,
+        remat_layers=config.set_remat_policy_on_layers_per_stage,
         per_repeat=config[PER_REPEAT],
     )
     inside = dataclasses.replace(chosen, count=count // period, pipeline=plan)
@@ -72,21 +65,22 @@ def stage_text(stacks: Sequence[Stack]) -> str:
 
 def _pipelined(config: Config, stack: Stack) -> int:
     """Returns the number of layers of `stack` that are in the pipeline."""
-    period, here, per_stage = len(stack.blocks), stages(config), config[PER_STAGE]
-    asked = stack.layers if config[LAYERS] == -1 else config[LAYERS]
+    period, here, per_stage = len(stack.blocks), stages(config), config.num_layers_per_pipeline_stage
+    asked = stack.layers if config.pipeline_parallel_layers == -1 else config.pipeline_parallel_layers
     what = f"the stack {stack.name} of decoder_block={config.decoder_block}"
-    repeats = config[REPEATS]
+    repeats = config.num_pipeline_repeats
     if asked > stack.layers:
         unit = here * per_stage * max(repeats, 1)
         most = unit if repeats > 0 else stack.layers // unit * unit
         fits = 0 < most <= stack.layers and per_stage % period == 0
-        instead = f"nearest: {LAYERS}={most}" if fits else f"give at most {stack.layers}"
-        raise UserError(f"{LAYERS}={asked}: {what} has {counted(stack.layers, 'layer')}; {instead}")
+        instead = f"nearest: pipeline_parallel_layers={most}" if fits else f"give at most {stack.layers}"
+        raise UserError(f"pipeline_parallel_layers={asked}: {what} has {counted(stack.layers, 'layer')}; {instead}")
     if per_stage % period:
         sizes = _sizes(asked, here, repeats, period) or [max(period, round(per_stage / period) * period)]
         raise UserError(
-            f"{PER_STAGE}={per_stage}: {what} repeats a pattern of {period} different layers, which a stage has as a "
-            f"whole; nearest: {PER_STAGE}={_nearest(sizes, per_stage)}"
+            f"num_layers_per_pipeline_stage={per_stage}: {what} repeats a pattern of {period} different layers, "
+            f"which a stage has as a "
+            f"whole; nearest: num_layers_per_pipeline_stage={_nearest(sizes, per_stage)}"
         )
     if repeats == -1 and asked % (here * per_stage) == 0 and asked:
         return asked
@@ -105,13 +99,15 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
     found = []
     unit = here * per_stage * max(repeats, 1)
     if repeats > 0 and unit <= layers:
-        found.append(f"{LAYERS}={unit}")
+        found.append(f"pipeline_parallel_layers={unit}")
     if repeats > 0 and asked % (here * per_stage) == 0:
-        found.append(f"{REPEATS}={asked // (here * per_stage)}")
+        found.append(f"num_pipeline_repeats={asked // (here * per_stage)}")
     if repeats == -1 and unit <= layers:
-        found.append(f"{LAYERS}={max(asked // unit, 1) * unit}, and the other layers run outside of the pipeline")
+        found.append(
+            f"pipeline_parallel_layers={max(asked // unit, 1) * unit}, and the other layers run outside of the pipeline"
+        )
     if sizes := _sizes(asked, here, repeats, period):
-        found.append(f"{PER_STAGE}={_nearest(sizes, per_stage)}")
+        found.append(f"num_layers_per_pipeline_stage={_nearest(sizes, per_stage)}")
     divisors = [n for n in range(1, asked + 1) if asked % (n * per_stage) == 0]
     if repeats == -1 and divisors:
         found.append(counted(_nearest(divisors, here), "stage"))

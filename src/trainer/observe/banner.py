@@ -11,8 +11,7 @@ from trainer.config.capabilities.diloco_keys import timetable
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.kernels import why_no_kernel
 from trainer.config.capabilities.latent_keys import is_latent
-from trainer.config.capabilities.lora_keys import ALPHA, ENABLE, QTYPE, RANK
-from trainer.config.capabilities.sparsity_keys import START, M, N, is_sparse
+from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.config.capabilities.windows import has_window, period
 from trainer.config.derived import DCN, islands
 from trainer.config.family import reads
@@ -103,15 +102,21 @@ def product_rows(
     """Returns (label, text) rows on what is quantized, sparse and adapted: the canonical names of the matrices that are
     quantized, of those `left` float, of those `masked`, and of those with adapters."""
     rows = []
-    if config[ENABLE]:
-        base = f", over {config[QTYPE]}" if config[QTYPE] else ""
-        how = f"rank {config[RANK]}, scale {config[ALPHA] / config[RANK]:g}{base}"
+    if config.enable_lora:
+        base = f", over {config.lora_weight_qtype}" if config.lora_weight_qtype else ""
+        how = f"rank {config.lora_rank}, scale {config.lora_alpha / config.lora_rank:g}{base}"
         rows += [("adapters", f"{how}: {_by_stack(adapted)}")]
     if config.quantization:
         rows += [("quantized", f"{config.quantization}: {_by_stack(quantized)}")]
         rows += [("float", _by_stack(left) or "no matrix")]
     if is_sparse(config):
-        rows += [("sparse", f"{config[N]} of {config[M]} inputs, from step {config[START]}: {_by_stack(masked)}")]
+        rows += [
+            (
+                "sparse",
+                f"{config.weight_sparsity_n} of {config.weight_sparsity_m} inputs, from step "
+                f"{config.weight_sparsity_start_step}: {_by_stack(masked)}",
+            )
+        ]
     return rows
 
 

@@ -1,6 +1,6 @@
 """Attention whose bits do not depend on the batch: for a query, they are a function of its sequence alone.
 
-XLA's CPU backend chooses how to multiply and how to sum by shape. So queries are processed in blocks of `ROWS`, and
+XLA's CPU backend chooses how to multiply and how to sum by shape. So queries are processed in blocks of `QUERIES`, and
 sums over keys are made of sums over tiles of `TILE` keys, added one after another. A tile that a query does not see
 adds zero. So the result is the same in a row of training, in a prefill, and over a cache of any length, if the sequence
 begins at a multiple of `TILE` in each of them.
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config.capabilities.invariant_keys import ROWS, TILE
+from trainer.config.capabilities.invariant_keys import QUERIES, TILE
 from trainer.ops.attention import Dropout, Mask, scale_of, visible
 
 
@@ -35,8 +35,8 @@ def invariant_attention(
     rows, length = query.shape[:2]
 
     def blocks(x: jax.Array) -> jax.Array:
-        x = _padded(x, ROWS)
-        return x.reshape(rows, -1, ROWS, *x.shape[2:]).swapaxes(0, 1)
+        x = _padded(x, QUERIES)
+        return x.reshape(rows, -1, QUERIES, *x.shape[2:]).swapaxes(0, 1)
 
     key, value, position, segment = (_padded(x, TILE) for x in (key, value, mask.key_position, mask.key_segment))
     # Padding keys get the largest position, so that no query sees them.
@@ -79,7 +79,7 @@ def _block(
     soft_cap: float,
     scale: float | None,
 ) -> jax.Array:
-    """Returns the result for queries [b, ROWS, h, d] over keys [b, s, k, d]: [b, ROWS, h, d]."""
+    """Returns the result for queries [b, QUERIES, h, d] over keys [b, s, k, d]: [b, QUERIES, h, d]."""
     rows, length, heads, width = query.shape
     kv_heads, tiles = key.shape[2], key.shape[1] // TILE
     query = query.reshape(rows, length, kv_heads, -1, width)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.expert_keys import BIAS, BIAS_RATE
 from trainer.layers.sown import RouterCount
 from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule
@@ -27,9 +26,9 @@ def router_bias(config: Config, rest: Any) -> Rule:
     Raises:
       UserError: no router of the model has a bias.
     """
-    rate = config[BIAS_RATE]
+    rate = config.routed_bias_update_rate
     if not any(_is_bias(name) for name in by_name(rest)):
-        raise UserError(f"{BIAS}=true: no layer has a bias at {_BIAS} (trainer.layers.moe)")
+        raise UserError(f"routed_bias=true: no layer has a bias at {_BIAS} (trainer.layers.moe)")
 
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
         counts: Mapping[str, jax.Array] = sown[RouterCount.__name__]

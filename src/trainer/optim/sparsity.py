@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from trainer.config import Config
-from trainer.config.capabilities.sparsity_keys import EVERY, START, M, N
 from trainer.layers.sparse import mask_name
 from trainer.ops.paths import by_name
 from trainer.optim.rules import Rule
@@ -22,7 +21,15 @@ def weight_sparsity(config: Config, kernels: Sequence[Kernel]) -> Rule:
     It does so after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps; skipped
     steps count, and make no masks. The rule has no state: the masks are in `rest`.
     """
-    n, m, start, every = (config[key] for key in (N, M, START, EVERY))
+    n, m, start, every = (
+        config[key]
+        for key in (
+            "weight_sparsity_n",
+            "weight_sparsity_m",
+            "weight_sparsity_start_step",
+            "weight_sparsity_update_step",
+        )
+    )
     mask_of = {kernel.name: mask_name(kernel) for kernel in kernels}
 
     def made(weights: dict[str, jax.Array], masks: dict[str, jax.Array]) -> dict[str, jax.Array]:

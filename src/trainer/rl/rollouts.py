@@ -10,13 +10,11 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from ml_collections import FrozenConfigDict
 
 from trainer.backends import make_model
-from trainer.config import UserError, eval_parts
-from trainer.config.capabilities.invariant_keys import KEY, TILE
+from trainer.config import Config, UserError, eval_parts
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.capabilities.pipeline_keys import unpipelined
-from trainer.config.capabilities.rl_keys import FUNCTIONS, GROUP, ITERATIONS
 from trainer.config.words import counted
 from trainer.data import Batch, Position
 from trainer.inference.engine import Engine
@@ -79,17 +77,18 @@ class Rollouts:
           UserError: the model cannot generate text on this mesh, or the run begins within a round.
         """
         config = run.config
-        if start.updates % config[ITERATIONS]:
+        if start.updates % config.rl_num_iterations:
             raise UserError(
-                f"{ITERATIONS}={config[ITERATIONS]}: load_full_state_path holds {counted(start.updates, 'update')}, "
+                f"rl_num_iterations={config.rl_num_iterations}: load_full_state_path holds "
+                f"{counted(start.updates, 'update')}, "
                 "which is within a round; give load_parameters_path, for a run that begins with 0"
             )
         self._run, self._dataset, self._files, self._say = run, dataset, files, say
-        self.updates: int = config[ITERATIONS]
+        self.updates: int = config.rl_num_iterations
         self.waited, self.metrics = 0.0, dict[str, float]()
         self._done, self._round = start.updates, Round({}, start.position or {})
-        self._align = TILE if config[KEY] else 1
-        self._engine = engine_of(run, config.batch_size * config[GROUP])
+        self._align = TILE if config.batch_invariant else 1
+        self._engine = engine_of(run, config.batch_size * config.rl_num_generations)
         self._stream = dataset.train_stream(start.position, rows=config.batch_size)
         divided = division(stacks(config)) is not None
         self._by_layer = (
@@ -118,7 +117,7 @@ class Rollouts:
             return None
         config = self._run.config
         seconds = config.reward_worker_timeout_seconds
-        return Rewards(config[FUNCTIONS], config.reward_num_workers, seconds, self._say)
+        return Rewards(config.reward_functions, config.reward_num_workers, seconds, self._say)
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """See `BatchSource.take`."""
@@ -158,7 +157,7 @@ class Rollouts:
         config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
         chosen, position = next(self._stream)
         prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
-        seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config[GROUP]
+        seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config.rl_num_generations
         name = f"round {number + 1:,}"
         rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, name)
         if rollouts is None:
@@ -273,7 +272,7 @@ class Rollouts:
     ) -> None:
         if self._files is None:
             return
-        functions = self._run.config[FUNCTIONS]
+        functions = self._run.config.reward_functions
         rows = (
             {
                 "step": self._done,
@@ -309,17 +308,18 @@ def engine_of(run: Run, sequences: int) -> Engine:
     config, mesh = run.config, run.mesh
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
-    if config[KEY] and mesh.shape["fsdp"] > 1:
+    if config.batch_invariant and mesh.shape["fsdp"] > 1:
         raise UserError(
-            f"{KEY}=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a prompt; set "
+            f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
+            f"prompt; set "
             "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    own = FrozenConfigDict({**unpipelined(config), "return_log_prob": True})
+    own = Config({**unpipelined(config), "return_log_prob": True})
     decoding = for_decoding(own, mesh.devices.flat[0].platform)
     at_once = config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
     parts = row_parts(mesh, run.rules)
-    slots = -(-max(slots, config[GROUP]) // parts) * parts
+    slots = -(-max(slots, config.rl_num_generations) // parts) * parts
     return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
 
 

@@ -1,8 +1,7 @@
 """Room for a round: the tokens of a completion, and the rows of an update."""
 
 from trainer.config import Config, UserError, global_batch_rows, microbatch_rows
-from trainer.config.capabilities.invariant_keys import KEY, TILE
-from trainer.config.capabilities.rl_keys import GROUP
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.words import counted
 from trainer.inference.served import longest_prompt
 
@@ -24,15 +23,16 @@ def rows_for(config: Config, needed: int) -> int:
 
 def check_rows(config: Config) -> None:
     """Raises UserError if an update of `config`, resolved, may have too few rows for the sequences of a round."""
-    length, sequences = config.max_target_length, config.batch_size * config[GROUP]
+    length, sequences = config.max_target_length, config.batch_size * config.rl_num_generations
     longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
-    align = TILE if config[KEY] else 1
+    align = TILE if config.batch_invariant else 1
     together = 1 + (length - longest) // (longest + -longest % align) if config.packing else 1
     needed, there = -(-sequences // together), global_batch_rows(config)
     if needed > there:
         steps = -(-needed // microbatch_rows(config))
         raise UserError(
-            f"batch_size={config.batch_size}, {GROUP}={config[GROUP]}: the {sequences:,} sequences of a round have up "
+            f"batch_size={config.batch_size}, rl_num_generations={config.rl_num_generations}: the {sequences:,} "
+            f"sequences of a round have up "
             f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
             f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "

@@ -8,7 +8,6 @@ from trainer.checkpoint import newest
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.sidecar import TOKENIZER
 from trainer.config import Config
-from trainer.config.capabilities.lora_keys import ENABLE, RESTORE
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.data.tokenizer import Tokenizer
@@ -47,8 +46,8 @@ def _begun_with(config: Config, tokenizer: Tokenizer | None, own: Any, say: Call
     elif place and ("://" in place or local_path(place).exists()):
         source = open_source(place, config.decoder_block, verify=False)
         about, files = source.about, source.tokenizer
-        if config[ENABLE] and config[RESTORE]:
-            about = about.under(open_adapters(config[RESTORE], average=None, verify=False).about)
+        if config.enable_lora and config.lora_restore_path:
+            about = about.under(open_adapters(config.lora_restore_path, average=None, verify=False).about)
     else:
         if place:
             say(f"load_parameters_path={place} is gone: of the tokens that end a text, only the tokenizer's are known")

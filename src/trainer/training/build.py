@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from trainer.backends import Model, StateCodec, TrainTree, make_model
 from trainer.config import Config, UserError, resolve
 from trainer.config.capabilities.pipeline_keys import ONCE
-from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.errors import report
 from trainer.models.families import axis_rules
 from trainer.models.matrices import check_matrices
@@ -112,7 +111,7 @@ def _check_trained(config: Config, params: Any) -> None:
     kinds, is_trained = by_name(params), by_name(trainable(config)(params))
     if names := [name for name, leaf in kinds.items() if is_trained[name] and not _has_gradient(leaf)]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        floats = f"; {STORED}=false reads them as floats" if config[STORED] else ""
+        floats = "; checkpoint_is_quantized=false reads them as floats" if config.checkpoint_is_quantized else ""
         raise UserError(
             f"{names[0]}{more}: integers and floats of 8 bits cannot be trained: give trainable_parameters_mask with "
             f"patterns that match other parameters, as in [embedding,norm]{floats}"

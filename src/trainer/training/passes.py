@@ -3,7 +3,6 @@
 from fractions import Fraction
 
 from trainer.config import Config, global_batch_rows
-from trainer.config.capabilities.rl_keys import ENABLE, ITERATIONS
 from trainer.data.dataset import Dataset
 
 
@@ -11,7 +10,7 @@ def steps_of(config: Config, dataset: Dataset) -> int:
     """Returns the number of updates of `num_epoch` passes over the data, rounded up; with reinforcement learning, those
     of whole rounds. `config` is resolved."""
     assert dataset.epoch is not None, "the configuration was checked"
-    every = config[ITERATIONS] if config[ENABLE] else 1
+    every = config.rl_num_iterations if config.use_grpo else 1
     return -int(-config.num_epoch * dataset.epoch.rows // (_rows(config) * every)) * every
 
 
@@ -27,4 +26,8 @@ def passes_text(config: Config, dataset: Dataset) -> str:
 
 def _rows(config: Config) -> Fraction:
     """Returns the rows of an update; with reinforcement learning, its share of the prompts of a round."""
-    return Fraction(config.batch_size, config[ITERATIONS]) if config[ENABLE] else Fraction(global_batch_rows(config))
+    return (
+        Fraction(config.batch_size, config.rl_num_iterations)
+        if config.use_grpo
+        else Fraction(global_batch_rows(config))
+    )

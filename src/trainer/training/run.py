@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from trainer.backends import Codec, Model, TrainTree
 from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
 from trainer.config.capabilities.invariant_keys import compiler_options
-from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.models.families import forward_flops_per_token
 from trainer.objectives import Objective, batch_fields, placed_fields
 from trainer.ops.paths import Path, by_name, by_path
@@ -167,7 +166,7 @@ class Run(NamedTuple):
     @property
     def base_names(self) -> frozenset[Path]:
         """The parameters that no step changes and no checkpoint has: the base of adapters."""
-        if not self.config[ENABLE]:
+        if not self.config.enable_lora:
             return frozenset()
         is_trained = by_path(trainable(self.config)(self._params))
         return frozenset(path for path, trained in is_trained.items() if not trained)

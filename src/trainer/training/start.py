@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import FrozenConfigDict
 
 from trainer.checkpoint import (
     Base,
@@ -32,7 +31,6 @@ from trainer.config import (
     islands_of,
     resets,
 )
-from trainer.config.capabilities.lora_keys import ENABLE, RESTORE
 from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.words import counted
 from trainer.data import Dataset
@@ -122,7 +120,7 @@ def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
     that time, unless load_parameters_path gives another."""
     before = inspect(path).reference
     place = run.config.load_parameters_path or (before.path if before else "")
-    own = run._replace(config=FrozenConfigDict({**run.config, "load_parameters_path": place}))
+    own = run._replace(config=Config({**run.config, "load_parameters_path": place}))
     return run.frozen.make(_parameters(own, _new(own, lambda line: say(f"reference model: {line}"), given).state))
 
 
@@ -152,8 +150,8 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     say(f"{path}: {done}{', a fresh optimizer' if fresh else ''}")
     if config.reset_optimizer and not fresh:
         say("reset_optimizer=true was already applied in this run: the optimizer state of the checkpoint is resumed")
-    for key in ("load_parameters_path", "load_full_state_path", RESTORE):
-        if config[key] and not (key == "load_parameters_path" and (config[ENABLE] or run.frozen.of_parameters)):
+    for key in ("load_parameters_path", "load_full_state_path", "lora_restore_path"):
+        if config[key] and not (key == "load_parameters_path" and (config.enable_lora or run.frozen.of_parameters)):
             say(f"{key} is ignored: the run has its own checkpoint")
     base, reference = _placed(sidecar.base, config), _placed(sidecar.reference, config)
     return Start(state, updates, sidecar.position, True, base=base, reference=reference)
@@ -167,9 +165,9 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
         place = config.load_parameters_path
         state = run.init(*_weights(run, lambda own, wanted: load_parameters(place, own, wanted, say, given)))
         _check_finite(run, state, f"load_parameters_path={config.load_parameters_path}")
-    elif config[ENABLE] and config[RESTORE]:
+    elif config.enable_lora and config.lora_restore_path:
         state = run.init(*_weights(run, initial_parameters))
-        _check_finite(run, state, f"{RESTORE}={config[RESTORE]}")
+        _check_finite(run, state, f"lora_restore_path={config.lora_restore_path}")
     else:
         state = run.init()
     frozen = _frozen(run, _parameters(run, state))
@@ -209,12 +207,12 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
         return {}
     if sidecar.base is None:
         raise UserError(
-            f"{path}: was saved without {ENABLE}, so it has no adapters; load_parameters_path takes it as base"
+            f"{path}: was saved without enable_lora, so it has no adapters; load_parameters_path takes it as base"
         )
     if place := config.load_parameters_path or sidecar.base.path:
 
         def load(own: Config, wanted: Any) -> Any:
-            own = FrozenConfigDict({**own, RESTORE: ""})  # the adapters are those of the checkpoint
+            own = Config({**own, "lora_restore_path": ""})  # the adapters are those of the checkpoint
             return load_parameters(place, own, wanted, say, given)
 
         found = _frozen(run, _weights(run, load)[0])

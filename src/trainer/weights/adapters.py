@@ -7,15 +7,14 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from trainer.checkpoint.base import checked
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_config
 from trainer.config import Config, UserError
-from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, QTYPE, RANK, TILE, A, B
-from trainer.config.capabilities.quantization_keys import OF_STORED, STORED
+from trainer.config.capabilities.lora_keys import ADAPTER, A, B
+from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.config.dump import as_words
 from trainer.config.resolve import frozen
 from trainer.config.tokenizer_files import has_tokenizer
@@ -25,7 +24,7 @@ from trainer.leaves.source import Leaf, Shapes, Source
 from trainer.models.adapters import kernel_of
 from trainer.products.dequantized import dequantize
 from trainer.weights.about_files import about_in
-from trainer.weights.model_keys import MODULES, ORDER
+from trainer.weights.model_keys import MODULES
 from trainer.weights.params.read import ParamsSource
 from trainer.weights.stored import quantized_on_load
 
@@ -69,7 +68,7 @@ class RunAdapters:
     def __init__(self, checkpoint: Any, sidecar: Sidecar, *, average: bool = False):
         assert sidecar.base is not None
         self._source = ParamsSource(checkpoint, "", f"{RUN}/{CONFIG}", f"{RUN}/{TOKENIZER}", average=average)
-        self._saved = ml_collections.FrozenConfigDict(saved_config(sidecar, checkpoint))
+        self._saved = Config(saved_config(sidecar, checkpoint))
         self.path, self.kind, self.origin = checkpoint, "adapters of a run", sidecar.base
         self.tokenizer, self.averaged = self._source.tokenizer, self._source.averaged
         self.described, self.length = self._source.keys, self._source.length
@@ -78,16 +77,24 @@ class RunAdapters:
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
         """See `Adapters`."""
-        names = ENABLE, RANK, ALPHA, PATTERN, QTYPE, TILE, MASK
+        names = (
+            "enable_lora",
+            "lora_rank",
+            "lora_alpha",
+            "lora_module_path",
+            "lora_weight_qtype",
+            "lora_tile_size",
+            "trainable_parameters_mask",
+        )
         return {name: frozen(self._saved[name]) for name in names if name in self._saved}
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Adapters`."""
         keys = self.lora_keys(config)
-        if self.described[ORDER] != config[ORDER]:
-            words = " ".join(as_words(self.described, [ORDER]))
+        if self.described["rope_interleave"] != config.rope_interleave:
+            words = " ".join(as_words(self.described, ["rope_interleave"]))
             raise UserError(f"{self.path}: its adapters belong to another order of heads; give {words}")
-        if wrong := [name for name in (RANK, ALPHA, PATTERN) if keys[name] != config[name]]:
+        if wrong := [name for name in ("lora_rank", "lora_alpha", "lora_module_path") if keys[name] != config[name]]:
             raise UserError(
                 f"{self.path}: its adapters are not those of the configuration ({' '.join(as_words(config, wrong))}); "
                 f"give {' '.join(as_words(keys, wrong))}"
@@ -120,11 +127,13 @@ class Merged:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source`."""
-        if config[STORED]:
-            raise UserError(f"{self.path}: adapters cannot be added to quantized weights; give {STORED}=false")
+        if config.checkpoint_is_quantized:
+            raise UserError(
+                f"{self.path}: adapters cannot be added to quantized weights; give checkpoint_is_quantized=false"
+            )
         keys = self._adapters.lora_keys(config)
-        rounded = quantized_on_load(ml_collections.FrozenConfigDict({**config, **keys}))
-        own = ml_collections.FrozenConfigDict({**config, **keys, QTYPE: ""})
+        rounded = quantized_on_load(Config({**config, **keys}))
+        own = Config({**config, **keys, "lora_weight_qtype": ""})
         found = {
             name: checked(name, leaf, self._adapters.origin, self.path)
             for name, leaf in self._base.leaves(config, shapes).items()
@@ -139,7 +148,7 @@ class Merged:
         for kernel, pair in pairs.items():
             if kernel in found:
                 store = rounded[kernel].store if kernel in rounded else None
-                found[kernel] = _merged(found[kernel], pair[A], pair[B], keys[ALPHA] / keys[RANK], store)
+                found[kernel] = _merged(found[kernel], pair[A], pair[B], keys["lora_alpha"] / keys["lora_rank"], store)
         return found
 
 
@@ -212,7 +221,7 @@ class Initial:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source`."""
-        drawn = self._draw(ml_collections.FrozenConfigDict({**config, "init_weights_seed": self._seed}))
+        drawn = self._draw(Config({**config, "init_weights_seed": self._seed}))
         return {name: _in_memory(drawn[name]) for name in shapes}
 
 

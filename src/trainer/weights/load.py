@@ -10,7 +10,7 @@ import jax
 from trainer.backends import make_model
 from trainer.checkpoint.base import check_base
 from trainer.config import Config, Loaded, UserError
-from trainer.config.capabilities.lora_keys import ADAPTER, ENABLE, MASK, RESTORE, trained_patterns
+from trainer.config.capabilities.lora_keys import ADAPTER, trained_patterns
 from trainer.config.dump import as_words
 from trainer.leaves.source import DTYPES, Leaf, Shapes, Source, filled, joined, names_of, progress
 from trainer.models.optional import lacking
@@ -85,7 +85,7 @@ def load_parameters(
     source = open_source(path, config.decoder_block, average=average)
     wanted = names_of(abstract)
     check_same_model(source.keys, config, str(source.path), given, say)
-    own = [name for name in wanted if config[ENABLE] and ADAPTER.search(name)]
+    own = [name for name in wanted if config.enable_lora and ADAPTER.search(name)]
     kernels = quantized_on_load(config)
     whole = _whole_shapes(kernels, wanted)
     shapes = {name: shape for name, shape in whole.items() if name not in own}
@@ -108,7 +108,7 @@ def load_parameters(
     seconds, size = time.perf_counter() - started, sum(leaf.nbytes for leaf in leaves.values())
     if seconds > _SHORT:
         say(f"loaded {size / 1e9:.2f} GB of parameters from {path} ({source.kind}) in {seconds:.0f} s")
-    if config[ENABLE] and config[RESTORE]:
+    if config.enable_lora and config.lora_restore_path:
         loaded |= _restored_adapters(config, whole, wanted, loaded)
     return filled(abstract, loaded)
 
@@ -143,7 +143,7 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
     Raises:
       UserError: the adapters belong to other parameters.
     """
-    adapters = open_adapters(config[RESTORE], verify=False)
+    adapters = open_adapters(config.lora_restore_path, verify=False)
     if adapters.origin.path or not adapters.origin.digests:
         named = adapters.origin.path or "parameters whose place is not known"
         raise UserError(f"{adapters.path}: its adapters belong to {named}; give their place with load_parameters_path")
@@ -157,13 +157,13 @@ def _restored_adapters(
     config: Config, whole: Shapes, wanted: Mapping[str, Any], loaded: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Returns the weights at lora_restore_path, for a model with the weights `loaded`. `whole`: see `_whole_shapes`."""
-    adapters = open_adapters(config[RESTORE])
+    adapters = open_adapters(config.lora_restore_path)
     leaves = adapters.leaves(config, whole)
     others = [name for name in leaves if not any(re.search(it, name) for it in trained_patterns(config))]
     if others:
         raise UserError(
             f"{adapters.path}: {others[0]} was trained beside its adapters; to train it here, too, give "
-            f"{' '.join(as_words(adapters.lora_keys(config), [MASK]))}"
+            f"{' '.join(as_words(adapters.lora_keys(config), ['trainable_parameters_mask']))}"
         )
     base = {tuple(name.split("/")): value for name, value in loaded.items() if name not in leaves}
     check_base(base, adapters.origin, adapters.path)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.sparsity_keys import M, N
 from trainer.layers.sparse import mask_name
 from trainer.leaves.source import Leaf, Shapes, Source
 from trainer.models.matrices import masked_kernels
@@ -25,7 +24,7 @@ def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
     """
     masks = {name: shapes[name] for name in masks_of(config)}
     if masks and not source.held(config, masks):
-        raise UserError(f"{source.path}: it has no masks of weights; leave out {N} and {M}")
+        raise UserError(f"{source.path}: it has no masks of weights; leave out weight_sparsity_n and weight_sparsity_m")
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:

@@ -8,10 +8,9 @@ import yaml
 
 from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.capabilities.data_keys import without_rows
-from trainer.config.capabilities.expert_keys import SCORE, STEP, dense_layers, has_experts, some_experts
+from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
-from trainer.config.capabilities.quantization_keys import OF_STORED, ROUTER, STORED, asks_for_floats
-from trainer.config.capabilities.sparsity_keys import M, N
+from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_floats
 from trainer.config.capabilities.windows import has_window
 from trainer.config.dump import as_words, to_flow
 from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
@@ -23,9 +22,8 @@ from trainer.models import FAMILIES
 from trainer.models.families import loads_from
 from trainer.models.mtp_names import MODULES
 
-_BLOCK = "decoder_block"
 _ALWAYS = (
-    *(_BLOCK, "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
+    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads"),
     *("base_num_decoder_layers", "vocab_size", "mlp_activations", "logits_via_embedding"),
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
@@ -42,31 +40,28 @@ _OF_ROPE = {
 }
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
-_NORMALIZED = "norm_topk_prob"
-_SPARSITY = (N, M)
+_SPARSITY = ("weight_sparsity_n", "weight_sparsity_m")
 # Learned positions, fused projections, layers without experts between those with, what changes scores, and masks of
 # weights, with the values for models without them.
 _SELDOM = {
-    **{"trainable_position_size": -1, "fused_qkv": False, STEP: 1},
+    **{"trainable_position_size": -1, "fused_qkv": False, "interleave_moe_layer_step": 1},
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
     **dict.fromkeys(_SPARSITY),
 }
-_MSCALE, _OF_HEADS = "mscale", ("head_dim",)
-_SCALAR = "query_pre_attn_scalar"
-_SCORES = (_SCALAR, "local_rope_max_timescale")  # they change what the same parameters compute
+_OF_HEADS = ("head_dim",)
+_SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change what the same parameters compute
 # Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
 }
 # The order of the columns of queries and keys. It is not part of the function, because it is converted as needed.
-ORDER = "rope_interleave"
 # Keys that change the function computed with the same parameters. All other keys determine the parameters, their shapes
 # and their order; for these, the checkpoint decides.
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
-    *("sliding_window_size", MODULES, _NORMALIZED, _MSCALE, *_SCORES),
+    *("sliding_window_size", MODULES, "norm_topk_prob", "mscale", *_SCORES),
 }
 MODEL = {
     *_ALWAYS,
@@ -79,10 +74,9 @@ MODEL = {
     *_SELDOM,
     *FREE,
     *OF_STORED,
-    ORDER,
+    "rope_interleave",
 }
 # Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
-_PRESET, LENGTH = "model_name", "max_target_length"
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -91,16 +85,16 @@ def described(config: Config) -> dict[str, Any]:
     names += [name for name in _SELDOM if _value(config, name) != _SELDOM[name]]
     names += LATENT if is_latent(config) else _OF_HEADS
     if is_latent(config) and config.rope_type == "yarn":
-        names.append(_MSCALE)
+        names.append("mscale")
     names += [name for name in OF_SOME if reads(config, name)]
     if has_experts(config) and facts_of(config) is None:  # its blocks may read all of them
-        names += [name for name in (*OF_SOME, _NORMALIZED) if config[name] != schema().keys[name].default]
+        names += [name for name in (*OF_SOME, "norm_topk_prob") if config[name] != schema().keys[name].default]
     if config.n_routing_groups <= 1 and "topk_routing_group" in names:
         names.remove("topk_routing_group")
     if some_experts(config) and has_experts(config) and dense_layers(config):
         names += _OF_MLP
-    if reads(config, _NORMALIZED):
-        names.append(_NORMALIZED)
+    if reads(config, "norm_topk_prob"):
+        names.append("norm_topk_prob")
     unknown = facts_of(config) is None  # a family that may read them
     names += [
         name for name in BLOCK_KEYS if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
@@ -109,15 +103,15 @@ def described(config: Config) -> dict[str, Any]:
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
-    if config[STORED]:
-        names += [name for name in OF_STORED if name != ROUTER or has_experts(config)]
+    if config.checkpoint_is_quantized:
+        names += [name for name in OF_STORED if name != "quantize_router_proj" or has_experts(config)]
     return {name: _value(config, name) for name in names}
 
 
 def _value(config: Config, name: str) -> Any:
-    if name == SCORE and config[name] == "softmax":
+    if name == "routed_score_func" and config[name] == "softmax":
         return ""  # the same
-    if name == _SCALAR and config[name] == config.head_dim:
+    if name == "query_pre_attn_scalar" and config[name] == config.head_dim:
         return 0.0  # the same
     value = config[name]
     return tuple(value) if isinstance(value, list | tuple) else value
@@ -138,17 +132,20 @@ def check_same_model(
       UserError: lists every other key that differs, with the checkpoint's value.
     """
     ours = described(config)
-    if config[STORED] and not keys.get(STORED):
-        raise UserError(f"{where} contains float weights, but {STORED}=true; python -m trainer.quantize quantizes them")
+    if config.checkpoint_is_quantized and not keys.get("checkpoint_is_quantized"):
+        raise UserError(
+            f"{where} contains float weights, but checkpoint_is_quantized=true; python -m trainer.quantize "
+            f"quantizes them"
+        )
     keys = {name: value for name, value in keys.items() if name in ours or name not in OF_STORED}
-    block, trained = config[_BLOCK], keys.get(_BLOCK, config[_BLOCK])
+    block, trained = config.decoder_block, keys.get("decoder_block", config.decoder_block)
     if other := trained != block and loads_from(block, trained):
-        ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {_BLOCK: trained}
+        ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {"decoder_block": trained}
     free = FREE.intersection(given)
     if keys and not other:  # a description leaves these out where they have these values
         keys = {name: _SELDOM[name] for name in _SCORES if name in ours} | dict(keys)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
-    decided = {below for name in counting for below in _BELOW[name]} | {ORDER}
+    decided = {below for name in counting for below in _BELOW[name]} | {"rope_interleave"}
     differing = []
     for name in keys:
         if name in decided or ours.get(name) == keys[name]:
@@ -159,10 +156,8 @@ def check_same_model(
         else:
             differing.append(name)
     if differing:
-        have = ", ".join(
-            f"{as_words(config, [name])[0]}{', whose blocks may compute something else' if name == _BLOCK else ''}"
-            for name in differing
-        )
+        other = {"decoder_block": ", whose blocks may compute something else"}
+        have = ", ".join(f"{as_words(config, [name])[0]}{other.get(name, '')}" for name in differing)
         raise UserError(
             f"{where} contains a different model than the configuration ({have}); "
             f"to load it, give: {' '.join(as_words(keys, differing))}"
@@ -171,12 +166,15 @@ def check_same_model(
     unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if it were not read
     if other and unread:
         raise UserError(
-            f"{where} contains parameters of {_BLOCK}={trained}, which does not read "
-            f"{', '.join(as_words(ours, sorted(unread)))}; to load it with {_BLOCK}={block}, leave that out"
+            f"{where} contains parameters of decoder_block={trained}, which does not read "
+            f"{', '.join(as_words(ours, sorted(unread)))}; to load it with decoder_block={block}, leave that out"
         )
     if other:
         same = "computes the same" if block in FAMILIES else "has to compute the same: this is not checked"
-        say(f"{where} contains parameters of {_BLOCK}={trained}; they are loaded with {_BLOCK}={block}, which {same}")
+        say(
+            f"{where} contains parameters of decoder_block={trained}; they are loaded with "
+            f"decoder_block={block}, which {same}"
+        )
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
@@ -209,9 +207,9 @@ def load_model_keys(
     all_words = [*flags, *as_words(keys), *words]
     loaded = load(["base.yml", "dataset_type=synthetic", *all_words], defaults=without_rows(all_words))
     # The mesh and other arguments may need devices that this comparison does not have.
-    of_model = [word for word in words if word.partition("=")[0] in {*MODEL, _PRESET, LENGTH, *FLAGS}]
+    of_model = [word for word in words if word.partition("=")[0] in {*MODEL, "model_name", "max_target_length", *FLAGS}]
     config = resolved_alone([*flags, *as_words(keys), *of_model])
-    if _PRESET in given:
+    if "model_name" in given:
         # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
         of_preset = {name: value for name, value in keys.items() if name != MODULES}
         check_same_model(of_preset, resolved_alone(of_model), where, say=lambda line: None)
@@ -232,19 +230,19 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, w
     lines = [
         f"{name}: not a key of the model{hints.get(name, '')}"
         for name in dict.fromkeys(given)
-        if name not in {*MODEL, _PRESET, LENGTH, *FLAGS}
+        if name not in {*MODEL, "model_name", "max_target_length", *FLAGS}
     ]
-    idle = MODEL.intersection(given) - described(config).keys() - {ORDER}
+    idle = MODEL.intersection(given) - described(config).keys() - {"rope_interleave"}
     lines += [f"{name}: no effect on this model" for name in sorted(idle)]
     if lines:
         raise UserError("\n  ".join([f"{where}: only the model's keys can be given:", *lines]))
-    if not keys and not {*MODEL, _PRESET}.difference({ORDER}).intersection(given):
+    if not keys and not {*MODEL, "model_name"}.difference({"rope_interleave"}).intersection(given):
         raise UserError(f"{where}: this checkpoint does not contain its model's keys; give model_name=... or its keys")
 
 
 def model_yaml(config: Config) -> str:
     """Returns a YAML file with the model's keys of `config`, resolved, and no other keys."""
-    keys = described(config) | {ORDER: config[ORDER]}
+    keys = described(config) | {"rope_interleave": config.rope_interleave}
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])
 
 
@@ -266,7 +264,7 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found = read_saved(text, str(path))
     config = resolved_alone(as_words({name: found[name] for name in sorted(MODEL) if name in found}), str(path))
-    return described(config) | {ORDER: config[ORDER]}, found.get(LENGTH)
+    return described(config) | {"rope_interleave": config.rope_interleave}, found.get("max_target_length")
 
 
 def resolved_alone(words: Sequence[str], where: str = COMMAND_LINE) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 from trainer.checkpoint.manager import RUN, newest, written_by_maxtext
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, read_config
 from trainer.config import Begun, Config, Description, Loaded, UserError, read_saved, schema, token_files
-from trainer.config.capabilities.lora_keys import ALPHA, ENABLE, MASK, PATTERN, RANK, RESTORE
 from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.config.dump import as_words
 from trainer.config.files import by_hand
@@ -22,11 +21,15 @@ from trainer.runtime import storage
 from trainer.runtime.agreement import agreed
 from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import files_below, is_remote, mirror
-from trainer.weights.model_keys import LENGTH, MODEL, check_same_model, resolved_alone
+from trainer.weights.model_keys import MODEL, check_same_model, resolved_alone
 from trainer.weights.open import open_adapters, open_source
 
-_PATH, _KIND, _START = "tokenizer_path", "tokenizer_type", "load_parameters_path"
-_ADAPTERS = RANK, ALPHA, PATTERN, MASK  # which lora_restore_path gives if the user gives none of them
+_ADAPTERS = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_module_path",
+    "trainable_parameters_mask",
+)  # which lora_restore_path gives if the user gives none of them
 _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # in the line about the model
 
 
@@ -60,7 +63,7 @@ def _with_model(begun: Begun) -> Loaded:
         raise UserError(f"{error}\n  the model's keys come from there, because model_name is not given") from error
     if not keys:
         return begun.end()
-    where = f"{_START}={begun.path}"
+    where = f"load_parameters_path={begun.path}"
     if code := code_of_checkpoint(keys, begun.given, where):
         raise UserError("\n  ".join(code))
     ours = {name: value for name, value in keys.items() if name not in OF_STORED}
@@ -69,10 +72,12 @@ def _with_model(begun: Begun) -> Loaded:
     lines = [f"{where} gives the model's keys: {said}", *notes]
     if adapters := _adapters(begun, ours):
         said = ", ".join(as_words(adapters))
-        lines.append(f"{RESTORE}={begun.config[RESTORE]} gives its adapters' keys: {said}")
+        lines.append(f"lora_restore_path={begun.config.lora_restore_path} gives its adapters' keys: {said}")
     loaded = begun.end(Description(ours | tokenizer | adapters, where, notes=lines))
     # Loading the parameters checks this again, after the data have been prepared.
-    model = resolved_alone(as_words(loaded.config, [*FLAGS, LENGTH, *(key for key in schema().keys if key in MODEL)]))
+    model = resolved_alone(
+        as_words(loaded.config, [*FLAGS, "max_target_length", *(key for key in schema().keys if key in MODEL)])
+    )
     given = [name for name, setting in begun.given.items() if by_hand(setting.where)]
     check_same_model(keys, model, str(source.path), given, say=lambda line: None)
     return loaded
@@ -82,28 +87,37 @@ def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives some of them."""
     if not _describes_adapters(begun):
         return {}
-    keys = open_adapters(begun.config[RESTORE], verify=False).lora_keys(resolved_alone(as_words(model)))
+    keys = open_adapters(begun.config.lora_restore_path, verify=False).lora_keys(resolved_alone(as_words(model)))
     return {name: keys[name] for name in _ADAPTERS if name in keys}
 
 
 def _describes_adapters(begun: Begun) -> bool:
-    return bool(begun.config[ENABLE] and begun.config[RESTORE]) and begun.given.keys().isdisjoint(_ADAPTERS)
+    return bool(begun.config.enable_lora and begun.config.lora_restore_path) and begun.given.keys().isdisjoint(
+        _ADAPTERS
+    )
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
     """Returns the keys of the checkpoint's tokenizer, {} if it is not to be used, and lines about it."""
     config = begun.config
-    kind = config[_KIND] if _KIND in begun.given else "auto"
-    if config.dataset_type == "synthetic" or _PATH in begun.given or kind == "bytes":
+    kind = config.tokenizer_type if "tokenizer_type" in begun.given else "auto"
+    if config.dataset_type == "synthetic" or "tokenizer_path" in begun.given or kind == "bytes":
         return {}, []
     if not is_remote(source.tokenizer) and has_tokenizer(source.tokenizer, kind):
         path = str(source.tokenizer)
-        return {_PATH: path, _KIND: kind}, [f"{_PATH}={path}: the tokenizer of the model, because none is given"]
-    if token_files(config) or not config.tokenize_train_data or config[_PATH]:
+        return {"tokenizer_path": path, "tokenizer_type": kind}, [
+            f"tokenizer_path={path}: the tokenizer of the model, because none is given"
+        ]
+    if token_files(config) or not config.tokenize_train_data or config.tokenizer_path:
         return {}, []
-    why = "is in a bucket; copy it to this machine" if is_remote(source.tokenizer) else f"has none of {_KIND}={kind}"
+    why = (
+        "is in a bucket; copy it to this machine"
+        if is_remote(source.tokenizer)
+        else f"has none of tokenizer_type={kind}"
+    )
     return {}, [
-        f"warning: {_PATH} is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, whose tokens "
+        f"warning: tokenizer_path is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, "
+        f"whose tokens "
         "the model has never seen"
     ]
 
@@ -134,7 +148,7 @@ def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
         if checkpoint is None or written_by_maxtext(checkpoint):
             continue
         saved = read_saved(read_config(checkpoint / RUN), str(checkpoint / RUN / CONFIG))
-        if config.run_name or saved.get(_START) == path:
+        if config.run_name or saved.get("load_parameters_path") == path:
             return saved, checkpoint
     return None
 
@@ -149,21 +163,25 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     config, where = begun.config, str(checkpoint)
     if code := code_of_checkpoint({name: saved[name] for name in MODEL & saved.keys()}, begun.given, where):
         raise UserError("\n  ".join(code))
-    kept = {*MODEL, *(() if _PATH in begun.given else (_PATH,)), _KIND}.difference(OF_STORED, begun.given)
+    kept = {*MODEL, *(() if "tokenizer_path" in begun.given else ("tokenizer_path",)), "tokenizer_type"}.difference(
+        OF_STORED, begun.given
+    )
     # Earlier versions had other defaults, and a run goes on with its own.
     kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
     kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}
-    notes = [f"{where}: the model's keys come from this run's own checkpoint; {_START}={begun.path} is not read"]
-    path, copy = config[_PATH] if _PATH in begun.given else saved.get(_PATH, ""), ""
-    if path and path == saved.get(_PATH) and _used(config) and not local_path(path).exists():
+    notes = [
+        f"{where}: the model's keys come from this run's own checkpoint; load_parameters_path={begun.path} is not read"
+    ]
+    path, copy = config.tokenizer_path if "tokenizer_path" in begun.given else saved.get("tokenizer_path", ""), ""
+    if path and path == saved.get("tokenizer_path") and _used(config) and not local_path(path).exists():
         copy = str(_local(checkpoint / RUN / TOKENIZER))
-        notes.append(f"{_PATH}={path} is gone: the tokenizer in {checkpoint / RUN / TOKENIZER} is used")
+        notes.append(f"tokenizer_path={path} is gone: the tokenizer in {checkpoint / RUN / TOKENIZER} is used")
     return Description(keys, where, copy, notes)
 
 
 def _used(config: Config) -> bool:
-    return config.dataset_type != "synthetic" and config[_KIND] != "bytes"
+    return config.dataset_type != "synthetic" and config.tokenizer_type != "bytes"
 
 
 def _local(folder: Any) -> Path:

@@ -11,7 +11,6 @@ from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_m
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
 from trainer.config import Config, UserError
-from trainer.config.capabilities.lora_keys import ENABLE
 from trainer.config.family import import_facts
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES
@@ -108,7 +107,7 @@ def open_adapters(path: str, *, average: bool | None = False, verify: bool = Tru
             "neither a run with a checkpoint nor a folder of PEFT" if sidecar is None else "it trained all parameters"
         )
         raise UserError(
-            f"{path}: no adapters there: {what}; give a run with {ENABLE}=true, or one of its checkpoints/N"
+            f"{path}: no adapters there: {what}; give a run with enable_lora=true, or one of its checkpoints/N"
         )
     found = RunAdapters(checkpoint, sidecar)
     averaged = found.averaged if average is None else average

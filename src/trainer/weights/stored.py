@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from trainer.backends import make_model
 from trainer.config import Config
-from trainer.config.capabilities.lora_keys import ENABLE, QTYPE
-from trainer.config.capabilities.quantization_keys import OF_STORED, STORED
+from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.leaves.source import Leaf, filled, joined, names_of, nested
 from trainer.models.adapters import storage_of_base
 from trainer.models.families import place, stacks
@@ -24,7 +22,7 @@ from trainer.products.dequantized import dequantize, float_shape, is_stored
 def stored_kernels(config: Config) -> dict[str, Any]:
     """Returns the kernels that a model of `config`, resolved, stores quantized, by canonical name: each a pytree of
     ShapeDtypeStructs."""
-    if not (config[STORED] or config[QTYPE]):
+    if not (config.checkpoint_is_quantized or config.lora_weight_qtype):
         return {}
     found: dict[str, Any] = {}
 
@@ -49,7 +47,7 @@ class OnLoad(NamedTuple):
 
 def quantized_on_load(config: Config) -> dict[str, OnLoad]:
     """Returns the kernels that QLoRA quantizes (lora_weight_qtype), by canonical name."""
-    if not (config[ENABLE] and config[QTYPE]) or config[STORED]:
+    if not (config.enable_lora and config.lora_weight_qtype) or config.checkpoint_is_quantized:
         return {}
     stored, storage = stored_kernels(config), storage_of_base(config)
     shapes = {name: float_shape(kernel) for name, kernel in stored.items()}
@@ -66,7 +64,7 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
     """Returns `config`, resolved, with the form of stored weights that `keys` describe."""
     said = {name: keys[name] for name in OF_STORED if name in keys}
-    return ml_collections.FrozenConfigDict(dict(config.items()) | said)
+    return Config(dict(config.items()) | said)
 
 
 def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Leaf], heads: Mapping[str, int]) -> Any:

@@ -20,7 +20,7 @@ from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, t
 
 from trainer.aot import executable, sources
 from trainer.config import UserError, schema
-from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.training import build, placed
 
 # These files make the configuration, and its values are part of the key.

@@ -79,7 +79,7 @@ def test_what_configuration_refuses_is_not_suggested():
 
 
 def test_keys_of_host_memory_zero_1_and_topology_are_used_where_there_are_such():
-    import ml_collections
+    from trainer.config import Config
 
     config = tiny_config("nnx", devices=8, ici_data_parallelism=8, ici_fsdp_parallelism=1)
     keys = {
@@ -88,7 +88,7 @@ def test_keys_of_host_memory_zero_1_and_topology_are_used_where_there_are_such()
         "shard_optimizer_over_data": False,
         "compile_topology": "v5e-8",
     }
-    found = settings(ml_collections.FrozenConfigDict(dict(config.items()) | keys), arguments=17)
+    found = settings(Config(dict(config.items()) | keys), arguments=17)
     assert found[:5] == [
         "optimizer_memory_host_offload=true",
         "parameter_memory_host_offload=true",
@@ -96,5 +96,5 @@ def test_keys_of_host_memory_zero_1_and_topology_are_used_where_there_are_such()
         "ici_data_parallelism=1 ici_fsdp_parallelism=8",
         "compile_topology=v5e-16 ici_fsdp_parallelism=2",
     ]
-    given = ml_collections.FrozenConfigDict(dict(config.items()) | dict.fromkeys(keys, True) | {"compile_topology": ""})
+    given = Config(dict(config.items()) | dict.fromkeys(keys, True) | {"compile_topology": ""})
     assert settings(given, arguments=17)[0] == "ici_data_parallelism=1 ici_fsdp_parallelism=8"

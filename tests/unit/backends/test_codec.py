@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from flax import struct
 from jax.sharding import PartitionSpec
-from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
 
 from trainer.backends import StateCodec, make_model
 from trainer.backends.permutation import Permutation
-from trainer.config import schema
+from trainer.config import Config, schema
 from trainer.optim import make_optimizer
 
 
@@ -30,7 +29,7 @@ def model(config):
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"opt_type={choice}" for choice in schema().keys["opt_type"].choices)])
 def test_bijection_for_every_optimizer(config, model, name):
-    own = FrozenConfigDict({**config, "opt_type": name.partition("=")[2]})
+    own = Config({**config, "opt_type": name.partition("=")[2]})
     tx = OPTIMIZERS.get(name) or make_optimizer(own, model.param_axes)
     codec = StateCodec(model, tx)
     native = jax.eval_shape(codec.init, jax.random.key(0))

@@ -7,8 +7,8 @@ import pytest
 
 from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities import context_keys, kernels
-from trainer.config.capabilities.context_keys import BALANCE, KEYS, ORDER, SIZES, STRATEGY, parts, token_order
-from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.all_keys import step_keys
+from trainer.config.capabilities.context_keys import KEYS, SIZES, parts, token_order
 from trainer.config.capabilities.vocab_tiles import tile_bytes
 from trainer.config.effects import without_effect_here
 from trainer.config.family import Facts
@@ -56,8 +56,8 @@ def test_these_are_the_keys_of_context_parallelism():
     assert names == {*KEYS, *SIZES}
     assert set(KEYS) <= set(LAYOUT)  # a run resumes with any strategy
     assert set(KEYS) <= set(step_keys())
-    assert set(kernels.STRATEGIES) == set(schema().keys[STRATEGY].choices)
-    assert {context_keys.CHUNKS, "striped", "auto"} == set(schema().keys[ORDER].choices)
+    assert set(kernels.STRATEGIES) == set(schema().keys["context_parallel_strategy"].choices)
+    assert {context_keys.CHUNKS, "striped", "auto"} == set(schema().keys["context_parallel_reorder_strategy"].choices)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_these_are_the_keys_of_context_parallelism():
         (f"{FOUR}dcn_context_parallelism=2 ici_context_parallelism=2 dcn_data_parallelism=1", 4, SWAP),
         (f"{FOUR}context_parallel_strategy=ring", 4, ("dual_chunk_swap", 4)),
         (f"{FOUR}context_parallel_strategy=ring packing=false", 4, SWAP),
-        (f"{FOUR}{STRATEGY}=ring {ORDER}=dual_chunk_swap", 4, SWAP),
+        (f"{FOUR}context_parallel_strategy=ring context_parallel_reorder_strategy=dual_chunk_swap", 4, SWAP),
         (f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8", 4, None),
         (USP, 4, ("dual_chunk_swap", 2)),
         (f"{USP}ici_context_parallelism=1", 2, None),
@@ -82,7 +82,9 @@ def test_how_rows_are_split_and_ordered(words, count, order):
     loaded = load(words.split()).config
     config = resolve(loaded, device_count=8, platform="cpu")
     assert (parts(config), token_order(config)) == (parts(loaded), token_order(loaded)) == (count, order)
-    assert config[ORDER] == (order[0] if order else loaded[ORDER])
+    assert config.context_parallel_reorder_strategy == (
+        order[0] if order else loaded["context_parallel_reorder_strategy"]
+    )
     assert resolve(config, device_count=8, platform="cpu") == config
 
 
@@ -97,9 +99,11 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (f"{FOUR}max_target_length=130", "parts, 2 x context 4 = 8 chunks of dual_chunk_swap; nearest: 128 or 136$"),
         (f"{FOUR}max_target_length=3 per_device_batch_size=1", "8 chunks of dual_chunk_swap; nearest: 8$"),
         (f"{FOUR}max_target_length=130 {IN_ORDER}", "context 4 by the rule of activation.*; nearest: 128 or 132$"),
-        (f"{FOUR}max_target_length=130 {ORDER}=striped", "parts, context 4 by the rule of .*; nearest: 128 or 132$"),
+        (f"{FOUR}max_target_length=130 context_parallel_reorder_strategy=striped", "parts, context 4 by the "
+            "rule of .*; nearest: 128 or 132$"),
         (
-            f"{FOUR}max_target_length=132 {STRATEGY}=ulysses base_num_query_heads=8 ici_tensor_sequence_parallelism=2",
+            f"{FOUR}max_target_length=132 context_parallel_strategy=ulysses base_num_query_heads=8 "
+                f"ici_tensor_sequence_parallelism=2",
             "context 4 x tensor_sequence 2 = 8 by the rule of activation_norm_length; nearest: 128 or 136$",
         ),
         (
@@ -122,7 +126,7 @@ def test_how_rows_are_split_and_ordered(words, count, order):
         (
             f"{USP}context_parallel_strategy=ring",
             r'"ring" .*, ici_context_usp_ulysses_parallelism=2 .*: only the strategy usp uses the mesh axis '
-            f"context_usp_ulysses; set {STRATEGY}=usp, or use the axis context$",
+            "context_usp_ulysses; set context_parallel_strategy=usp, or use the axis context$",
         ),
         (f"{FOUR}{DROPOUT}", rf"dropout_rate=0.1 \(command line\), .* drawn by a token's place .*; set {IN_ORDER}$"),
         (f"{FOUR}attention_dropout_rate=0.1", f"drawn by a token's place .*; set {IN_ORDER}$"),
@@ -170,9 +174,9 @@ def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
         *(f"{FOUR}{IN_ORDER} {words}" for words in (DROPOUT, ROUNDING, ACCEPTANCE, "max_target_length=132")),
         *(f"{FOUR}{words}" for words in (f"{ACCEPTANCE} eval_interval=-1", f"{DROPOUT} enable_dropout=false")),
         f"{FOUR}{EXPERTS} sparse_matmul=true",
-        f"{FOUR}{DROPOUT} {STRATEGY}=ulysses base_num_query_heads=8",
-        f"{FOUR}{STRATEGY}=ring {ORDER}=striped max_target_length=132",
-        f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
+        f"{FOUR}{DROPOUT} context_parallel_strategy=ulysses base_num_query_heads=8",
+        f"{FOUR}context_parallel_strategy=ring context_parallel_reorder_strategy=striped max_target_length=132",
+        f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
         f"{FOUR}ici_tensor_sequence_parallelism=2",
         f"{FOUR}logical_axis_rules=[[activation_q_length,context],[activation_kv_length,context]]",
         f"{FOUR}logical_axis_rules=[[activation_kv_heads,[]]]",  # tensor has one device
@@ -194,10 +198,12 @@ def test_sizes_that_follow_from_the_devices_are_checked_with_them():
         "base_emb_dim=190: context 8 by the rule of embed does not divide it in token_embedder/embedding [vocab 4096, "
         "embed 190]; nearest: 184 or 192",
     ]
-    found = mistakes(f"{words}{STRATEGY}=ulysses batch_invariant=true max_target_length=128")
+    found = mistakes(f"{words}context_parallel_strategy=ulysses batch_invariant=true max_target_length=128")
     assert found[0].startswith("batch_invariant=true: context has 8 devices: each device must have whole rows")
-    (found,) = mistakes(f"{words}{STRATEGY}=ulysses base_emb_dim=192 max_target_length=128")
-    assert found.startswith(f"base_num_query_heads=6 {STRATEGY}=ulysses: context 8 does not divide 6 query heads")
+    (found,) = mistakes(f"{words}context_parallel_strategy=ulysses base_emb_dim=192 max_target_length=128")
+    assert found.startswith(
+        "base_num_query_heads=6 context_parallel_strategy=ulysses: context 8 does not divide 6 query heads"
+    )
 
 
 def test_the_nearest_values_fit():
@@ -215,7 +221,7 @@ def test_the_nearest_values_fit():
         exchanged = "ici_context_usp_ulysses_parallelism" if strategy == "usp" else "ici_context_parallelism"
         for ring, inner in ((2, 3), (3, 1), (4, 1), (4, 2), (1, 4)):
             sizes = (f"ici_context_parallelism={ring}", f"ici_context_usp_ulysses_parallelism={inner}")
-            split = (f"{STRATEGY}={strategy}", *sizes[: 1 + (strategy == "usp")], *order.split())
+            split = (f"context_parallel_strategy={strategy}", *sizes[: 1 + (strategy == "usp")], *order.split())
             for length in (6, 24, 50, 100):
                 for line in wrong(*split, f"max_target_length={length}"):
                     refused += 1
@@ -235,13 +241,18 @@ def test_the_nearest_values_fit():
         ("max_target_length=512", *["dot_product"] * 3),
         ("max_target_length=1152", *["blockwise"] * 3),
         ("attention=dot_product", *["dot_product"] * 3),
-        (f"{STRATEGY}=ring", *["blockwise"] * 3),
-        (f"{STRATEGY}=ring attention=flash", *["blockwise"] * 3),
-        (f"{STRATEGY}=ring max_target_length=128", *["blockwise"] * 3),
-        (f"{STRATEGY}=usp max_target_length=128", *["blockwise"] * 3),
-        (f"{STRATEGY}=ulysses", "blockwise", "cudnn_flash_jax", "splash"),
-        (f"{STRATEGY}=ulysses max_target_length=1152 attention=flash", "blockwise", "cudnn_flash_jax", "splash"),
-        (f"{STRATEGY}=ulysses max_target_length=128", *["dot_product"] * 3),
+        ("context_parallel_strategy=ring", *["blockwise"] * 3),
+        ("context_parallel_strategy=ring attention=flash", *["blockwise"] * 3),
+        ("context_parallel_strategy=ring max_target_length=128", *["blockwise"] * 3),
+        ("context_parallel_strategy=usp max_target_length=128", *["blockwise"] * 3),
+        ("context_parallel_strategy=ulysses", "blockwise", "cudnn_flash_jax", "splash"),
+        (
+            "context_parallel_strategy=ulysses max_target_length=1152 attention=flash",
+            "blockwise",
+            "cudnn_flash_jax",
+            "splash",
+        ),
+        ("context_parallel_strategy=ulysses max_target_length=128", *["dot_product"] * 3),
     ],
 )
 def test_the_kernel_of_each_strategy(words, cpu, gpu, tpu):
@@ -253,12 +264,15 @@ def test_the_kernel_of_each_strategy(words, cpu, gpu, tpu):
 @pytest.mark.parametrize(
     ("words", "platform", "message"),
     [
-        (f"{STRATEGY}=ring attention=dot_product", "cpu", f"dot_product does not support {STRATEGY}=ring (only b"),
-        (f"{STRATEGY}=usp attention=splash", "tpu", f"splash does not support {STRATEGY}=usp (only blockwise);"),
+        ("context_parallel_strategy=ring attention=dot_product", "cpu", "dot_product does not support "
+            "context_parallel_strategy=ring (only b"),
+        ("context_parallel_strategy=usp attention=splash", "tpu", "splash does not support "
+            "context_parallel_strategy=usp (only blockwise);"),
         (
             "attention=flash dtype=bfloat16",
             "gpu",
-            f"is cudnn_flash_jax, which does not support {STRATEGY}=all_gather (only dot_product, blockwise, splash);",
+            "is cudnn_flash_jax, which does not support context_parallel_strategy=all_gather (only dot_product, "
+                "blockwise, splash);",
         ),
         (
             "attention=splash max_target_length=1152",
@@ -273,20 +287,39 @@ def test_a_kernel_that_a_strategy_does_not_take_is_refused_by_name(words, platfo
 
 
 def test_the_start_of_a_run_says_why_there_is_no_kernel():
-    config = resolved(f"{FOUR}{STRATEGY}=ring max_target_length=1024", "tpu")
-    assert kernels.why_no_kernel(config, {}, "tpu") == f"splash does not support {STRATEGY}=ring (only blockwise)"
+    config = resolved(f"{FOUR}context_parallel_strategy=ring max_target_length=1024", "tpu")
+    assert (
+        kernels.why_no_kernel(config, {}, "tpu")
+        == "splash does not support context_parallel_strategy=ring (only blockwise)"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
-        (f"{BASE}{STRATEGY}=ring", STRATEGY, "context and context_usp_ulysses have one device"),
-        (f"{BASE}{BALANCE}=true", BALANCE, "have one device"),
-        (f"{BASE}{ORDER}=striped", ORDER, "have one device"),
-        (f"{FOUR}{ORDER}=striped {IN_ORDER}", ORDER, IN_ORDER),
-        (f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 {ORDER}=striped", ORDER, f"{STRATEGY}=ulysses gives each"),
-        (f"{FOUR}{STRATEGY}=ulysses base_num_query_heads=8 {IN_ORDER}", BALANCE, f"{STRATEGY}=ulysses gives each"),
-        (f"{USP}ici_context_parallelism=1 {ORDER}=striped", ORDER, "only over the mesh axis context, which has one"),
+        (
+            f"{BASE}context_parallel_strategy=ring",
+            "context_parallel_strategy",
+            "context and context_usp_ulysses have one device",
+        ),
+        (f"{BASE}context_parallel_load_balance=true", "context_parallel_load_balance", "have one device"),
+        (f"{BASE}context_parallel_reorder_strategy=striped", "context_parallel_reorder_strategy", "have one device"),
+        (f"{FOUR}context_parallel_reorder_strategy=striped {IN_ORDER}", "context_parallel_reorder_strategy", IN_ORDER),
+        (
+            f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8 context_parallel_reorder_strategy=striped",
+            "context_parallel_reorder_strategy",
+            "context_parallel_strategy=ulysses gives each",
+        ),
+        (
+            f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8 {IN_ORDER}",
+            "context_parallel_load_balance",
+            "context_parallel_strategy=ulysses gives each",
+        ),
+        (
+            f"{USP}ici_context_parallelism=1 context_parallel_reorder_strategy=striped",
+            "context_parallel_reorder_strategy",
+            "only over the mesh axis context, which has one",
+        ),
     ],
 )
 def test_keys_without_effect(words, key, reason):
@@ -297,20 +330,26 @@ def test_keys_without_effect(words, key, reason):
 
 
 def test_keys_without_effect_on_any_devices_are_told_once():
-    loaded = load(f"{BASE}{STRATEGY}=ring {ORDER}=striped".split())
+    loaded = load(f"{BASE}context_parallel_strategy=ring context_parallel_reorder_strategy=striped".split())
     config = resolve(loaded.config, device_count=1, platform="cpu")
     assert without_effect_here(config, loaded.changed, loaded.config) == []
 
 
 def test_keys_without_effect_on_these_devices():
-    loaded = load(f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 {STRATEGY}=ring".split())
+    loaded = load(f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 context_parallel_strategy=ring".split())
     for devices, expected in ((1, 1), (8, 0)):
         config = resolve(loaded.config, device_count=devices, platform="cpu")
         lines = without_effect_here(config, loaded.changed, loaded.config)
         assert sum(line.endswith("no effect: no row is split over devices here") for line in lines) == expected
 
 
-@pytest.mark.parametrize("words", [f"{FOUR}{STRATEGY}=ring {ORDER}=striped", f"{USP}{BALANCE}=true {ORDER}=striped"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{FOUR}context_parallel_strategy=ring context_parallel_reorder_strategy=striped",
+        f"{USP}context_parallel_load_balance=true context_parallel_reorder_strategy=striped",
+    ],
+)
 def test_with_split_rows_the_keys_have_an_effect(words):
     assert not [line for line in load(words.split()).warnings if "context" in line]
 
@@ -335,7 +374,17 @@ def test_tiles_of_the_loss_cut_the_tokens_of_a_device():
 def test_the_command_of_maxtext():
     more = "context_sharding=context ulysses_context_sharding=context_usp_ulysses ring_scan_unroll=2 "
     more += "use_tokamax_splash=True"
-    found = convert(parse([*MAXTEXT.split(), *more.split(), f"{BALANCE}=true", f"{ORDER}=auto"]), TRAIN)
+    found = convert(
+        parse(
+            [
+                *MAXTEXT.split(),
+                *more.split(),
+                "context_parallel_load_balance=true",
+                "context_parallel_reorder_strategy=auto",
+            ]
+        ),
+        TRAIN,
+    )
     assert found.runs
     kinds = {name: {row.given.partition("=")[0] for row in rows} for name, rows in by_kind(found.rows).items()}
     assert kinds[verdicts.NEEDLESS] == {word.partition("=")[0] for word in more.split()}

@@ -6,12 +6,13 @@ import pytest
 
 from trainer.config import Config, load
 from trainer.config.capabilities import context_keys
-from trainer.config.capabilities.data_keys import DATA_PATHS
+from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
 from trainer.config.check import CHECKS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.family import Facts, facts_of
 from trainer.config.flags import FLAGS
+from trainer.config.key_rows import Place
 from trainer.config.rules import merge_rules
 
 DEFAULTS = load(["base.yml"]).config
@@ -243,10 +244,10 @@ CASES = {
 }
 # Paths: with a character that no file system takes, and on another machine.
 KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
-for key in DATA_PATHS:
+for key in paths_of(Place.LOCAL, Place.GLOBS):
     kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True}
-    CASES[key] = [{key: "a\0"}, kind | {key: "s3://b/x"}]
-CASES["grain_eval_files"].append({"dataset_type": "grain", "grain_eval_files": "a,1"})
+    CASES[key] = [kind | {key: "s3://b/x"}, {key: "a\0"}]
+CASES["grain_eval_files"].insert(0, {"dataset_type": "grain", "grain_eval_files": "a,1"})
 for key in ("lora_restore_path", "compiled_trainstep_file", "compile_report_file", "dump_hlo_local_dir"):
     CASES[key] = [{key: "a\0"}]
 for key in ("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"):
@@ -254,8 +255,8 @@ for key in ("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"):
 
 ROWS = defaultdict(list)
 for row in CHECKS:
-    if row.keys:  # that of the flags has none when they are gone
-        ROWS[" ".join(row.keys)].append(row)
+    if row[0]:  # that of the flags has none when they are gone
+        ROWS[" ".join(row[0])].append(row[1])
 
 
 def test_every_row_has_a_case_and_every_case_a_row():
@@ -270,7 +271,7 @@ def test_every_row_refuses_its_case_and_not_the_defaults(monkeypatch):
     wrong = []
     for keys, cases in CASES.items():
         for row, case in zip(ROWS[keys], cases, strict=False):
-            said = row.problem(Config({**DEFAULTS, **case})), row.problem(DEFAULTS)
+            said = row(Config({**DEFAULTS, **case})), row(DEFAULTS)
             wrong += [(keys, case, *said)] * (not said[0] or said[1] is not None)
     assert not wrong
 
@@ -290,4 +291,4 @@ def test_every_row_refuses_its_case_and_not_the_defaults(monkeypatch):
 )
 def test_a_part_of_a_case_is_allowed(keys, settings):
     (row,) = ROWS[keys]
-    assert row.problem(Config({**DEFAULTS, **settings})) is None
+    assert row(Config({**DEFAULTS, **settings})) is None

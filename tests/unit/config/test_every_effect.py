@@ -3,8 +3,9 @@
 import pytest
 
 from trainer.config import Config, load
+from trainer.config.capabilities.all_keys import INERT, INERT_HERE
 from trainer.config.capabilities.optimizers import TRAITS
-from trainer.config.effects import INERT, INERT_HERE, no_effect_of, without_effect
+from trainer.config.effects import no_effect_of, without_effect
 
 DEFAULTS = load(["base.yml"]).config
 

@@ -8,6 +8,7 @@ import pytest
 
 from trainer.config import UserError, load
 from trainer.config.family import Facts, facts_of, families, lacks, reads
+from trainer.config.keys import Config
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import family
@@ -43,8 +44,8 @@ def own_family(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_facts_of_all_families_load_no_jax():
-    code = "import sys; from trainer.config.family import families, facts_of\n"
-    code += "assert all(facts_of({'decoder_block': name}) for name in families()); print('jax' in sys.modules)"
+    code = "import sys; from trainer.config.family import Config, families, facts_of\n"
+    code += "assert all(facts_of(Config({'decoder_block': name})) for name in families()); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
 
@@ -116,8 +117,8 @@ def test_a_command_that_is_only_translated_does_not_import_facts():
 
 
 def test_unknown_families_may_read_everything():
-    config = {"decoder_block": "a_family.model:FAMILY"}
+    config = Config({"decoder_block": "a_family.model:FAMILY"})
     assert facts_of(config) is None
     assert not reads(config, "num_experts")
     assert not lacks(config, "num_experts")
-    assert isinstance(facts_of({"decoder_block": "llama2"}), Facts)
+    assert isinstance(facts_of(Config({"decoder_block": "llama2"})), Facts)

@@ -1,7 +1,10 @@
-"""The types of the keys: mypy reads them from keys.pyi, and every configuration in src has them."""
+"""The types of the keys, which mypy reads from keys.pyi, and what a new key needs."""
 
 import ast
 import importlib.util
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,46 @@ def test_every_configuration_in_src_has_types():
                 for it in [*node.args.args, *node.args.kwonlyargs]:
                     untyped = it.annotation is None or ast.unparse(it.annotation) == "Any"
                     assert it.arg != "config" or not untyped or path.name == "hf_files.py", f"{path}:{node.lineno}"
+
+
+LINES = "# What the new key means.\nnew_key: 3  # in [1, 9]\nnew_file: ''\n# ---- Checkpoints "
+ROWS = """
+ROWS += (Row(("new_key",), Resume.UPDATE, step=False), Row(("new_file",), path=Place.LOCAL, code=True))
+CHECKS += ((("new_key", "steps"), lambda c: "more than steps" if c.new_key > c.steps else None),)
+INERT += (Inert(("new_key",), lambda c: c.steps == 5, "steps=5"),)
+"""
+PROGRAM = """
+from trainer.config import UserError, load
+from trainer.config.capabilities.all_keys import step_keys
+from trainer.config.resume import MAY_CHANGE, UPDATE
+from trainer.config.trust import names_code
+from trainer.config.schema import schema
+
+def said(*words):
+    try:
+        return load([*words]).warnings
+    except UserError as error:
+        return str(error)
+
+assert load(["new_key=4"]).config.new_key == 4
+assert "in [1, 9]" in said("new_key=10"), said("new_key=10")
+assert "more than steps" in said("new_key=4", "steps=2")
+assert any("no effect: steps=5" in line for line in said("new_key=4", "steps=5"))
+assert "remote paths are not supported" in said("new_file=s3://a")
+assert "new_key" in UPDATE and "new_key" not in MAY_CHANGE and "new_file" not in (*UPDATE, *MAY_CHANGE)
+assert "new_key" not in step_keys() and "new_file" in step_keys()
+assert names_code(schema().keys["new_file"], "a")
+"""
+
+
+def test_two_edits_make_a_key(tmp_path):
+    """base.yml and a file of its capability; scripts/write_keys.py writes its type."""
+    copy = tmp_path / "trainer"
+    shutil.copytree(ROOT / "src/trainer", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (ROOT / "base.yml").read_text().replace("# ---- Checkpoints ", LINES, 1)
+    (copy / "base.yml").write_text(text)
+    with (copy / "config" / "capabilities" / "run_keys.py").open("a") as file:
+        file.write(ROWS)
+    assert "    new_key: int\n" in write_keys.stub(parse(text))
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)

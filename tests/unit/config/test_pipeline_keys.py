@@ -5,10 +5,10 @@ import re
 import pytest
 
 from trainer.config import UserError, load, resolve, schema
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.pipeline_keys import (
     KEYS,
-    MICROBATCHES,
     SIZES,
     Pipeline,
     delay,
@@ -16,8 +16,8 @@ from trainer.config.capabilities.pipeline_keys import (
     stages,
     unpipelined,
 )
-from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.effects import without_effect_here
+from trainer.config.keys import Config
 from trainer.config.maxtext import verdicts
 from trainer.config.resume import LAYOUT
 from trainer.maxtext.command_line import parse
@@ -148,7 +148,7 @@ def test_rows_of_a_pipelines_microbatch(words, rows, parts, nearest):
     by_rule = " by the rule of activation_batch" if "=" in parts else ""
     assert mistakes(TWO + words) == [
         f"{key}={size}: {size} x 8 devices = {rows} rows, not a whole multiple of {parts.split()[-1]} "
-        f"({MICROBATCHES} {parts}{by_rule}); nearest: {nearest.format(MICROBATCHES)}"
+        f"(num_pipeline_microbatches {parts}{by_rule}); nearest: {nearest.format('num_pipeline_microbatches')}"
     ]
 
 
@@ -190,17 +190,24 @@ def test_the_nearest_values_fit(delayed):
     for count in (2, 4):
         for given in range(1, 13):
             for size in (0.5, 1.0, 3.0, 4.0, 6.0):
-                keys = {"ici_pipeline_parallelism": count, MICROBATCHES: given, "per_device_batch_size": size}
+                keys = {
+                    "ici_pipeline_parallelism": count,
+                    "num_pipeline_microbatches": given,
+                    "per_device_batch_size": size,
+                }
                 if not (text := wrong(**keys)):
                     continue
                 refused += 1
                 for line in text.split("\n  ")[1:]:
-                    sizes, _, counts = line.partition("nearest: ")[2].partition(f"or {MICROBATCHES}=")
+                    sizes, _, counts = line.partition("nearest: ")[2].partition("or num_pipeline_microbatches=")
                     if line.startswith("ici_"):  # its numbers are checked without the rows
-                        assert all("must be" not in wrong(**keys | {MICROBATCHES: int(n)}) for n in sizes.split(" or "))
+                        assert all(
+                            "must be" not in wrong(**keys | {"num_pipeline_microbatches": int(n)})
+                            for n in sizes.split(" or ")
+                        )
                     elif "must be" not in text:
                         fitting = [("per_device_batch_size", float(n)) for n in re.findall(r"[\d.]+", sizes)]
-                        fitting += [(MICROBATCHES, int(n)) for n in re.findall(r"\d+", counts)]
+                        fitting += [("num_pipeline_microbatches", int(n)) for n in re.findall(r"\d+", counts)]
                         assert fitting
                         assert not any(wrong(**keys | {key: value}) for key, value in fitting)
     assert refused > 60
@@ -297,6 +304,6 @@ def test_the_command_of_maxtext():
 
 
 def test_batch_invariant_names_what_is_split():
-    stage, tensor = split_on({"batch_invariant": True}, {"data": 2, "stage": 2, "tensor": 2})
+    stage, tensor = split_on(Config({"batch_invariant": True}), {"data": 2, "stage": 2, "tensor": 2})
     assert stage == "batch_invariant=true: stage has 2 devices: bits of a pipeline are not proved; use data and fsdp"
     assert tensor.startswith("batch_invariant=true: tensor has 2 devices: each device must have whole rows")

@@ -1,17 +1,20 @@
 """The differences allowed between a checkpoint and the command that resumes from it."""
 
 import functools
-import itertools
 
 import pytest
 import yaml
 from support import ALL_COMBINATIONS, pinned
 
 from trainer.config import UserError, check_optimizer, check_resume, load, resets, resolve, schema, to_yaml
+from trainer.config.capabilities.all_keys import ROWS, keys_of
 from trainer.config.dump import PROCESSES
 from trainer.config.flags import FLAGS
+from trainer.config.key_rows import Resume
 from trainer.config.resolve import frozen
-from trainer.config.resume import AROUND, BATCH, LAYOUT, LENGTH, MAY_CHANGE, UPDATE, another_program
+from trainer.config.resume import BATCH, LAYOUT, MAY_CHANGE, UPDATE, another_program
+
+LENGTH, AROUND = keys_of(Resume.LENGTH), keys_of(Resume.AROUND)
 
 # Gives dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
 BASE = (
@@ -66,12 +69,10 @@ def refused(*args, **kwargs):
     return [line.strip() for line in lines]
 
 
-def test_each_key_is_in_one_group_and_there_are_no_others():
-    groups = (LAYOUT, BATCH, LENGTH, AROUND)
-    assert len(MAY_CHANGE) == sum(map(len, groups))
-    for one, other in itertools.combinations(groups, 2):
-        assert not set(one) & set(other)
-    assert set(schema().keys) >= MAY_CHANGE
+def test_each_key_is_in_one_row_and_there_are_no_others():
+    names = [name for row in ROWS for name in row.names]
+    assert len(names) == len(set(names))
+    assert set(schema().keys) >= set(names)
 
 
 def test_the_list_is_this_one():
@@ -79,7 +80,7 @@ def test_the_list_is_this_one():
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "num_epoch", "num_batches", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
-    sections = {"Run and output", "Checkpoints", "Generation", "Ahead-of-time compilation"}
+    sections = {"Run and output", "Checkpoints", "Generation", "Serving", "Ahead-of-time compilation"}
     around = {name for name, key in schema().keys.items() if key.section in sections}
     around -= {"load_parameters_path", "load_full_state_path"}  # the sources that the run began with
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size"}

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.capabilities.activations import ACTIVATIONS
+from trainer.config.capabilities.layer_keys import ACTIVATIONS
 from trainer.config.capabilities.pipeline_keys import OF_PIPELINE
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
+from trainer.config.keys import Config
 from trainer.config.maxtext.base_yml import defaults
 from trainer.config.schema import BASE_YML, parse
 from trainer.config.tensors import DIMENSIONS, TENSORS, tensors_of
@@ -98,7 +99,7 @@ def test_names_that_code_and_base_yml_share_agree():
     assert set(FLAGS) <= set(keys)
     rules = {name for name, _ in keys["logical_axis_rules"].default}
     assert rules == {"activation_batch", *DIMENSIONS, *OF_PIPELINE}
-    of_experts = tensors_of({"decoder_block": "mixtral", "interleave_moe_layer_step": 1})
+    of_experts = tensors_of(Config({"decoder_block": "mixtral", "interleave_moe_layer_step": 1}))
     assert {name for names in (*TENSORS.values(), *of_experts.values()) for name in names} == rules - {*OF_PIPELINE}
     assert set(DIMENSIONS.values()) <= set(keys)
 

@@ -6,8 +6,8 @@ import pytest
 
 from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities import splash_tiles as tiles
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.splash_tiles import KEYS, Tiles
-from trainer.config.capabilities.step_keys import step_keys
 from trainer.config.effects import without_effect_here
 from trainer.config.resume import LAYOUT
 

@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.config import UserError, load
-from trainer.config.capabilities.step_keys import step_keys
+from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.dump import PROCESSES
 from trainer.config.topologies import GENERATIONS, find_topology, topologies
 

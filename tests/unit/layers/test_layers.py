@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from trainer import sharding
-from trainer.config.capabilities.activations import ACTIVATIONS as CHECKED
+from trainer.config.capabilities.layer_keys import ACTIVATIONS as CHECKED
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.norm import RMSNorm

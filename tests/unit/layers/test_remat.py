@@ -10,8 +10,8 @@ from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_conf
 
 from trainer.backends import make_model
 from trainer.config import UserError, load, schema
+from trainer.config.capabilities.all_keys import INERT
 from trainer.config.capabilities.remat_tensors import TENSORS
-from trainer.config.effects import INERT
 from trainer.layers.remat import KEPT, OFFLOADED, make_policy
 from trainer.models.remat import check_offload
 from trainer.objectives import NextToken

@@ -1,14 +1,16 @@
 """Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
 
+import fnmatch
+import importlib
+import re
 from typing import Any
 
 import jax
-import ml_collections
 import pytest
 from flax import nnx
 from support import pinned
 
-from trainer.config import load, resolve
+from trainer.config import Config, load, resolve
 from trainer.config.files import preset_names
 from trainer.config.load import Loaded
 from trainer.layers.param import Buffer
@@ -191,7 +193,7 @@ def loaded_preset(name: str, *words: str) -> Loaded:
     return load([f"model_name={name}", "dataset_type=synthetic", *given, *words])
 
 
-def preset(name: str, platform: str = "cpu") -> ml_collections.FrozenConfigDict:
+def preset(name: str, platform: str = "cpu") -> Config:
     loaded = loaded_preset(name)
     assert loaded.warnings == []
     assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # no key of the preset is changed
@@ -366,7 +368,15 @@ def not_embedded(name: str) -> int:
     return layers * (2 * width * (query + key) + biases + 3 * width * hidden + norms) + width
 
 
-def check_count(config: ml_collections.FrozenConfigDict, published: int) -> None:
+def check_count(config: Config, published: int) -> None:
     with nnx.use_eager_sharding(False):
         weights = nnx.eval_shape(lambda: nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Any(nnx.Param, Buffer)))
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == published
+
+
+def test_a_familys_folder_says_where_its_sizes_are():
+    for name in sorted({*preset_names()} - {"default"}):
+        family = load([f"model_name={name}"]).config.decoder_block
+        said = importlib.import_module(f"trainer.models.{family}").__doc__ or ""
+        patterns = re.findall(r"`(\S+)\.yml`", said.partition("Sizes: ")[2])
+        assert any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns), (name, said)

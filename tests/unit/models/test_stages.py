@@ -10,7 +10,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, model_of,
 
 from trainer.backends import StateCodec
 from trainer.config import UserError
-from trainer.config.capabilities.pipeline_keys import LAYERS, PER_STAGE, REPEATS, Pipeline, unpipelined
+from trainer.config.capabilities.pipeline_keys import Pipeline, unpipelined
 from trainer.layers.stack import Stack
 from trainer.models.families import stacks
 from trainer.models.stages import OUTSIDE, in_stages, named_by_layer, stage_text, to_layers, to_stages
@@ -22,7 +22,7 @@ STAGES = "ici_pipeline_parallelism"
 TWO = {STAGES: 2, "ici_fsdp_parallelism": -1, "base_num_decoder_layers": 4}
 # One layer is dense, four are in the pipeline; of six, one is left.
 FIVE = {**EVERY_MATRIX, "base_num_decoder_layers": 5}
-SIX = {**FIVE, "base_num_decoder_layers": 6, LAYERS: 4}
+SIX = {**FIVE, "base_num_decoder_layers": 6, "pipeline_parallel_layers": 4}
 GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
 GEMMA3 = {"decoder_block": "gemma3", "sliding_window_size": 4, "base_num_decoder_layers": 12}
 
@@ -39,15 +39,19 @@ def shapes(found):
     ("keys", "expected", "text"),
     [
         ({}, [("layers", (2, 2, 1))], "2 stages x 2 repeats x 1 layer; 2 microbatches in 5 iterations, 20.0% of"),
-        ({PER_STAGE: 2}, [("layers", (1, 2, 2))], "2 stages x 2 layers; 2 microbatches in 3 iterations, 33.3% of"),
-        ({LAYERS: 2}, [("layers", (1, 2, 1)), (f"layers{OUTSIDE}", (2,))], "; 2 layers outside"),
+        (
+            {"num_layers_per_pipeline_stage": 2},
+            [("layers", (1, 2, 2))],
+            "2 stages x 2 layers; 2 microbatches in 3 iterations, 33.3% of",
+        ),
+        ({"pipeline_parallel_layers": 2}, [("layers", (1, 2, 1)), (f"layers{OUTSIDE}", (2,))], "; 2 layers outside"),
         # The longest stack is divided.
         (FIVE, [("dense_layers", (1,)), ("moe_layers", (2, 2, 1))], "; 1 layer outside"),
         (SIX, [("dense_layers", (1,)), ("moe_layers", (2, 2, 1)), (f"moe_layers{OUTSIDE}", (1,))], "; 1 layer outside"),
         ({**SIX, "first_num_dense_layers": 4}, [("dense_layers", (2, 2, 1)), ("moe_layers", (2,))], "; 2 layers out"),
         # A stage has whole patterns, of two and six layers.
-        ({**GEMMA2, PER_STAGE: 2}, [("layers", (1, 2, 1))], "2 stages x 2 layers;"),
-        ({**GEMMA3, PER_STAGE: 6}, [("layers", (1, 2, 1))], "2 stages x 6 layers;"),
+        ({**GEMMA2, "num_layers_per_pipeline_stage": 2}, [("layers", (1, 2, 1))], "2 stages x 2 layers;"),
+        ({**GEMMA3, "num_layers_per_pipeline_stage": 6}, [("layers", (1, 2, 1))], "2 stages x 6 layers;"),
     ],
 )
 def test_which_layers_are_where(keys, expected, text):
@@ -64,17 +68,36 @@ def test_which_layers_are_where(keys, expected, text):
     ("keys", "message"),
     [
         (
-            {PER_STAGE: 3},
+            {"num_layers_per_pipeline_stage": 3},
             "2 stages x 3 layers per stage = 6, which does not divide the 4 layers of the stack layers of ",
         ),
-        ({PER_STAGE: 3}, f"decoder_block=llama2 in the pipeline; nearest: {PER_STAGE}=2"),
-        ({REPEATS: 3}, f"2 stages x 3 repeats x 1 layer per stage = 6, which is not the 4 layers .*: {REPEATS}=2"),
-        ({LAYERS: 5}, f"{LAYERS}=5: the stack layers of decoder_block=llama2 has 4 layers; nearest: {LAYERS}=4"),
-        (GEMMA2, f"{PER_STAGE}=1: .* a pattern of 2 different layers.*: {PER_STAGE}=2"),
-        ({"base_num_decoder_layers": 5}, f"does not divide the 5 layers .*: {LAYERS}=4, and the other layers run out"),
+        (
+            {"num_layers_per_pipeline_stage": 3},
+            "decoder_block=llama2 in the pipeline; nearest: num_layers_per_pipeline_stage=2",
+        ),
+        (
+            {"num_pipeline_repeats": 3},
+            "2 stages x 3 repeats x 1 layer per stage = 6, which is not the 4 layers .*: num_pipeline_repeats=2",
+        ),
+        (
+            {"pipeline_parallel_layers": 5},
+            "pipeline_parallel_layers=5: the stack layers of decoder_block=llama2 has 4 layers; nearest: "
+            "pipeline_parallel_layers=4",
+        ),
+        (
+            GEMMA2,
+            "num_layers_per_pipeline_stage=1: .* a pattern of 2 different layers.*: num_layers_per_pipeline_stage=2",
+        ),
+        (
+            {"base_num_decoder_layers": 5},
+            "does not divide the 5 layers .*: pipeline_parallel_layers=4, and the other layers run out",
+        ),
         ({"base_num_decoder_layers": 1}, "does not divide the 1 layer of .*; nearest: 1 stage$"),
-        ({LAYERS: 3, PER_STAGE: 2}, f"does not divide the 3 layers of .*; nearest: {LAYERS}=4, and the other"),
-        ({"base_num_decoder_layers": 1, LAYERS: 2}, "has 1 layer; give at most 1$"),
+        (
+            {"pipeline_parallel_layers": 3, "num_layers_per_pipeline_stage": 2},
+            "does not divide the 3 layers of .*; nearest: pipeline_parallel_layers=4, and the other",
+        ),
+        ({"base_num_decoder_layers": 1, "pipeline_parallel_layers": 2}, "has 1 layer; give at most 1$"),
     ],
 )
 def test_what_does_not_fit(keys, message):
@@ -109,7 +132,16 @@ def test_the_nearest_settings_fit():
     for period, layers in ((1, 7), (1, 8), (2, 10), (2, 12), (6, 12)):
         stack = Stack("layers", (object,) * period, layers // period)
         sizes = itertools.product((2, 3, 4), (-1, 1, 2, 3), (1, 2, 3, 6), (-1, *range(1, layers + 2)))
-        for keys in (dict(zip((STAGES, REPEATS, PER_STAGE, LAYERS), given, strict=True)) for given in sizes):
+        for keys in (
+            dict(
+                zip(
+                    (STAGES, "num_pipeline_repeats", "num_layers_per_pipeline_stage", "pipeline_parallel_layers"),
+                    given,
+                    strict=True,
+                )
+            )
+            for given in sizes
+        ):
             text = fits(stack, **keys)
             for change in changes(text):
                 assert change
@@ -117,7 +149,7 @@ def test_the_nearest_settings_fit():
                 again = fits(stack, **keys | change)
                 # A mistake about the pattern comes before others, if no number of whole patterns fits.
                 assert not again or ("a pattern of" in text and "a pattern of" not in again), (keys, text, again)
-    assert named == {STAGES, REPEATS, PER_STAGE, LAYERS}
+    assert named == {STAGES, "num_pipeline_repeats", "num_layers_per_pipeline_stage", "pipeline_parallel_layers"}
 
 
 def numbered(config, tree):
@@ -169,7 +201,7 @@ def test_a_train_state_by_layer_is_that_without_a_pipeline(combination, keys):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_initial_values_do_not_depend_on_the_pipeline(combination):
-    config = config_of(combination, **{"base_num_decoder_layers": 6, LAYERS: 4})
+    config = config_of(combination, **{"base_num_decoder_layers": 6, "pipeline_parallel_layers": 4})
 
     def initial(config):
         # Without fusions: in one, code may round a product differently.

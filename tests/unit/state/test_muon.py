@@ -10,7 +10,6 @@ from support import ALL_COMBINATIONS, arguments, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load, resolve
-from trainer.config.capabilities.pipeline_keys import LAYERS
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
 from trainer.state import get_muon_weight_dimension_numbers
@@ -71,7 +70,7 @@ def test_every_source_says_the_same(combination):
 
 
 def test_the_stages_of_a_pipeline_stack_matrices_too():
-    keys = {"base_num_decoder_layers": 5, "ici_pipeline_parallelism": 2, LAYERS: 4}
+    keys = {"base_num_decoder_layers": 5, "ici_pipeline_parallelism": 2, "pipeline_parallel_layers": 4}
     config = tiny_config(ALL_COMBINATIONS[-1], devices=2, **keys)
     model = make_model(config)
     params, _ = jax.eval_shape(model.init, seed_key(0))

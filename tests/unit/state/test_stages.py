@@ -7,7 +7,6 @@ import numpy as np
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits
 
 from trainer.config import load
-from trainer.config.capabilities.pipeline_keys import LAYERS
 from trainer.models.families import stacks
 from trainer.models.stages import to_layers
 from trainer.ops.paths import by_name
@@ -66,14 +65,14 @@ KERNEL = "params/decoder/layers/mlp/wo/kernel"
 
 def test_a_state_by_layer_and_back():
     """Six layers are in the pipeline and two are not: eight, which lie on the two stages."""
-    config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **{LAYERS: 6})
+    config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **{"pipeline_parallel_layers": 6})
     assert_equal_bits(by_layer, to_layers(stacks(config), before))
     assert specs[KERNEL][0] == "stage"
 
 
 def test_layers_that_the_stages_do_not_divide():
     """Another axis of the array lies on the stages, so that a device holds about as much as it does of the stages."""
-    keys = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 5, LAYERS: 4}
+    keys = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 5, "pipeline_parallel_layers": 4}
     config, _, by_layer, specs = converted(**keys)
     assert by_name(by_layer)[KERNEL].shape == (5, 32, 16)
     assert specs[KERNEL][0] is None

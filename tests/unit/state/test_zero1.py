@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import FrozenConfigDict
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, model_of, tiny_config
 
 from trainer.backends import StateCodec
-from trainer.config import UserError, make_rules, schema
+from trainer.config import Config, UserError, make_rules, schema
 from trainer.optim import make_optimizer
 from trainer.state import (
     build_zero1_input_state_mesh_shardings,
@@ -109,7 +108,7 @@ def test_the_named_builders_keep_one_structure_on_every_native_state(combination
     assert get_partition_spec_nnx(shardings) == specs
     assert shardings == state_shardings(codec.model, state, mesh, make_rules(config.logical_axis_rules), zero1=True)
 
-    offloading = FrozenConfigDict({**config, "optimizer_memory_host_offload": True})
+    offloading = Config({**config, "optimizer_memory_host_offload": True})
     waiting = get_abstract_state_nnx(offloading, mesh, init).shardings
     kinds = {leaf.memory_kind for leaf in jax.tree.leaves(codec.unpack(waiting).opt_state)}
     assert kinds == {"device", "pinned_host"}  # scalars stay on the device

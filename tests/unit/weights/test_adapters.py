@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
+from trainer.config import Config
 from trainer.leaves.source import Leaf
 from trainer.products import Kernel
 from trainer.products.dequantized import Storage, dequantize
@@ -70,4 +70,4 @@ def test_a_base_that_is_stored_is_not_quantized_again():
     stored = tiny_config(ALL_COMBINATIONS[0], checkpoint_is_quantized=True, quantization="int8")
     qlora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0, "lora_weight_qtype": "int8"}
     for config, count in ((stored, 0), (tiny_config(ALL_COMBINATIONS[0]), 7)):
-        assert len(quantized_on_load(ml_collections.FrozenConfigDict({**config, **qlora}))) == count
+        assert len(quantized_on_load(Config({**config, **qlora}))) == count

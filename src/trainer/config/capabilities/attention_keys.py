@@ -1,10 +1,12 @@
 """Checks of the keys of attention, other than those of multi-head latent attention (`latent_keys`)."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.family import BLOCK_KEYS, lacks, readers
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 
@@ -30,8 +32,35 @@ def _local_rope(config: Config) -> str | None:
     return "the shortest wavelength must be less than the longest"
 
 
-ATTENTION_CHECKS = (
+def _heads(config: Config) -> str | None:
+    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    if heads % kv_heads == 0:
+        return None
+    divisors = {d for n in range(1, math.isqrt(heads) + 1) if heads % n == 0 for d in (n, heads // n)}
+    best = min(divisors, key=lambda n: abs(n - kv_heads))
+    return f"the number of query heads must be a multiple of the key-value heads; nearest: base_num_kv_heads={best}"
+
+
+def _head_dim(config: Config) -> str | None:
+    if config.head_dim % 2:
+        return f"must be even, since RoPE rotates pairs; nearest: {config.head_dim - 1} or {config.head_dim + 1}"
+    return None
+
+
+def _fused(config: Config) -> str | None:
+    if not config.fused_qkv or not lacks(config, "fused_qkv"):
+        return None
+    return f"this family has separate matrices for queries, keys and values; only {readers('fused_qkv')} can fuse them"
+
+
+CHECKS: tuple[Check, ...] = (
+    (("base_num_query_heads", "base_num_kv_heads"), _heads),
+    (("head_dim",), _head_dim),
+    (("decoder_block", "fused_qkv"), _fused),
     (("decoder_block", "attention_type", "sliding_window_pattern", "sliding_window_size"), _window),
     (("rope_min_timescale", "local_rope_max_timescale"), _local_rope),
     *((("decoder_block", key), _only_some(key)) for key in BLOCK_KEYS),
+)
+INERT = (
+    Inert(("sliding_window_size", "local_rope_max_timescale"), lambda c: not needs_window(c), "no layer has a window"),
 )

@@ -1,10 +1,11 @@
 """Checks of the keys of supervised fine-tuning and of chat templates, and which commands train on something else."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import shortened
+from trainer.config.key_rows import Check, Inert, Place, Row
 from trainer.config.keys import Config
 
 # The path of a function: package.module:function.
@@ -58,7 +59,12 @@ def _no_template_text(config: Config) -> str | None:
     return None if not text or "{{" in text or "{%" in text else "no template; name its file with chat_template_path"
 
 
-CHAT_CHECKS = (
+ROWS = (
+    Row(("use_sft", "sft_train_on_completion_only", "chat_template", "formatting_func_kwargs"), step=False),
+    Row(("chat_template_path",), step=False, path=Place.LOCAL),
+    Row(("formatting_func_path",), step=False, code=True),
+)
+CHECKS: tuple[Check, ...] = (
     (tuple(METHODS), _one_method),
     (("chat_template", "chat_template_path"), _one_template),
     (("chat_template",), _no_template_text),
@@ -118,9 +124,11 @@ def _no_template(config: Config) -> bool:
     return not (config.use_sft or config.use_dpo or config.use_chat_template)
 
 
-CHAT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft and not c.use_dpo, "use_sft=false"),
-    (("formatting_func_kwargs",), lambda c: not c.formatting_func_path, "formatting_func_path is empty"),
-    (("chat_template", "chat_template_path"), _no_template, "use_sft=false and use_chat_template=false"),
-    (("add_bos", "add_eos"), lambda c: c.use_sft, "the chat template writes the special tokens"),
+INERT = (
+    Inert(
+        ("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft and not c.use_dpo, "use_sft=false"
+    ),
+    Inert(("formatting_func_kwargs",), lambda c: not c.formatting_func_path, "formatting_func_path is empty"),
+    Inert(("chat_template", "chat_template_path"), _no_template, "use_sft=false and use_chat_template=false"),
+    Inert(("add_bos", "add_eos"), lambda c: c.use_sft, "the chat template writes the special tokens"),
 )

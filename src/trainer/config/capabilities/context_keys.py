@@ -2,69 +2,67 @@
 effect."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
-from trainer.config.capabilities.quantization_keys import ROUNDING, rounds
+from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 
-Values = Mapping[str, Any]  # a configuration
-
-STRATEGY, BALANCE, ORDER = (
-    *("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy"),
-)
-KEYS = (STRATEGY, BALANCE, ORDER)
+KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
 AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
 SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
 CHUNKS = "dual_chunk_swap"
 # The logical axes of a row's tokens. In attention no other mesh axis may split them.
 IN_ATTENTION = ("activation_q_length", "activation_kv_length")
 LENGTHS = ("activation_length", *IN_ATTENTION, "activation_norm_length")
-IN_ORDER = f"set {BALANCE}=false"
+IN_ORDER = "set context_parallel_load_balance=false"
 
 
-def parts(config: Values) -> int:
+def parts(config: Config) -> int:
     """Returns over how many devices the tokens of a row are split. A size that is not known yet counts as 1."""
     return math.prod(_sizes(config)[axis] for axis in AXES)
 
 
-def splits_rows(config: Values) -> bool:
+def splits_rows(config: Config) -> bool:
     """Returns whether the tokens of a row are split over devices, as far as the sizes are known."""
     return parts(config) > 1
 
 
-def token_order(config: Values) -> tuple[str, int] | None:
+def token_order(config: Config) -> tuple[str, int] | None:
     """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
     devices; see `ops.order`. None: they stay in order."""
     n = _sizes(config)[CONTEXT]
-    if n == 1 or not config[BALANCE] or config[STRATEGY] == "ulysses":  # which splits heads, all with the same work
+    if (
+        n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses"
+    ):  # which splits heads, all with the same work
         return None
     # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
-    return CHUNKS if config[ORDER] == "auto" else config[ORDER], n
+    return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n
 
 
-def heads_axis(config: Values) -> str | None:
+def heads_axis(config: Config) -> str | None:
     """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, if any."""
-    return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config[STRATEGY])
+    return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
-def _sizes(config: Values) -> dict[str, int]:
+def _sizes(config: Config) -> dict[str, int]:
     return {axis: max(1, size) for axis, size in mesh_axes(config).items()}
 
 
-def _product(config: Values, *axes: str) -> tuple[int, str]:
+def _product(config: Config, *axes: str) -> tuple[int, str]:
     """Returns how many parts mesh axes make together, also as text: "context 4 x tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _sizes(config)[axis]) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
 
 
-def _length(config: Values) -> str | None:
-    length, rules = config["max_target_length"], make_rules(config["logical_axis_rules"])
+def _length(config: Config) -> str | None:
+    length, rules = config.max_target_length, make_rules(config.logical_axis_rules)
     wholes: dict[int, str] = {}
     for name in LENGTHS:
         count, shown = _product(config, *rules[name])
@@ -86,9 +84,9 @@ def nearest_multiples(number: int, step: int) -> str:
     return " or ".join(str(n) for n in (below, below + step) if n)
 
 
-def _heads(config: Values) -> str | None:
+def _heads(config: Config) -> str | None:
     axis, key = heads_axis(config), "base_num_query_heads"
-    rule = [name for name in make_rules(config["logical_axis_rules"])["activation_heads"] if name not in AXES]
+    rule = [name for name in make_rules(config.logical_axis_rules)["activation_heads"] if name not in AXES]
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _sizes(config)[axis]) == 0:
         return None  # `resolve` reports heads that the rule does not divide
@@ -99,14 +97,17 @@ def _heads(config: Values) -> str | None:
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
 
 
-def _usp(config: Values) -> str | None:
-    if _sizes(config)[ULYSSES] == 1 or config[STRATEGY] == "usp":
+def _usp(config: Config) -> str | None:
+    if _sizes(config)[ULYSSES] == 1 or config.context_parallel_strategy == "usp":
         return None
-    return f"only the strategy usp uses the mesh axis {ULYSSES}; set {STRATEGY}=usp, or use the axis {CONTEXT}"
+    return (
+        f"only the strategy usp uses the mesh axis {ULYSSES}; set context_parallel_strategy=usp, or use the "
+        f"axis {CONTEXT}"
+    )
 
 
-def _rules(config: Values) -> str | None:
-    rules, sizes = make_rules(config["logical_axis_rules"]), _sizes(config)
+def _rules(config: Config) -> str | None:
+    rules, sizes = make_rules(config.logical_axis_rules), _sizes(config)
 
     def split(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in rules[name] if sizes[axis] > 1)
@@ -115,7 +116,9 @@ def _rules(config: Values) -> str | None:
     for name in LENGTHS:
         whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
         # usp takes the last axis of the rule for the inner one, whatever its size.
-        if whole != ours or (config[STRATEGY] == "usp" and name in IN_ATTENTION and rules[name] != AXES):
+        if whole != ours or (
+            config.context_parallel_strategy == "usp" and name in IN_ATTENTION and rules[name] != AXES
+        ):
             must = "be" if name in IN_ATTENTION else "begin with"
             problems.append(f"the rule of {name} must {must} [{','.join(AXES)}]")
     # Attention is computed per device: each must have the key heads of its query heads.
@@ -128,20 +131,20 @@ def _capacity(config: Config) -> str | None:
     return "which tokens are dropped depends on the whole row; set sparse_matmul=true" if drops(config) else None
 
 
-def _recurrent(config: Values) -> str | None:
+def _recurrent(config: Config) -> str | None:
     facts = facts_of(config)
     if facts is None or not facts.recurrent:
         return None
     return "its blocks have a recurrent state, which passes from token to token; do not split rows over devices"
 
 
-def _own_block(config: Values) -> str | None:
+def _own_block(config: Config) -> str | None:
     if facts_of(config) is not None:
         return None
     return f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}"
 
 
-def _dropout(config: Values) -> str | None:
+def _dropout(config: Config) -> str | None:
     if not has_dropout(config):
         return None
     return f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
@@ -153,14 +156,14 @@ def _rounding(config: Config) -> str | None:
     return f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
 
 
-def _acceptance(config: Values) -> str | None:
-    if not config["mtp_eval_target_module"] or config["eval_interval"] <= 0:
+def _acceptance(config: Config) -> str | None:
+    if not config.mtp_eval_target_module or config.eval_interval <= 0:
         return None
     return f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}"
 
 
 def _if(
-    holds: Callable[[Values], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
+    holds: Callable[[Config], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
 ) -> list[tuple[tuple[str, ...], Callable[[Any], str | None]]]:
     def only(problem: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
         return lambda config: problem(config) if holds(config) else None
@@ -168,12 +171,13 @@ def _if(
     return [(keys, only(problem)) for keys, problem in checks]
 
 
-CONTEXT_CHECKS = (
+ROWS = (Row(KEYS, Resume.LAYOUT),)
+CHECKS: tuple[Check, ...] = (
     *_if(
         splits_rows,
         (("max_target_length",), _length),
-        (("base_num_query_heads", STRATEGY), _heads),
-        ((STRATEGY, ICI[ULYSSES], DCN[ULYSSES]), _usp),
+        (("base_num_query_heads", "context_parallel_strategy"), _heads),
+        (("context_parallel_strategy", ICI[ULYSSES], DCN[ULYSSES]), _usp),
         (("logical_axis_rules",), _rules),
         (("sparse_matmul", "capacity_factor"), _capacity),
         (("decoder_block",), _recurrent),
@@ -182,7 +186,7 @@ CONTEXT_CHECKS = (
         token_order,
         (("decoder_block",), _own_block),
         (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
-        ((ROUNDING,), _rounding),
+        (("bwd_stochastic_rounding",), _rounding),
         (("mtp_eval_target_module",), _acceptance),
     ),
 )
@@ -192,13 +196,22 @@ def _one_size(axis: str) -> Callable[[Config], bool]:
     return lambda config: config[ICI[axis]] == config[DCN[axis]] == 1
 
 
-CONTEXT_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
-    ((BALANCE, ORDER), lambda c: c[STRATEGY] == "ulysses", f"{STRATEGY}=ulysses gives each device whole rows"),
-    (
-        (BALANCE, ORDER),
+INERT = (
+    Inert(KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"the mesh axes {' and '.join(AXES)} have one device"),
+    Inert(
+        ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
+        lambda c: c.context_parallel_strategy == "ulysses",
+        "context_parallel_strategy=ulysses gives each device whole rows",
+    ),
+    Inert(
+        ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
         _one_size(CONTEXT),
         f"only over the mesh axis {CONTEXT}, which has one device",
     ),
-    ((ORDER,), lambda c: not c[BALANCE], f"{BALANCE}=false"),
+    Inert(
+        ("context_parallel_reorder_strategy",),
+        lambda c: not c.context_parallel_load_balance,
+        "context_parallel_load_balance=false",
+    ),
 )
+INERT_HERE = (Inert(KEYS, lambda c: not splits_rows(c), "no row is split over devices here"),)

@@ -6,12 +6,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from trainer.config.capabilities.chat_keys import CHAT_CHECKS, CHAT_INERT, METHODS, columns_problem
-from trainer.config.capabilities.preference_keys import PREFERENCE_CHECKS, PREFERENCE_INERT, pair_columns_problem
-from trainer.config.capabilities.token_keys import TOKEN_CHECKS, TOKEN_INERT, token_files
-from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.capabilities.chat_keys import METHODS, columns_problem
+from trainer.config.capabilities.preference_keys import pair_columns_problem
+from trainer.config.capabilities.token_keys import token_files
+from trainer.config.errors import UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
+from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -41,7 +42,6 @@ _TEXT = (
     "use_truncation",
     "enable_data_shuffling",
 )
-Problem = Callable[[Any], str | None]
 # A weight of a mixture. Fractions are exact, so 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
@@ -200,40 +200,39 @@ def _trained_vocabulary(config: Config) -> str | None:
     return _stdlib("vocab_size", 257, "256 bytes and an end-of-document token")(config)
 
 
-def local(key: str) -> Problem:
-    """Rejects a remote path if the key has an effect."""
-
-    def problem(config: Config) -> str | None:
-        if "://" not in config[key] or any(key in keys and when(config) for keys, when, _ in DATA_INERT):
-            return None
-        return Unbuilt("remote paths are not supported yet; give a local folder")
-
-    return problem
-
-
-DATA_PATHS = (
-    "data_cache_directory",
-    "dataset_path",
-    "grain_train_files",
-    "grain_eval_files",
-    "grain_train_mixture_config_path",
-    "hf_path",
-    "hf_train_files",
-    "hf_eval_files",
-    "tokenizer_path",
-    "chat_template_path",
+ROWS = (
+    Row(
+        (
+            *(
+                "dataset_type",
+                "data_pipeline",
+                "train_split",
+                "train_data_columns",
+                "held_out_share",
+                "grain_file_type",
+            ),
+            *("grain_worker_count", "grain_shuffle_buffer_size", "tokenizer_type", "add_bos", "add_eos", "packing"),
+            *("tokenize_train_data", "grain_packing_type", "max_segments_per_seq", "use_truncation"),
+            *("reuse_example_batch", "enable_data_shuffling", "data_shuffle_seed"),
+        ),
+        step=False,
+    ),
+    Row(("dataset_path", "grain_train_mixture_config_path", "hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
+    Row(("grain_train_files", "hf_train_files"), step=False, path=Place.GLOBS),
+    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
+    Row(
+        ("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"),
+        Resume.AROUND,
+        step=False,
+    ),
+    Row(("data_cache_directory",), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.GLOBS),
+    Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
+    Row(("num_epoch",), Resume.LENGTH, step=False),
 )
-# Those of these keys that take several globs, with weights.
-LISTS_OF_FILES = ("grain_train_files", "grain_eval_files", "hf_train_files", "hf_eval_files")
-
-# (keys, problem) for config/check.py.
-DATA_CHECKS: tuple[tuple[tuple[str, ...], Problem], ...] = (
-    *(((key,), local(key)) for key in DATA_PATHS),
+CHECKS: tuple[Check, ...] = (
     (("dataset_type", "data_pipeline"), _pipeline),
     (("num_epoch",), _passes),
-    *TOKEN_CHECKS,
-    *CHAT_CHECKS,
-    *PREFERENCE_CHECKS,
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
@@ -295,26 +294,22 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
 
-# (keys, a function that tells whether they have no effect, the reason), for config/effects.py.
-DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
-    (("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
-    *((keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
-    (("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
-    (_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has its own files"),
-    (
+INERT = (
+    Inert(("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
+    *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
+    Inert(("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
+    Inert(_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has its own files"),
+    Inert(
         ("train_data_columns", "eval_data_columns"),
         lambda c: c.dataset_type == "grain" and c.grain_file_type == "text",
         "grain_file_type=text has no columns",
     ),
-    *TOKEN_INERT,
-    *CHAT_INERT,
-    *PREFERENCE_INERT,
-    (
+    Inert(
         ("held_out_share",),
         lambda c: c.dataset_type in ("stdlib", "synthetic"),
         "dataset_type has its own held-out rows",
     ),
-    (
+    Inert(
         ("held_out_share",),
         lambda c: bool(
             (c.dataset_type == "grain" and c.grain_eval_files)
@@ -323,34 +318,34 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         ),
         "evaluation has its own documents",
     ),
-    (
+    Inert(
         ("sft_train_on_completion_only",),
         lambda c: not c.use_sft and len(c.train_data_columns) == 1 and len(c.eval_data_columns) == 1,
         "there is one column",
     ),
-    (
+    Inert(
         tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling")),
         lambda c: c.dataset_type == "synthetic",
         "dataset_type=synthetic has no documents",
     ),
-    (
+    Inert(
         ("enable_data_shuffling",),
         lambda c: c.dataset_type == "synthetic",
         "dataset_type=synthetic has no files to shuffle",
     ),
-    (
+    Inert(
         ("data_shuffle_seed",),
         lambda c: c.dataset_type != "synthetic" and not c.enable_data_shuffling,
         "enable_data_shuffling=false",
     ),
-    (("grain_worker_count",), lambda c: c.data_pipeline == "prepared", "data_pipeline=prepared"),
-    (
+    Inert(("grain_worker_count",), lambda c: c.data_pipeline == "prepared", "data_pipeline=prepared"),
+    Inert(
         ("grain_shuffle_buffer_size",),
         lambda c: c.data_pipeline == "prepared" or not c.enable_data_shuffling,
         "data_pipeline=prepared, or enable_data_shuffling=false",
     ),
-    (("grain_packing_type", "max_segments_per_seq"), lambda c: not c.packing, "packing=false"),
-    (
+    Inert(("grain_packing_type", "max_segments_per_seq"), lambda c: not c.packing, "packing=false"),
+    Inert(
         ("max_segments_per_seq", "use_truncation"),
         lambda c: c.packing and c.grain_packing_type == "concat_then_split",
         "grain_packing_type=concat_then_split",

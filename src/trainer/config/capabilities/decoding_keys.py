@@ -1,6 +1,7 @@
 """Checks of the keys of text generation, and settings without effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 
 # The strategies that read each key.
@@ -37,30 +38,34 @@ def _nucleus(config: Config) -> str | None:
     return None
 
 
-DECODING_CHECKS = (
+ROWS = (
+    Row(("prompt", *KEYS), Resume.AROUND, step=False),
+    Row(SERVING, Resume.AROUND, step=False),
+)
+CHECKS: tuple[Check, ...] = (
     (("decode_sampling_strategy", "decode_sampling_top_k"), _top_k),
     (("decode_sampling_strategy", "decode_sampling_nucleus_p"), _nucleus),
 )
 
 
-DECODING_INERT = (
-    (("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
-    (("decode_sampling_nucleus_p",), lambda c: c.decode_sampling_strategy not in NUCLEUS, "no nucleus"),
-    (
+INERT = (
+    Inert(("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
+    Inert(("decode_sampling_nucleus_p",), lambda c: c.decode_sampling_strategy not in NUCLEUS, "no nucleus"),
+    Inert(
         ("decode_sampling_temperature", "decode_sampling_seed"),
         lambda c: c.decode_sampling_strategy == "greedy",
         "decode_sampling_strategy=greedy",
     ),
-    (("prefill_chunk_size",), lambda c: not c.use_chunked_prefill, "use_chunked_prefill=false"),
-    (
+    Inert(("prefill_chunk_size",), lambda c: not c.use_chunked_prefill, "use_chunked_prefill=false"),
+    Inert(
         ("prefix_caching_hbm_byte", "prefix_caching_by_token"),
         lambda c: not c.enable_prefix_caching,
         "enable_prefix_caching=false",
     ),
-    (OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
-    (("kv_quant_axis",), is_latent, "latents have no heads"),
-    (KEYS, lambda c: not c.prompt and not c.use_grpo, "prompt is empty"),
-    (
+    Inert(OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
+    Inert(("kv_quant_axis",), is_latent, "latents have no heads"),
+    Inert(KEYS, lambda c: not c.prompt and not c.use_grpo, "prompt is empty"),
+    Inert(
         ("prompt", *KEYS),
         lambda c: c.dataset_type == "synthetic" and bool(c.prompt),
         "dataset_type=synthetic has no tokenizer",

@@ -1,9 +1,9 @@
 """The synchronization schedule of DiLoCo, and the checks of its keys."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer.config.derived import DCN, ICI
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.words import counted
@@ -125,11 +125,36 @@ def _average_of_islands(config: Config) -> str | None:
 
 
 _STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_period")
-DILOCO_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = (
+# When fragments synchronize, which layers they have, and when islands take them over.
+_OF_STREAMING = ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha")
+ROWS = (
+    Row(
+        ("diloco_sync_period", "enable_streaming_diloco", "use_sequential_layers", *_OF_STREAMING[:2]),
+        Resume.TIMETABLE,
+    ),
+    Row(
+        ("diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype", _OF_STREAMING[2]),
+        Resume.UPDATE,
+    ),
+)
+CHECKS: tuple[Check, ...] = (
     (("logical_axis_rules",), _rules_of_islands),
     (("enable_diloco", ICI["diloco"], DCN["diloco"]), _islands),
     (("enable_diloco", "ema_decay"), _average_of_islands),
     (("enable_diloco", "enable_streaming_diloco"), _needs_diloco),
     ((*_STREAMING, "base_num_decoder_layers"), _fragments),
     ((*_STREAMING, "num_communication_overlapping_steps"), _delay),
+)
+INERT = (
+    Inert(
+        ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype"),
+        lambda c: not c.enable_diloco,
+        "enable_diloco=false",
+    ),
+    Inert(_OF_STREAMING, lambda c: not c.enable_streaming_diloco, "enable_streaming_diloco=false"),
+    Inert(
+        ("use_sequential_layers",),
+        lambda c: not c.enable_streaming_diloco or c.num_diloco_fragments <= 2,
+        "only streaming DiLoCo with more than two fragments divides the layers",
+    ),
 )

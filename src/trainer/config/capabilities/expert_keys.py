@@ -1,9 +1,7 @@
 """Keys of mixtures of experts: what they say, and their checks."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainer.config.family import lacks, readers, reads
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 
 KEYS = (
@@ -11,8 +9,7 @@ KEYS = (
     "ragged_buffer_factor",
     *("load_balance_loss_weight", "router_z_loss_weight", "interleave_moe_layer_step"),
 )
-BIAS, BIAS_RATE, SCORE, SIGMOID = "routed_bias", "routed_bias_update_rate", "routed_score_func", "sigmoid"
-STEP = "interleave_moe_layer_step"
+SIGMOID = "sigmoid"
 
 
 def has_experts(config: Config) -> bool:
@@ -20,34 +17,39 @@ def has_experts(config: Config) -> bool:
     return config.num_experts > 1
 
 
-def only_experts(config: Mapping[str, Any]) -> bool:
+def only_experts(config: Config) -> bool:
     """Whether every feed-forward layer is known to consist of routed experts."""
-    return some_experts(config) and lacks(config, "shared_experts") and config[STEP] == 1 and not _first_dense(config)
+    return (
+        some_experts(config)
+        and lacks(config, "shared_experts")
+        and config.interleave_moe_layer_step == 1
+        and not _first_dense(config)
+    )
 
 
-def some_experts(config: Mapping[str, Any]) -> bool:
+def some_experts(config: Config) -> bool:
     """Whether the family is known to have layers with experts."""
     return reads(config, "num_experts")
 
 
-def dense_layers(config: Mapping[str, Any]) -> int:
+def dense_layers(config: Config) -> int:
     """The number of layers without experts, of a family that has layers with experts."""
-    layers, first = config["base_num_decoder_layers"], _first_dense(config)
-    return layers - (layers - first) // config[STEP]
+    layers, first = config.base_num_decoder_layers, _first_dense(config)
+    return layers - (layers - first) // config.interleave_moe_layer_step
 
 
-def _first_dense(config: Mapping[str, Any]) -> int:
-    return config["first_num_dense_layers"] if reads(config, "first_num_dense_layers") else 0
+def _first_dense(config: Config) -> int:
+    return config.first_num_dense_layers if reads(config, "first_num_dense_layers") else 0
 
 
 def scores_by_sigmoid(config: Config) -> bool:
     """Whether the scores of experts are sigmoids; otherwise they are a softmax."""
-    return config[SCORE] == SIGMOID
+    return config.routed_score_func == SIGMOID
 
 
 def has_bias(config: Config) -> bool:
     """Whether a router adds a bias when it chooses experts."""
-    return has_experts(config) and config[BIAS]
+    return has_experts(config) and config.routed_bias
 
 
 def drops(config: Config) -> bool:
@@ -97,10 +99,12 @@ def _interleaved(config: Config) -> str | None:
     if not some_experts(config) or not has_experts(config):
         return None
     first = _first_dense(config)
-    if (config.base_num_decoder_layers - first) % config[STEP] == 0:
+    if (config.base_num_decoder_layers - first) % config.interleave_moe_layer_step == 0:
         return None
     after = f" after the first {first}" if first else ""
-    return f"the number of layers{after} must be a multiple of it: one of {config[STEP]} has experts"
+    return (
+        f"the number of layers{after} must be a multiple of it: one of {config.interleave_moe_layer_step} has experts"
+    )
 
 
 def _shared(config: Config) -> str | None:
@@ -127,30 +131,52 @@ def _routing_groups(config: Config) -> str | None:
 
 
 def _score(config: Config) -> str | None:
-    if scores_by_sigmoid(config) and some_experts(config) and lacks(config, SCORE):
-        return f"this family scores experts by a softmax; with sigmoids: {readers(SCORE)}"
+    if scores_by_sigmoid(config) and some_experts(config) and lacks(config, "routed_score_func"):
+        return f"this family scores experts by a softmax; with sigmoids: {readers('routed_score_func')}"
     return None
 
 
 def _bias(config: Config) -> str | None:
-    if not config[BIAS]:
+    if not config.routed_bias:
         return None
-    if lacks(config, BIAS):
-        return f"routers of this family have no bias; with one: {readers(BIAS)}"
-    if not scores_by_sigmoid(config) and reads(config, BIAS):
-        return f"a bias is added to sigmoid scores: give {SCORE}={SIGMOID}"
+    if lacks(config, "routed_bias"):
+        return f"routers of this family have no bias; with one: {readers('routed_bias')}"
+    if not scores_by_sigmoid(config) and reads(config, "routed_bias"):
+        return f"a bias is added to sigmoid scores: give routed_score_func={SIGMOID}"
     return None
 
 
-EXPERT_CHECKS = (
+ROWS = (Row(("routed_bias_update_rate",), Resume.AROUND),)  # DeepSeek-V3 sets it to 0 for the last part of its training
+CHECKS: tuple[Check, ...] = (
     (("first_num_dense_layers", "base_num_decoder_layers"), _dense),
-    ((STEP, "base_num_decoder_layers"), _interleaved),
+    (("interleave_moe_layer_step", "base_num_decoder_layers"), _interleaved),
     (("decoder_block", "shared_experts"), _shared),
     (("n_routing_groups", "topk_routing_group", "num_experts", "num_experts_per_tok"), _routing_groups),
     (("decoder_block", "num_experts"), _family),
-    (("decoder_block", SCORE), _score),
-    (("decoder_block", BIAS, SCORE), _bias),
+    (("decoder_block", "routed_score_func"), _score),
+    (("decoder_block", "routed_bias", "routed_score_func"), _bias),
     (("num_experts_per_tok", "num_experts"), _chosen),
     (("decoder_block", "base_moe_mlp_dim"), _width),
     (("decoder_block", "mlp_activations"), _activations),
+)
+INERT = (
+    Inert(KEYS, lambda c: not has_experts(c), "num_experts=1"),
+    Inert(
+        ("base_mlp_dim",),
+        lambda c: some_experts(c) and not dense_layers(c),
+        "every layer has experts, whose width is base_moe_mlp_dim",
+    ),
+    Inert(("routed_bias_update_rate",), lambda c: not c.routed_bias, "routed_bias=false"),
+    Inert(("topk_routing_group",), lambda c: c.n_routing_groups in (-1, 1), "there are no groups"),
+    Inert(("capacity_factor",), lambda c: c.sparse_matmul, "sparse_matmul=true drops no token"),
+    Inert(
+        ("norm_topk_prob",),
+        lambda c: some_experts(c) and not reads(c, "norm_topk_prob"),
+        "this family divides the weights of a token's experts by their sum in any case",
+    ),
+    Inert(
+        ("ragged_buffer_factor",),
+        lambda c: has_experts(c) and not sends(c),
+        "only expert parallelism with sparse_matmul=true has buffers",
+    ),
 )

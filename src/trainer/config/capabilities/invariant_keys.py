@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from platform import machine
-from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
-from trainer.config.capabilities.lora_keys import QTYPE
-from trainer.config.capabilities.sparsity_keys import M
 from trainer.config.derived import DCN, ICI, has_dropout
 from trainer.config.family import facts_of
+from trainer.config.key_rows import Check
 from trainer.config.keys import Config
 
-KEY, OP = "batch_invariant", "invariant"
+OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
-ROWS = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
+QUERIES = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
 COLUMNS = 16  # products have at least so many columns: with fewer, 64 rows are multiplied in another way than more
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
 
@@ -35,7 +33,7 @@ def _dropout(config: Config) -> str | None:
 
 
 def _chunk(config: Config) -> str | None:
-    return f"chunks must be a multiple of {ROWS} tokens" if config.prefill_chunk_size % ROWS else None
+    return f"chunks must be a multiple of {QUERIES} tokens" if config.prefill_chunk_size % QUERIES else None
 
 
 def _experts(config: Config) -> str | None:
@@ -69,43 +67,43 @@ _ALL = (
     (("prefill_chunk_size",), _chunk),
     _left_out("quantization", "bits of quantized products are not proved"),
     _left_out("quantize_kvcache", "training has no cache in 8 bits"),
-    _left_out(M, "bits of masked products are not proved"),
-    _left_out(QTYPE, "bits of quantized products are not proved"),
+    _left_out("weight_sparsity_m", "bits of masked products are not proved"),
+    _left_out("lora_weight_qtype", "bits of quantized products are not proved"),
     *(_one_axis(axis, keys[axis]) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
 )
 
 
 def _with_key(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    return lambda config: problem(config) if config[KEY] else None
+    return lambda config: problem(config) if config.batch_invariant else None
 
 
-INVARIANT_CHECKS = tuple(((KEY, *keys), _with_key(problem)) for keys, problem in _ALL)
+CHECKS: tuple[Check, ...] = tuple((("batch_invariant", *keys), _with_key(problem)) for keys, problem in _ALL)
 
 
-def split_on(values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
     """Returns one line for each axis of a resolved `mesh` that must have one device."""
-    wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values[KEY] else ()
-    return [f"{KEY}=true: {axis} has {mesh[axis]} devices: {_why_not(axis)}" for axis in wrong]
+    wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values.batch_invariant else ()
+    return [f"batch_invariant=true: {axis} has {mesh[axis]} devices: {_why_not(axis)}" for axis in wrong]
 
 
-def compiler_options(config: Mapping[str, Any], platform: str) -> dict[str, str]:
+def compiler_options(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
     the key.
 
     XLA's CPU backend gives sums, and the operations around them, to a library if there are enough elements, and the
     library sums in another order. With the option it computes only products.
     """
-    if not config[KEY] or platform != "cpu":
+    if not config.batch_invariant or platform != "cpu":
         return {}
     return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 
-def unchecked(config: Mapping[str, Any], platform: str) -> str:
+def unchecked(config: Config, platform: str) -> str:
     """Returns what to say of bits on a platform where nobody has compared them; "" if somebody has."""
-    if not config[KEY] or (platform == "cpu" and _is_x86()):
+    if not config.batch_invariant or (platform == "cpu" and _is_x86()):
         return ""
     where = f"{platform} of {machine()}" if platform == "cpu" else platform
-    return f"{KEY}=true: log-probabilities of generation and training have not been compared on {where}"
+    return f"batch_invariant=true: log-probabilities of generation and training have not been compared on {where}"
 
 
 def _is_x86() -> bool:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from trainer.config.capabilities.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
-from trainer.config.capabilities.invariant_keys import KEY, OP
+from trainer.config.capabilities.context_keys import AXES, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.invariant_keys import OP
 from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
 from trainer.config.keys import Config
@@ -82,15 +81,15 @@ STRATEGIES = {
 FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
-def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
+def choose_attention(values: Config, mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
     """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
     """
-    if values[KEY]:
+    if values.batch_invariant:
         return OP, []
-    asked, strategy = values["attention"], _strategy(values)
-    if asked == "autoselected" and values["max_target_length"] < FLASH_LENGTH and "dot_product" in strategy.kernels:
+    asked, strategy = values.attention, _strategy(values)
+    if asked == "autoselected" and values.max_target_length < FLASH_LENGTH and "dot_product" in strategy.kernels:
         return "dot_product", []
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
@@ -107,27 +106,35 @@ def choose_attention(values: Mapping[str, Any], mesh: Mapping[str, int], platfor
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
-    if config["attention"] != "blockwise" or not (unmet := _unmet(name, config, mesh, platform)):
+    if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform)):
         return ""
     return f"{name} does not support {', '.join(unmet)}"
 
 
-def _strategy(values: Mapping[str, Any]) -> Strategy:
-    return STRATEGIES[values[STRATEGY]] if splits_rows(values) else Strategy(tuple(KERNELS), whole_rows=True)
+def _strategy(values: Config) -> Strategy:
+    return (
+        STRATEGIES[values.context_parallel_strategy]
+        if splits_rows(values)
+        else Strategy(tuple(KERNELS), whole_rows=True)
+    )
 
 
-def _unmet(name: str, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
+def _unmet(name: str, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
     """Returns what the kernel `name` does not support in `values`, including how rows are split over devices."""
     kernels = _strategy(values).kernels
-    over = [] if name in kernels else [f"{STRATEGY}={values[STRATEGY]} (only {', '.join(kernels)})"]
+    over = (
+        []
+        if name in kernels
+        else [f"context_parallel_strategy={values.context_parallel_strategy} (only {', '.join(kernels)})"]
+    )
     return [*over, *unsupported(KERNELS[name], values, mesh, platform)]
 
 
-def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int], platform: str) -> list[str]:
+def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
     """Returns the settings that the kernel does not support, each with what it does support."""
-    length, head_dim, dtype = values["max_target_length"], values["head_dim"], values["dtype"]
-    dropout = values["attention_dropout_rate"] if values["enable_dropout"] else 0
-    soft_cap = values["attn_logits_soft_cap"]
+    length, head_dim, dtype = values.max_target_length, values.head_dim, values.dtype
+    dropout = values.attention_dropout_rate if values.enable_dropout else 0
+    soft_cap = values.attn_logits_soft_cap
     window = has_window(values)
     shares = 1 if kernel.length_multiple == 1 else shares_of_queries(values)
     step, multiple, most = kernel.length_multiple * shares, kernel.head_dim_multiple, kernel.head_dim_most
@@ -135,9 +142,9 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
         (kernel.soft_cap or not soft_cap, f"attn_logits_soft_cap={soft_cap:g}"),
-        (kernel.window or not window, f"sliding_window_size={values['sliding_window_size']}"),
-        (kernel.sinks or not has_sinks(values), f"the sinks of decoder_block={values['decoder_block']}"),
-        (kernel.unequal_widths or values["attention_type"] != "mla", "attention_type=mla"),
+        (kernel.window or not window, f"sliding_window_size={values.sliding_window_size}"),
+        (kernel.sinks or not has_sinks(values), f"the sinks of decoder_block={values.decoder_block}"),
+        (kernel.unequal_widths or values.attention_type != "mla", "attention_type=mla"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),
         (length % step == 0, f"max_target_length={length} (only multiples of {step}{_shares(shares, length, step)})"),
@@ -147,7 +154,7 @@ def unsupported(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, in
     return [setting for supported, setting in checks if not supported] + _unmet_on_mesh(kernel, values, mesh)
 
 
-def shares_of_queries(values: Mapping[str, Any]) -> int:
+def shares_of_queries(values: Config) -> int:
     """Returns over how many devices the queries of a row are split for an attention op."""
     return 1 if _strategy(values).whole_rows else parts(values)
 
@@ -158,10 +165,10 @@ def _shares(shares: int, length: int, step: int) -> str:
     return f" for {shares} devices, {step // shares} tokens each; nearest: {nearest_multiples(length, step)}"
 
 
-def _unmet_on_mesh(kernel: Kernel, values: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+def _unmet_on_mesh(kernel: Kernel, values: Config, mesh: Mapping[str, int]) -> list[str]:
     if not kernel.per_device or not mesh:
         return []
-    rules = make_rules(values["logical_axis_rules"])
+    rules = make_rules(values.logical_axis_rules)
 
     def split(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in rules[name] if mesh[axis] > 1 and axis not in AXES)

@@ -1,6 +1,7 @@
 """Checks of the keys of multi-head latent attention."""
 
-from trainer.config.family import lacks, readers
+from trainer.config.family import LATENT, lacks, readers
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
 
 TYPE = "mla"
@@ -35,9 +36,16 @@ def _norm(config: Config) -> str | None:
     return None
 
 
-LATENT_CHECKS = (
+CHECKS: tuple[Check, ...] = (
     (("decoder_block", "attention_type"), _family),
     (("base_num_query_heads", "base_num_kv_heads"), _heads),
     (("qk_rope_head_dim",), _even),
     (("attention_type", "use_qk_norm"), _norm),
+)
+INERT = (
+    Inert(LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
+    Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
+    Inert(("mscale",), lambda c: not is_latent(c) or c.rope_type != "yarn", "it needs attention_type=mla and yarn"),
+    Inert(("rope_interleave",), is_latent, "attention_type=mla always rotates adjacent pairs"),
+    Inert(("query_pre_attn_scalar", "local_rope_max_timescale"), is_latent, "attention_type=mla does not read it"),
 )

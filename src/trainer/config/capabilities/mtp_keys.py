@@ -1,5 +1,6 @@
 """Checks of the keys of multi-token prediction."""
 
+from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
 
 
@@ -16,7 +17,8 @@ def _target(config: Config) -> str | None:
     return "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none"
 
 
-MTP_CHECKS = (
+CHECKS: tuple[Check, ...] = (
     (("mtp_num_layers", "max_target_length"), _modules),
     (("mtp_eval_target_module", "mtp_num_layers"), _target),
 )
+INERT = (Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),)

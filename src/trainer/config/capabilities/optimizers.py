@@ -5,7 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.config.key_rows import Check, Inert, Resume, Row, regexes
 from trainer.config.keys import Config
+from trainer.config.schema import FLOAT32_MAX
 
 _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask")
 
@@ -59,14 +61,14 @@ KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.r
 
 def has_first_moment(config: Config) -> bool:
     """Returns whether the configured optimizer has an array in `mu_dtype` for each parameter that it updates."""
-    traits = TRAITS[config["opt_type"]]
+    traits = TRAITS[config.opt_type]
     return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 
 
 def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
     """Returns a lower bound on the bytes of optimizer state per trained parameter. `bytes_of` maps dtypes to bytes."""
-    first = bytes_of[config["mu_dtype"]] if has_first_moment(config) else 0
-    return first + TRAITS[config["opt_type"]].full * bytes_of["float32"]
+    first = bytes_of[config.mu_dtype] if has_first_moment(config) else 0
+    return first + TRAITS[config.opt_type].full * bytes_of["float32"]
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
@@ -90,3 +92,49 @@ def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
             raise ValueError(f"{item!r} is not pattern=factor with a factor above 0, such as embedding=0.1{hint}")
         groups.append((pattern, factor))
     return groups
+
+
+def _consistent_rms(config: Config) -> str | None:
+    number = config.muon_consistent_rms
+    return None if number is None or 0 < number <= FLOAT32_MAX else f"must be a number in (0, {FLOAT32_MAX:g}], or none"
+
+
+def _muon_epsilon(config: Config) -> str | None:
+    if config.opt_type != "muon" or config.adam_eps:
+        return None
+    return (
+        "muon divides each matrix by its norm plus adam_eps before Newton-Schulz, and the norm may be 0; adam_eps must "
+        "be above 0, such as 1e-8"
+    )
+
+
+def _groups(config: Config) -> str | None:
+    try:
+        groups_of(config.learning_rate_groups)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _inert(name: str) -> list[Inert]:
+    """Returns the keys of optimizers that have no effect with `opt_type=name`."""
+    keys, momentum = TRAITS[name].reads, TRAITS[name].momentum
+    decays = [key for key in keys if key.endswith("_weight_decay")]
+    others = [key for key in KEYS if key not in keys]
+    rows = [Inert(others, lambda c: c.opt_type == name, f"opt_type={name} does not read it")]
+    if decays:
+        none = " and ".join(f"{key}=0" for key in decays)
+        rows.append(Inert(["adamw_mask"], lambda c: c.opt_type == name and not any(c[key] for key in decays), none))
+    if momentum:
+        rows.append(Inert(["mu_dtype"], lambda c: c.opt_type == name and not has_first_moment(c), f"{momentum}=0"))
+    return rows
+
+
+ROWS = (Row(("opt_type", *KEYS, "learning_rate_groups"), Resume.UPDATE),)
+CHECKS: tuple[Check, ...] = (
+    (("muon_consistent_rms",), _consistent_rms),
+    (("opt_type", "adam_eps"), _muon_epsilon),
+    regexes("adamw_mask"),
+    (("learning_rate_groups",), _groups),
+)
+INERT = (*(inert for name in TRAITS for inert in _inert(name)),)

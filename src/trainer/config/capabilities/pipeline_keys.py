@@ -1,25 +1,30 @@
 """The keys of pipeline parallelism, their checks, and settings without effect."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
 
-Values = Mapping[str, Any]  # a configuration
-
 STAGE = "stage"  # the mesh axis
 SIZES = (ICI[STAGE], DCN[STAGE])
-MICROBATCHES, REPEATS, PER_STAGE = "num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage"
-LAYERS, DELAY = "pipeline_parallel_layers", "pipeline_delay_activation_forwarding"
-SCAN, SCAN_LAYERS = "scan_pipeline_iterations", "scan_layers_per_stage"
-REMAT, REMAT_LAYERS = "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"
 GATHERS = ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
-KEYS = (MICROBATCHES, REPEATS, PER_STAGE, LAYERS, DELAY, SCAN, SCAN_LAYERS, REMAT, REMAT_LAYERS, *GATHERS)
+KEYS = (
+    "num_pipeline_microbatches",
+    "num_pipeline_repeats",
+    "num_layers_per_pipeline_stage",
+    "pipeline_parallel_layers",
+    "pipeline_delay_activation_forwarding",
+    "scan_pipeline_iterations",
+    "scan_layers_per_stage",
+    "set_remat_policy_on_pipeline_iterations",
+    "set_remat_policy_on_layers_per_stage",
+    *GATHERS,
+)
 # The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
 # its rule.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
@@ -77,27 +82,31 @@ class Pipeline:
         return self.repeats, self.stages, self.layers
 
 
-def stages(config: Values) -> int:
+def stages(config: Config) -> int:
     """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
     return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
-def delay(config: Values) -> int:
+def delay(config: Config) -> int:
     """Returns the number of iterations until the next stage has a result."""
-    return 2 if config[DELAY] else 1
+    return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
-def microbatches(config: Values) -> int:
+def microbatches(config: Config) -> int:
     """Returns the number of microbatches of the pipeline; 1 without one."""
-    return config[MICROBATCHES] if config[MICROBATCHES] > 0 and stages(config) > 1 else fewest(config)
+    return (
+        config.num_pipeline_microbatches
+        if config.num_pipeline_microbatches > 0 and stages(config) > 1
+        else fewest(config)
+    )
 
 
-def fewest(config: Values) -> int:
+def fewest(config: Config) -> int:
     """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
     return delay(config) * stages(config) if stages(config) > 1 else 1
 
 
-def nothing_to_gather(config: Values) -> bool:
+def nothing_to_gather(config: Config) -> bool:
     """Returns whether there are stages, but no mesh axis shards weights that they could all-gather."""
     sizes = mesh_axes(config)
     return sizes[STAGE] > 1 and all(sizes[axis] == 1 for axis in FSDP)
@@ -111,18 +120,22 @@ def unpipelined(config: Config) -> Config:
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})
 
 
-def _microbatches(config: Values) -> str | None:
-    given, count, least = config[MICROBATCHES], stages(config), fewest(config)
+def _microbatches(config: Config) -> str | None:
+    given, count, least = config.num_pipeline_microbatches, stages(config), fewest(config)
     if given == -1 or (given % count == 0 and given >= least):
         return None
     below = given // count * count
     fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
-    twice = f", at least {least}, since a result arrives an iteration later" if config[DELAY] else ""
+    twice = (
+        f", at least {least}, since a result arrives an iteration later"
+        if config.pipeline_delay_activation_forwarding
+        else ""
+    )
     return f"must be a multiple of the {counted(count, 'stage')}{twice}; nearest: {fitting}"
 
 
-def _rules(config: Values) -> str | None:
-    rules = make_rules(config["logical_axis_rules"])
+def _rules(config: Config) -> str | None:
+    rules = make_rules(config.logical_axis_rules)
     problems = [
         f"the rule of {name} must be [{name},{axes[0] if axes else '[]'}] with a pipeline"
         for name, axes in OF_PIPELINE.items()
@@ -138,33 +151,41 @@ def _rules(config: Values) -> str | None:
     return f"{'; '.join(problems)}; leave it out" if problems else None
 
 
-def _streaming(config: Values) -> str | None:
+def _streaming(config: Config) -> str | None:
     moves = "a fragment is a set of layers, whose parameters would have to move between stages"
-    return f"{moves}; set it to false" if config["enable_streaming_diloco"] else None
+    return f"{moves}; set it to false" if config.enable_streaming_diloco else None
 
 
-def _of_stages(problem: Callable[[Values], str | None]) -> Callable[[Values], str | None]:
+def _of_stages(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
     return lambda config: problem(config) if stages(config) > 1 else None
 
 
-def _gathers(config: Values) -> str | None:
+def _gathers(config: Config) -> str | None:
     both = config[ONCE] and config[PER_REPEAT]
     return "weights are gathered once, or once for each repeat; set one of them" if both else None
 
 
+ROWS = (Row(KEYS, Resume.LAYOUT),)
 _ALL = (
-    ((MICROBATCHES, DELAY), _microbatches),
+    (("num_pipeline_microbatches", "pipeline_delay_activation_forwarding"), _microbatches),
     (("logical_axis_rules",), _rules),
     (("enable_streaming_diloco",), _streaming),
 )
-PIPELINE_CHECKS = (
+CHECKS: tuple[Check, ...] = (
     ((ONCE, PER_REPEAT), _gathers),
     *(((*SIZES, *keys), _of_stages(problem)) for keys, problem in _ALL),
 )
 
 
-PIPELINE_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
-    ((SCAN_LAYERS,), lambda c: c[PER_STAGE] == 1, f"{PER_STAGE}=1"),
-    ((REMAT, REMAT_LAYERS), lambda c: c.remat_policy == "none", "remat_policy=none"),
+INERT = (
+    Inert(KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
+    Inert(
+        ("scan_layers_per_stage",), lambda c: c.num_layers_per_pipeline_stage == 1, "num_layers_per_pipeline_stage=1"
+    ),
+    Inert(
+        ("set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage"),
+        lambda c: c.remat_policy == "none",
+        "remat_policy=none",
+    ),
 )
+INERT_HERE = (Inert(GATHERS, nothing_to_gather, "no weight of a stage is sharded over fsdp here"),)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from trainer.config.capabilities.expert_keys import has_experts
+from trainer.config.key_rows import Check, Inert, regexes
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.config.values import read_text
@@ -29,7 +30,6 @@ STORED_DTYPES = {
     "fp8_e5m2": "float8_e5m2",
     "nf4": "nf4",
 }
-STORED, BLOCK, ALGORITHM = "checkpoint_is_quantized", "weight_block_size", "weight_quantization_algorithm"
 # These have one scale for each operand, as the libraries of their platforms multiply; the others one for each channel.
 PER_TENSOR = ("fp8_gpu", "fp8_nanoo", "nanoo_fp8")
 METHODS = (
@@ -40,14 +40,19 @@ METHODS = (
     "logits_proj_quant_calibration_method",
 )
 MAY_BE_EMPTY = METHODS[3:]
-ROUNDING, UNQUANTIZED = "bwd_stochastic_rounding", "unquantized_modules"
-ROUTER = "quantize_router_proj"
-WHICH = (UNQUANTIZED, ROUTER, "quantize_logits_proj", "quantize_mtp")
+WHICH = ("unquantized_modules", "quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
 # With `quantization`, how stored weights are quantized.
-OF_STORED = (STORED, "quantization", BLOCK, ALGORITHM, METHODS[0], *WHICH)
+OF_STORED = (
+    "checkpoint_is_quantized",
+    "quantization",
+    "weight_block_size",
+    "weight_quantization_algorithm",
+    METHODS[0],
+    *WHICH,
+)
 KEYS = (
     *METHODS,
-    ROUNDING,
+    "bwd_stochastic_rounding",
     *WHICH,
     "quantization_local_shard_count",
 )
@@ -55,9 +60,9 @@ KEYS = (
 
 def asks_for_floats(words: Sequence[str]) -> bool:
     """Whether checkpoint_is_quantized is false according to `words`, arguments `key=value`."""
-    text = dict(word.partition("=")[::2] for word in words).get(STORED)
+    text = dict(word.partition("=")[::2] for word in words).get("checkpoint_is_quantized")
     try:
-        return text is not None and not read_text(schema().keys[STORED], text)
+        return text is not None and not read_text(schema().keys["checkpoint_is_quantized"], text)
     except ValueError:
         return False  # `load` refuses it
 
@@ -72,12 +77,12 @@ def shares_scales(config: Config) -> bool:
     own = config.logits_proj_quant_calibration_method if config.quantize_logits_proj else ""
     methods = {config.act_quantization_calibration_method, own or config.act_quantization_calibration_method}
     dynamic = any(not method.lower().startswith("fixed") for method in methods)
-    return config.quantization in PER_TENSOR and not config[STORED] and dynamic
+    return config.quantization in PER_TENSOR and not config.checkpoint_is_quantized and dynamic
 
 
 def rounds(config: Config) -> bool:
     """Whether gradients are rounded stochastically."""
-    return bool(config.quantization and config[ROUNDING] and not config[STORED])
+    return bool(config.quantization and config.bwd_stochastic_rounding and not config.checkpoint_is_quantized)
 
 
 def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
@@ -90,7 +95,7 @@ def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
             numbers = [float(word) for word in words]
         except ValueError:
             numbers = [math.nan]
-        if name == "minmax" and not config[STORED]:
+        if name == "minmax" and not config.checkpoint_is_quantized:
             return "an asymmetric range has a zero point, which the backward pass does not support; use absmax"
         if name == "minmax" and not is_integer(config):
             return f"only int8 and int4 have zero points, not quantization={config.quantization}"
@@ -109,7 +114,7 @@ def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
 
 
 def _stored(config: Config) -> str | None:
-    if not config[STORED]:
+    if not config.checkpoint_is_quantized:
         return "nf4 is for stored weights; give checkpoint_is_quantized=true" if config.quantization == "nf4" else None
     if config[METHODS[0]].lower().startswith("fixed"):
         return f"{METHODS[0]}={config[METHODS[0]]} has one scale for all layers, which cannot be stored for each"
@@ -119,26 +124,30 @@ def _stored(config: Config) -> str | None:
 
 
 def _tied_head(config: Config) -> str | None:
-    if config[STORED] and config.quantize_logits_proj and config.logits_via_embedding:
+    if config.checkpoint_is_quantized and config.quantize_logits_proj and config.logits_via_embedding:
         return "tokens are looked up in the table of a tied head, so it is stored as an array"
     return None
 
 
 def _block(config: Config) -> str | None:
-    sizes = config[BLOCK]
+    sizes = config.weight_block_size
     if sizes is not None and (len(sizes) != 2 or min(sizes) < 1):
         return "must be [inputs, outputs], two numbers of at least 1, as in [32,1]; or null"
-    if sizes and config[STORED] and config.quantization == "nf4" and sizes[0] % 2:
+    if sizes and config.checkpoint_is_quantized and config.quantization == "nf4" and sizes[0] % 2:
         return "two inputs share a byte of nf4, so a block needs an even number of inputs"
     return None
 
 
 def _algorithm(config: Config) -> str | None:
-    if config[ALGORITHM] == "gptq" and config.quantization == "nf4":
+    if config.weight_quantization_algorithm == "gptq" and config.quantization == "nf4":
         return "GPTQ rounds to evenly spaced numbers; use rounding or awq"
-    if config[ALGORITHM] == "gptq" and config[METHODS[0]].lower() == "minmax":
+    if config.weight_quantization_algorithm == "gptq" and config[METHODS[0]].lower() == "minmax":
         return "Qwix's GPTQ has no zero points; use absmax, or awq"
-    if config[ALGORITHM] != "rounding" and config[BLOCK] and config[BLOCK][1] != 1:
+    if (
+        config.weight_quantization_algorithm != "rounding"
+        and config.weight_block_size
+        and config.weight_block_size[1] != 1
+    ):
         return "AWQ and GPTQ have scales of single outputs; give [inputs,1]"
     return None
 
@@ -150,7 +159,7 @@ def _mtp(config: Config) -> str | None:
 
 
 def _rounding(config: Config) -> str | None:
-    if not config[ROUNDING] or not config.quantization:
+    if not config.bwd_stochastic_rounding or not config.quantization:
         return None
     if not is_integer(config):
         return "Qwix rounds fp8 to the nearest number; only int8 and int4 can be rounded stochastically"
@@ -163,24 +172,29 @@ def _rounded_head(config: Config) -> str | None:
     return None
 
 
-QUANTIZATION_CHECKS = (
+CHECKS: tuple[Check, ...] = (
+    regexes("unquantized_modules"),
     *map(_method, METHODS),
-    ((STORED, "quantization", METHODS[0]), _stored),
-    ((STORED, "quantize_logits_proj", "logits_via_embedding"), _tied_head),
-    ((BLOCK, STORED, "quantization"), _block),
-    ((ALGORITHM, "quantization", BLOCK, METHODS[0]), _algorithm),
+    (("checkpoint_is_quantized", "quantization", METHODS[0]), _stored),
+    (("checkpoint_is_quantized", "quantize_logits_proj", "logits_via_embedding"), _tied_head),
+    (("weight_block_size", "checkpoint_is_quantized", "quantization"), _block),
+    (("weight_quantization_algorithm", "quantization", "weight_block_size", METHODS[0]), _algorithm),
     (("quantize_mtp", "mtp_num_layers"), _mtp),
-    (("quantization", ROUNDING), _rounding),
-    (("quantization", ROUNDING, "quantize_logits_proj"), _rounded_head),
+    (("quantization", "bwd_stochastic_rounding"), _rounding),
+    (("quantization", "bwd_stochastic_rounding", "quantize_logits_proj"), _rounded_head),
 )
-QUANTIZATION_INERT = (
-    (KEYS, lambda c: not c.quantization, "nothing is quantized"),
-    (
-        (*METHODS[1:], ROUNDING, "quantization_local_shard_count"),
-        lambda c: c[STORED],
+INERT = (
+    Inert(KEYS, lambda c: not c.quantization, "nothing is quantized"),
+    Inert(
+        (*METHODS[1:], "bwd_stochastic_rounding", "quantization_local_shard_count"),
+        lambda c: c.checkpoint_is_quantized,
         "only stored weights are quantized",
     ),
-    ((BLOCK, ALGORITHM), lambda c: not c[STORED], "checkpoint_is_quantized=false"),
-    ((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
-    ((ROUTER,), lambda c: not has_experts(c), "num_experts=1"),
+    Inert(
+        ("weight_block_size", "weight_quantization_algorithm"),
+        lambda c: not c.checkpoint_is_quantized,
+        "checkpoint_is_quantized=false",
+    ),
+    Inert((METHODS[4],), lambda c: not c.quantize_logits_proj, "quantize_logits_proj=false"),
+    Inert(("quantize_router_proj",), lambda c: not has_experts(c), "num_experts=1"),
 )

@@ -7,24 +7,31 @@ from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import shares_scales
 from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 
-ENABLE = "use_grpo"
-GROUP, ITERATIONS, BETA, EPSILON = "rl_num_generations", "rl_num_iterations", "rl_grpo_beta", "rl_grpo_epsilon"
-HIGH, ALGORITHM, AGGREGATION = "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode"
-FUNCTIONS = "reward_functions"
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (
-    *("batch_size", "num_batches", "rollout_micro_batch_size", GROUP, ITERATIONS, BETA, EPSILON, HIGH, ALGORITHM),
-    *(AGGREGATION, FUNCTIONS, "reward_num_workers", "reward_worker_timeout_seconds"),
+    *(
+        "batch_size",
+        "num_batches",
+        "rollout_micro_batch_size",
+        "rl_num_generations",
+        "rl_num_iterations",
+        "rl_grpo_beta",
+        "rl_grpo_epsilon",
+        "rl_epsilon_high",
+        "rl_loss_algo",
+    ),
+    *("rl_loss_agg_mode", "reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
 )
 # The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
 # distribution.
-RL_DEFAULTS = {ENABLE: True, "decode_sampling_temperature": 1.0}
+RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
 
 
 def _of_rl(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    return lambda config: problem(config) if config[ENABLE] else None
+    return lambda config: problem(config) if config.use_grpo else None
 
 
 def _drawn(config: Config) -> str | None:
@@ -34,9 +41,9 @@ def _drawn(config: Config) -> str | None:
 
 
 def _functions(config: Config) -> str | None:
-    if not config[FUNCTIONS]:
+    if not config.reward_functions:
         return "nothing says what a completion is worth; name a function, as in [my_rewards:exact_answer]"
-    return functions_problem(config[FUNCTIONS])
+    return functions_problem(config.reward_functions)
 
 
 def _columns(config: Config) -> str | None:
@@ -51,22 +58,29 @@ def _room(config: Config) -> str | None:
 
 def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     def problem(config: Config) -> str | None:
-        every, count = config[ITERATIONS], config[key]
+        every, count = config.rl_num_iterations, config[key]
         if count <= 0 or count % every == 0 or (key == "steps" and config.num_batches > 0):
             return None
         fitting = " or ".join(str(n) for n in (count // every * every, (count // every + 1) * every) if n)
         return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {fitting}"
 
-    return (key, ITERATIONS), problem
+    return (key, "rl_num_iterations"), problem
 
 
 def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
     return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
 
 
+ROWS = (
+    Row(("num_batches",), Resume.LENGTH, step=False),
+    Row(("batch_size", "rl_num_generations", "rl_num_iterations"), step=False),
+    Row(("reward_functions",), step=False, code=True),
+    # Where and how long reward functions run, and how many completions are generated at once.
+    Row(("reward_num_workers", "reward_worker_timeout_seconds", "rollout_micro_batch_size"), Resume.AROUND, step=False),
+)
 _ALL = (
     (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
-    ((FUNCTIONS,), _functions),
+    (("reward_functions",), _functions),
     (("train_data_columns", "eval_data_columns"), _columns),
     (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
@@ -77,14 +91,16 @@ _ALL = (
     _left_out("label_smoothing", "this smooths the loss of the next token"),
     _left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
 )
-RL_CHECKS = tuple(((ENABLE, *keys), _of_rl(problem)) for keys, problem in _ALL)
+CHECKS: tuple[Check, ...] = tuple((("use_grpo", *keys), _of_rl(problem)) for keys, problem in _ALL)
 
-RL_INERT: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
-    (KEYS, lambda c: not c[ENABLE], f"{ENABLE}=false"),
-    (("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c[ENABLE], "rollouts are packed"),
-    (("steps",), lambda c: c[ENABLE] and c.num_batches > 0, f"num_batches x {ITERATIONS} updates are made"),
-    (("reuse_example_batch",), lambda c: c[ENABLE], "each round has prompts of its own"),
-    (("data_pipeline", "grain_worker_count"), lambda c: c[ENABLE], "prompts are held in memory"),
+INERT = (
+    Inert(KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
+    Inert(
+        ("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c.use_grpo, "rollouts are packed"
+    ),
+    Inert(("steps",), lambda c: c.use_grpo and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"),
+    Inert(("reuse_example_batch",), lambda c: c.use_grpo, "each round has prompts of its own"),
+    Inert(("data_pipeline", "grain_worker_count"), lambda c: c.use_grpo, "prompts are held in memory"),
 )
 
 
@@ -115,7 +131,7 @@ def drifts(config: Config) -> list[str]:
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"
         for keys, when, why in _DRIFTS
-        if config[ENABLE] and when(config)
+        if config.use_grpo and when(config)
     ]
 
 

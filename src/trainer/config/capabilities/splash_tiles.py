@@ -1,8 +1,10 @@
 """The tile sizes of splash attention: the keys sa_*, and the values that the kernel accepts."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from trainer.config.key_rows import Inert, Resume, Row
+from trainer.config.keys import Config
 
 LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
@@ -50,22 +52,22 @@ KEYS = {name: f"sa_{name}" for name in Tiles._fields}
 OF_DQ = ("block_q_dq", "block_kv_dq")
 
 
-def tiles_of(config: Mapping[str, Any]) -> Tiles:
+def tiles_of(config: Config) -> Tiles:
     """Returns the tiles of a configuration."""
     return Tiles(**{name: config[key] for name, key in KEYS.items()})
 
 
-def wrong_tiles(values: Mapping[str, Any], shares: int) -> list[str]:
+def wrong_tiles(values: Config, shares: int) -> list[str]:
     """Returns one line for each size that the kernel rejects for queries of a share of max_target_length, a multiple of
     128. `shares`: the number of shares."""
-    length = values["max_target_length"] // shares
+    length = values.max_target_length // shares
     given = tiles_of(values)
     fitted = given.fitted(length)
     unused = OF_DQ if given.use_fused_bwd_kernel else ()
     lines = []
     for name in (*_WHOLE, *_PARTS):
         size, whole = getattr(fitted, name), length
-        what = f"max_target_length={values['max_target_length']}"
+        what = f"max_target_length={values.max_target_length}"
         if shares > 1:
             what = f"{what} / {shares} devices = {length}"
         if name in _PARTS:
@@ -91,3 +93,14 @@ def _nearest(size: int, whole: int) -> str:
     below = [part for part in fitting if part < size]
     above = [part for part in fitting if part > size]
     return " or ".join(map(str, below[-1:] + above[:1]))
+
+
+ROWS = (Row(tuple(KEYS.values()), Resume.LAYOUT),)
+INERT_HERE = (
+    Inert(tuple(KEYS.values()), lambda c: c.attention != "splash", "the attention op is not splash here"),
+    Inert(
+        tuple(KEYS[name] for name in OF_DQ),
+        lambda c: c.attention == "splash" and c.sa_use_fused_bwd_kernel,
+        "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries",
+    ),
+)

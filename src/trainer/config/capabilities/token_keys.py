@@ -1,11 +1,10 @@
 """Checks of the keys for files of token ids, Megatron-LM's: grain_file_type=mmap and mmap_npy."""
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
-from trainer.config.capabilities.invariant_keys import KEY, TILE
+from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.errors import shortened
+from trainer.config.key_rows import Check, Inert, Row
 from trainer.config.keys import Config
 
 _RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"
@@ -47,7 +46,7 @@ def _pipeline(config: Config) -> str | None:
 
 
 def _begins(config: Config) -> str | None:
-    if not (config[KEY] and token_files(config) and config.reset_attention_mask):
+    if not (config.batch_invariant and token_files(config) and config.reset_attention_mask):
         return None
     return (
         f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
@@ -55,24 +54,28 @@ def _begins(config: Config) -> str | None:
     )
 
 
-TOKEN_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Any], str | None]], ...] = (
+ROWS = (
+    Row(("mmap_eod_id", "reset_attention_mask", "eod_mask_loss", "packing_max_segments_per_sample"), step=False),
+    Row(("mmap_npy_split",), step=False),
+)
+CHECKS: tuple[Check, ...] = (
     (("mmap_npy_split",), _split),
     (("grain_file_type", "packing"), _packing),
     (("grain_file_type", "data_pipeline"), _pipeline),
-    ((KEY, "grain_file_type", "reset_attention_mask"), _begins),
+    (("batch_invariant", "grain_file_type", "reset_attention_mask"), _begins),
 )
-TOKEN_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
-    (_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
-    (_OF_TEXT.split(), token_files, "mmap files hold token ids, which are cut into rows as they are"),
-    (("mmap_npy_split",), lambda c: c.grain_file_type != "mmap_npy", "grain_file_type is not mmap_npy"),
-    (
+INERT = (
+    Inert(_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
+    Inert(_OF_TEXT.split(), token_files, "mmap files hold token ids, which are cut into rows as they are"),
+    Inert(("mmap_npy_split",), lambda c: c.grain_file_type != "mmap_npy", "grain_file_type is not mmap_npy"),
+    Inert(
         ("mmap_eod_id",),
         lambda c: not c.reset_attention_mask and not c.eod_mask_loss,
         "reset_attention_mask=false and eod_mask_loss=false",
     ),
-    (("packing_max_segments_per_sample",), lambda c: not c.reset_attention_mask, "reset_attention_mask=false"),
-    (("held_out_share",), lambda c: bool(split_ratios(c)), "mmap_npy_split divides the documents"),
-    (
+    Inert(("packing_max_segments_per_sample",), lambda c: not c.reset_attention_mask, "reset_attention_mask=false"),
+    Inert(("held_out_share",), lambda c: bool(split_ratios(c)), "mmap_npy_split divides the documents"),
+    Inert(
         ("tokenizer_type",),
         lambda c: token_files(c) and not c.tokenizer_path and c.tokenizer_type != "bytes",
         "mmap files hold token ids, and without a tokenizer_path there is no sample",

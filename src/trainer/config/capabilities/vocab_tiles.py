@@ -1,36 +1,36 @@
 """num_vocab_tiling: the number of tiles in which the loss is computed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from trainer.config.derived import mesh_axes
+from trainer.config.key_rows import Resume, Row
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
 
-KEY = "num_vocab_tiling"
 AUTOMATIC = -1
 _SUM_BYTES = 4  # bytes per entry of the head's gradient, which is summed over tiles in float32
 _TOKENS = ("activation_batch", "activation_length")
 
 
-def choose_tiles(values: dict[str, Any]) -> list[str]:
+def choose_tiles(values: Config) -> list[str]:
     """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch whose tokens are not divisible
     by the value. The mesh and batch sizes must be filled in and fit each other."""
-    asked, tokens = values[KEY], _tokens_per_device(values)
+    asked, tokens = values.num_vocab_tiling, _tokens_per_device(values)
     if asked == AUTOMATIC:
-        values[KEY] = worthwhile_tiles(values)
+        values.num_vocab_tiling = worthwhile_tiles(values)
         return []
     return [
-        f"{KEY}={asked}: {count} tokens per device in {what} are not a multiple of it; "
+        f"num_vocab_tiling={asked}: {count} tokens per device in {what} are not a multiple of it; "
         f"nearest: {_nearest(asked, tokens.values())}"
         for what, count in tokens.items()
         if count % asked
     ]
 
 
-def worthwhile_tiles(config: Mapping[str, Any]) -> int:
+def worthwhile_tiles(config: Config) -> int:
     """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
@@ -54,38 +54,39 @@ def _most(logits: int, waiting: int) -> int:
     return 8 * logits // waiting
 
 
-def tile_bytes(config: Mapping[str, Any]) -> tuple[int, int]:
+def tile_bytes(config: Config) -> tuple[int, int]:
     """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
 
     Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with their gradient;
     other platforms may need memory for both.
     """
-    rules, mesh = make_rules(config["logical_axis_rules"]), mesh_axes(config)
+    rules, mesh = make_rules(config.logical_axis_rules), mesh_axes(config)
     tokens = next(iter(_tokens_per_device(config).values()))
     over_tokens = {axis for name in _TOKENS for axis in rules[name]}
 
     def parts(axes: Iterable[str]) -> int:
         return math.prod(mesh[axis] for axis in axes)
 
-    logits = tokens * config["vocab_size"] // parts(rules["activation_vocab"]) * BYTES[config["dtype"]]
-    entries = config["vocab_size"] * config["base_emb_dim"]
+    logits = tokens * config.vocab_size // parts(rules["activation_vocab"]) * BYTES[config.dtype]
+    entries = config.vocab_size * config.base_emb_dim
     return logits, entries // parts({*rules["vocab"], *rules["embed"]} - over_tokens) * _SUM_BYTES
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
     """Returns a line on what -1 in `asked` means in the resolved `config`; nothing if `asked` has another number."""
-    if asked[KEY] != AUTOMATIC:
+    if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
-    tiles, (logits, waiting) = config[KEY], tile_bytes(config)
+    tiles, (logits, waiting) = config.num_vocab_tiling, tile_bytes(config)
     if tiles == 1:
         within = "" if logits <= waiting else f" up to {_most(logits, waiting)} that divides the tokens"
         return [
-            f"{KEY}={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number of tiles{within} "
+            f"num_vocab_tiling={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number "
+            f"of tiles{within} "
             f"saves more than the {_size(waiting)} that the head's gradient would add"
         ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
-        f"{KEY}={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
+        f"num_vocab_tiling={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
         f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}; "
         "that covers only head and loss: the step's peak may not shrink, compare with trainer.train_compile"
     ]
@@ -93,11 +94,11 @@ def chosen(asked: Any, config: Config) -> list[str]:
 
 def _tokens_per_device(values: Any) -> dict[str, int]:
     """Returns the tokens whose logits one device computes, for each kind of batch."""
-    rules, mesh = make_rules(values["logical_axis_rules"]), mesh_axes(values)
+    rules, mesh = make_rules(values.logical_axis_rules), mesh_axes(values)
     rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
-    length = values["max_target_length"] // lengths
+    length = values.max_target_length // lengths
     keys = {"a microbatch": "per_device_batch_size"}
-    if values["eval_interval"] > 0 and values["eval_per_device_batch_size"] % values["per_device_batch_size"]:
+    if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys["an evaluation batch"] = "eval_per_device_batch_size"
     devices = math.prod(mesh.values())
     return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}
@@ -118,3 +119,6 @@ def _nearest(asked: int, tokens: Iterable[int]) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+ROWS = (Row(("num_vocab_tiling",), Resume.LAYOUT),)

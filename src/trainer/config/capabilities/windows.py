@@ -1,33 +1,31 @@
 """The window of each layer's attention."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from trainer.config.family import facts_of
+from trainer.config.keys import Config
 
 # What a family whose layers alternate fixes (`Facts.fixes`): its windows are those of its period.
 ALTERNATING = {"attention_type": "global"}
 
 
-def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+def windows(config: Config) -> tuple[int, ...]:
     """Returns the windows of one period of layers, in tokens; 0: the whole document."""
-    size, facts = config["sliding_window_size"], facts_of(config)
+    size, facts = config.sliding_window_size, facts_of(config)
     if facts and facts.period:
         return (size,) * (period(config) - 1) + (0,)
-    return (size if config["attention_type"] == "local_sliding" else 0,)
+    return (size if config.attention_type == "local_sliding" else 0,)
 
 
-def period(config: Mapping[str, Any]) -> int:
+def period(config: Config) -> int:
     """Returns n if every n-th layer has no window and the others have one; 0 if the layers do not alternate."""
     facts = facts_of(config)
-    return (config["sliding_window_pattern"] or facts.period) if facts and facts.period else 0
+    return (config.sliding_window_pattern or facts.period) if facts and facts.period else 0
 
 
-def has_window(config: Mapping[str, Any]) -> bool:
+def has_window(config: Config) -> bool:
     """Returns whether the attention of some layer has a window."""
     return any(windows(config))
 
 
-def needs_window(config: Mapping[str, Any]) -> bool:
+def needs_window(config: Config) -> bool:
     """Returns whether some layer should have a window, even if `sliding_window_size` is 0."""
-    return period(config) > 1 or (not period(config) and config["attention_type"] == "local_sliding")
+    return period(config) > 1 or (not period(config) and config.attention_type == "local_sliding")

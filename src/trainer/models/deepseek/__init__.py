@@ -1,1 +1,1 @@
-"""The DeepSeek family."""
+"""The DeepSeek family. Sizes: `deepseek*.yml` and `kimi-k2*.yml` in config/models/."""

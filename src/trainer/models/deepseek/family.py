@@ -4,7 +4,7 @@ arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.capabilities.expert_keys import BIAS, SCORE, SIGMOID, scores_by_sigmoid
+from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.family import LATENT
 from trainer.layers.mla import PROJECTIONS
 from trainer.layers.stack import Stack
@@ -123,8 +123,15 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type == "default":  # there it rotates halves; YaRN by the factor 1 rotates pairs and changes nothing
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
-        return keys | {SCORE: "softmax"}
-    return keys | {name: config[name] for name in (SCORE, BIAS, "n_routing_groups", "topk_routing_group")} | _AS_V3
+        return keys | {"routed_score_func": "softmax"}
+    return (
+        keys
+        | {
+            name: config[name]
+            for name in ("routed_score_func", "routed_bias", "n_routing_groups", "topk_routing_group")
+        }
+        | _AS_V3
+    )
 
 
 def _maxtext_refuses(config: Config) -> list[str]:

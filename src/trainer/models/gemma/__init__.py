@@ -1,1 +1,1 @@
-"""The Gemma family."""
+"""The Gemma family. Sizes: `gemma-*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""The Gemma 2 family."""
+"""The Gemma 2 family. Sizes: `gemma2-*.yml` in config/models/."""

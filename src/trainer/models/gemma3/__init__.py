@@ -1,1 +1,1 @@
-"""The Gemma 3 family."""
+"""The Gemma 3 family. Sizes: `gemma3-*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""The GPT-3 family."""
+"""The GPT-3 family. Sizes: `gpt3-*.yml` in config/models/."""

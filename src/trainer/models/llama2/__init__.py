@@ -1,1 +1,1 @@
-"""The Llama family."""
+"""The Llama family. Sizes: `llama*.yml` in config/models/."""

@@ -10,7 +10,7 @@ from flax import nnx
 
 from trainer import sharding
 from trainer.config import Config
-from trainer.config.capabilities.context_keys import STRATEGY, token_order
+from trainer.config.capabilities.context_keys import token_order
 from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.layers.across import Across
 from trainer.layers.attention import Attention
@@ -54,7 +54,7 @@ def make_rope(config: Config, window: int = 0) -> Rope:
 def across(config: Config) -> Across:
     """Returns how attention shares rows among devices, for a resolved configuration."""
     order = token_order(config)
-    return Across(config[STRATEGY], order[0] if order else "")
+    return Across(config.context_parallel_strategy, order[0] if order else "")
 
 
 class Block(nnx.Module):

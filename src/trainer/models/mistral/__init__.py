@@ -1,1 +1,1 @@
-"""The Mistral family."""
+"""The Mistral family. Sizes: `mistral-*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""The Mixtral family."""
+"""The Mixtral family. Sizes: `mixtral-*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""The OLMo 2 family."""
+"""The OLMo 2 family. Sizes: `olmo2-*.yml` in config/models/."""

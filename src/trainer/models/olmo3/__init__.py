@@ -1,1 +1,1 @@
-"""The OLMo 3 family."""
+"""The OLMo 3 family. Sizes: `olmo3-*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""The Qwen2 family."""
+"""The Qwen2 family. Sizes: `qwen2*.yml` in config/models/."""

@@ -1,1 +1,1 @@
-"""Qwen3, dense."""
+"""Qwen3, dense. Sizes: `qwen3-*b.yml` in config/models/."""

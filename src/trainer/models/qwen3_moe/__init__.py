@@ -1,1 +1,1 @@
-"""Qwen3 with experts."""
+"""Qwen3 with experts. Sizes: `qwen3-*-a*.yml` in config/models/."""

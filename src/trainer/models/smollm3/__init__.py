@@ -1,1 +1,1 @@
-"""The SmolLM3 family."""
+"""The SmolLM3 family. Sizes: `smollm3-*.yml` in config/models/."""

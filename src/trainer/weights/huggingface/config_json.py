@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.config import Config, UserError, schema
-from trainer.config.capabilities.expert_keys import STEP, dense_layers
+from trainer.config.capabilities.expert_keys import dense_layers
 from trainer.config.capabilities.latent_keys import TYPE
 from trainer.config.capabilities.windows import has_window, period
 from trainer.config.errors import shortened
@@ -16,7 +16,7 @@ from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
 from trainer.weights.huggingface.quantization_config import recipe
-from trainer.weights.huggingface.rope_fields import LOCAL, THETA, can_rotate, rope_fields, rope_keys
+from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -30,7 +30,6 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
-SCALAR = "query_pre_attn_scalar"
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
@@ -79,16 +78,18 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     else:
         refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
     keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
-    if keys.get(SCALAR) == keys.get("head_dim"):
-        keys.pop(SCALAR, None)
+    if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
+        keys.pop("query_pre_attn_scalar", None)
     if hf.latent:
         keys["attention_type"] = TYPE
         if keys.get("rope_type") == "yarn":
             keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
-    if "num_experts" in hf.sizes and not dense_layers({"first_num_dense_layers": 0, STEP: 1, **keys}):
+    if "num_experts" in hf.sizes and not dense_layers(
+        Config({"first_num_dense_layers": 0, "interleave_moe_layer_step": 1, **keys})
+    ):
         keys.pop("base_mlp_dim", None)  # no layer has an MLP
-    if keys.get(STEP) == 1:
-        del keys[STEP]
+    if keys.get("interleave_moe_layer_step") == 1:
+        del keys["interleave_moe_layer_step"]
     refused += [
         f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
         for name, key in schema().keys.items()
@@ -307,7 +308,7 @@ _NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
 
 def _their_size(config: Config, key: str) -> Any:
     value = config[key]
-    if key == SCALAR:
+    if key == "query_pre_attn_scalar":
         return int(value or config.head_dim)
     return None if key in _NONE and not value else value
 
@@ -330,8 +331,9 @@ def _inexpressible(config: Config) -> list[str]:
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
         **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
-        SCALAR: config[SCALAR] not in (0, config.head_dim) and (SCALAR not in hf.sizes or config[SCALAR] % 1 != 0),
-        LOCAL: not can_rotate(hf, config),
+        "query_pre_attn_scalar": config.query_pre_attn_scalar not in (0, config.head_dim)
+        and ("query_pre_attn_scalar" not in hf.sizes or config.query_pre_attn_scalar % 1 != 0),
+        "local_rope_max_timescale": not can_rotate(hf, config),
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
@@ -340,11 +342,13 @@ def _inexpressible(config: Config) -> list[str]:
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
-        STEP: config[STEP] != 1 and STEP not in hf.sizes,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step != 1
+        and "interleave_moe_layer_step" not in hf.sizes,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
     }
     conditions |= dict.fromkeys(hf.contradicted(config), True)
     why = {
-        LOCAL: ": there RoPE in layers with a window is never scaled, and has a base of its own in some families only"
+        "local_rope_max_timescale": ": there RoPE in layers with a window is never scaled, and has a base of "
+        "its own in some families only"
     }
     return [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.quantization_keys import ALGORITHM, BLOCK, METHODS, STORED, UNQUANTIZED, WHICH
+from trainer.config.capabilities.quantization_keys import METHODS, WHICH
 from trainer.leaves.source import Leaf, Tick, names_of, nested, whole
 from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.matrices import matrix_names
@@ -58,12 +58,12 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
     left_out = [pattern for pattern, key in zip((ROUTER, HEAD, MTP), WHICH[1:], strict=True) if not chosen[key]]
     named = [name for name in floats if not any(re.search(pattern, name) for pattern in left_out)]
     return {
-        STORED: True,
+        "checkpoint_is_quantized": True,
         "quantization": kind,
-        BLOCK: block,
-        ALGORITHM: "rounding",
+        "weight_block_size": block,
+        "weight_quantization_algorithm": "rounding",
         METHODS[0]: "minmax" if asymmetric else "absmax",
-        UNQUANTIZED: tuple(re.escape(name.removesuffix("/kernel")) for name in named),
+        "unquantized_modules": tuple(re.escape(name.removesuffix("/kernel")) for name in named),
         **chosen,
     }
 

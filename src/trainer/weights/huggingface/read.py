@@ -10,7 +10,6 @@ import numpy as np
 
 from trainer.backends import make_model
 from trainer.config import Config, UserError
-from trainer.config.capabilities.quantization_keys import STORED
 from trainer.config.json_files import read_object
 from trainer.leaves.source import (
     Box,
@@ -91,7 +90,9 @@ class HuggingFaceSource:
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes which weights are not read, and how quantized matrices are."""
-        matrices = note(self._tensors, self._recipe, as_floats=not config[STORED]) if self._recipe else ""
+        matrices = (
+            note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
+        )
         return tuple(f"{self.path}: {line}" for line in (self._others, matrices) if line)
 
     def _stored_keys(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
 
 _FULL, _SLIDING = KINDS_OF_LAYERS
-LOCAL, THETA = "local_rope_max_timescale", "rope_theta"
+THETA = "rope_theta"
 _TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
 # The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
 _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -52,7 +52,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
             f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
         )
     scaled = keys["rope_type"] != "default" or keys["rope_linear_scaling_factor"] != 1
-    return keys | ({LOCAL: int(local)} if scaled or local != keys["rope_max_timescale"] else {})
+    return keys | ({"local_rope_max_timescale": int(local)} if scaled or local != keys["rope_max_timescale"] else {})
 
 
 def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     fields = {"rope_theta": theta, "rope_scaling": scaling}
     if not hf.local_rope:
         return fields
-    local = float(config[LOCAL] if config[LOCAL] > 0 else theta)
+    local = float(config.local_rope_max_timescale if config.local_rope_max_timescale > 0 else theta)
     full = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
     each = {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": local}}
     return {**fields, hf.local_rope: local, "rope_parameters": each}
@@ -156,7 +156,7 @@ def can_rotate(hf: HuggingFace, config: Config) -> bool:
     """Returns whether config.json can say how layers with a window rotate."""
     if not has_window(config):
         return True
-    local, theta = config[LOCAL], config.rope_max_timescale
+    local, theta = config.local_rope_max_timescale, config.rope_max_timescale
     plain = config.rope_type == "default" and config.rope_linear_scaling_factor == 1
     if not hf.local_rope:
         return local == -1 or (plain and local == theta)

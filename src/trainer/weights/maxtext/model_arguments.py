@@ -4,7 +4,7 @@ e591f30 (0.2.4) and 0.2.5."""
 from typing import Any
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.expert_keys import STEP, has_experts, only_experts
+from trainer.config.capabilities.expert_keys import has_experts, only_experts
 from trainer.config.capabilities.windows import has_window, period
 from trainer.models.families import maxtext
 from trainer.models.family import MaxText
@@ -17,7 +17,6 @@ _LLAMA31 = {
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-_SCALAR, _LOCAL = "query_pre_attn_scalar", "local_rope_max_timescale"
 # Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
@@ -36,7 +35,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     names = ("decoder_block", *SIZES.values(), "base_num_kv_heads", "head_dim", "mlp_activations")
     names += ("normalization_layer_epsilon", "logits_via_embedding", "normalize_embedding_logits", "use_qk_norm")
     names += ("attn_logits_soft_cap", "final_logits_soft_cap", "rope_type", *maxtext(config.decoder_block).keys)
-    names += (_LOCAL,) if period(config) and config[_LOCAL] != -1 else ()
+    names += ("local_rope_max_timescale",) if period(config) and config.local_rope_max_timescale != -1 else ()
     keys = {name: config[name] for name in names} | {name: int(config[name]) for name in _WHOLE}
     if has_experts(config):
         keys |= {name: config[name] for name in ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")}
@@ -91,13 +90,21 @@ def _inexpressible(config: Config) -> list[str]:
         refused.append("use_qk_norm=True: it has no such norm")
     if config.attn_logits_soft_cap and not there.caps_scores:
         refused.append(f"attn_logits_soft_cap={config.attn_logits_soft_cap}: it does not read this key")
-    if config[_SCALAR] not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
-        refused.append(f"{_SCALAR}={config[_SCALAR]}: it always divides scores by the square root of head_dim")
-    if has_window(config) and config[_LOCAL] != -1:
-        refused += [f"{_LOCAL}={config[_LOCAL]}: {why}" for why in _other_rotation(config, there)]
+    if config.query_pre_attn_scalar not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
+        refused.append(
+            f"query_pre_attn_scalar={config.query_pre_attn_scalar}: it always divides scores by the square root "
+            f"of head_dim"
+        )
+    if has_window(config) and config.local_rope_max_timescale != -1:
+        refused += [
+            f"local_rope_max_timescale={config.local_rope_max_timescale}: {why}"
+            for why in _other_rotation(config, there)
+        ]
     refused += there.refuses(config)
-    if has_experts(config) and config[STEP] != 1:
-        refused.append(f"{STEP}={config[STEP]}: it does not read this key in this block")
+    if has_experts(config) and config.interleave_moe_layer_step != 1:
+        refused.append(
+            f"interleave_moe_layer_step={config.interleave_moe_layer_step}: it does not read this key in this block"
+        )
     if config.rope_type == "llama3.1":
         refused += [
             f"{name}={config[name]}: {value} is fixed in its code"

@@ -29,10 +29,9 @@ from trainer.models.huggingface import reordered
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
 from trainer.models.patterns import LAYERS, REMAINDER
 from trainer.weights.about_files import about_in
-from trainer.weights.model_keys import ORDER
 
 # Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
-SCAN, PAIRS = "scan_layers", "rotary_pairs"
+PAIRS = "rotary_pairs"
 ROOT = "params/params/"
 # Where MaxText 0.2.5 has the biases of routers, which are not parameters there: in a state, and in parameters alone.
 # Their layers are stacked on axis 0, whatever param_scan_axis is.
@@ -93,7 +92,9 @@ class MaxTextSource:
         self._biases = biases.keys() - self._headers.keys()
         self._headers = biases | self._headers
         self._said = {
-            key: value for key, value in orbax.custom_metadata(path).items() if key in (SCAN, PAIRS) and value in (0, 1)
+            key: value
+            for key, value in orbax.custom_metadata(path).items()
+            if key in ("scan_layers", PAIRS) and value in (0, 1)
         }
         self.modules = max(map(module_of, self._headers))
 
@@ -106,7 +107,7 @@ class MaxTextSource:
         """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
         contradictions between the metadata and the arrays; and modules that are left out."""
         lines = []
-        if PAIRS not in self._said and not no_effect_of(config, ORDER):
+        if PAIRS not in self._said and not no_effect_of(config, "rope_interleave"):
             order = "adjacent pairs" if in_pairs(config) else "halves"
             lines.append(
                 f"{self.path}: RoPE is assumed to rotate a head's entries as {order}, like MaxText with "
@@ -114,10 +115,10 @@ class MaxTextSource:
             )
         single = tuple(f"decoder/{LAYERS if it.name == REMAINDER else it.name}_0/" for it in stacks(config))
         scanned = not any(name.startswith(single) for name in self._headers)
-        if self._said.get(SCAN, scanned) != scanned:
+        if self._said.get("scan_layers", scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(
-                f"{self.path}: its metadata say {SCAN}={not scanned}, but its layers are {layers}, and are read so"
+                f"{self.path}: its metadata say scan_layers={not scanned}, but its layers are {layers}, and are read so"
             )
         if refused := maxtext(config.decoder_block).refuses(config):
             lines.append(f"warning: {self.path}: MaxText's block computes something else: {'; '.join(refused)}")
@@ -184,7 +185,7 @@ class MaxTextSource:
             # The axis of the layers; -1 if a tensor holds a single layer.
             stacked = where is not None and not left_over(where) and names_of(config, name, where)[0] in tensors
             on = self._axis(name, axis) if stacked else 0 if where is None else -1
-            how = (on, heads.get(name, 0), config[ORDER], conversion(config, name))
+            how = (on, heads.get(name, 0), config.rope_interleave, conversion(config, name))
             parts = [functools.partial(self._read, how, *tensor) for tensor in tensors.items()]
             puts = [functools.partial(self._put, how, *tensor) for tensor in tensors.items()]
             leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
@@ -319,9 +320,12 @@ def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) ->
     Raises:
       UserError: the family does not say which these are.
     """
-    if pairs == config[ORDER]:
+    if pairs == config.rope_interleave:
         return {}
-    why = f"{where}: MaxText rotates {'adjacent pairs' if pairs else 'halves'}, and {ORDER}={config[ORDER]} is set"
+    why = (
+        f"{where}: MaxText rotates {'adjacent pairs' if pairs else 'halves'}, and "
+        f"rope_interleave={config.rope_interleave} is set"
+    )
     return rotated_heads(config, shapes, why)
 
 

@@ -19,7 +19,6 @@ from trainer.weights.maxtext.read import (
     BIASES,
     PAIRS,
     ROOT,
-    SCAN,
     UNCHANGED,
     conversion,
     heads_to_reorder,
@@ -51,7 +50,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
     heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
     step = folder / STEP
-    with orbax.writer(step, {SCAN: scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
+    with orbax.writer(step, {"scan_layers": scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
             write(_stored(config, name, leaf, targets[name], scan, heads.get(name, 0), tick))
     _as_maxtext_has_it(step)

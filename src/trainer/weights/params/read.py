@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config import Config, UserError
-from trainer.config.capabilities.quantization_keys import STORED
 from trainer.leaves import orbax
 from trainer.leaves.about import LONGEST
 from trainer.leaves.source import Leaf, Shapes, check_tensors, names_of, nested
@@ -29,7 +28,7 @@ from trainer.optim.average import AVERAGE
 from trainer.state.diloco import mean_of_islands
 from trainer.weights.about_files import about_in
 from trainer.weights.masks import masks_of
-from trainer.weights.model_keys import ORDER, read_model_yaml
+from trainer.weights.model_keys import read_model_yaml
 from trainer.weights.stored import as_floats, stored_kernels, with_storage
 
 TREE = "checkpoint"
@@ -73,7 +72,7 @@ class ParamsSource:
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
-        as_floats = self.keys.get(STORED) and not config[STORED]
+        as_floats = self.keys.get("checkpoint_is_quantized") and not config.checkpoint_is_quantized
         stored = f"{self.path}: weights are stored in {self.keys.get('quantization')}; they are read as float32"
         return [*filter(None, [self.lacks]), *([stored] if as_floats else ())]
 
@@ -84,7 +83,7 @@ class ParamsSource:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        if self.keys.get(STORED) and not config[STORED]:
+        if self.keys.get("checkpoint_is_quantized") and not config.checkpoint_is_quantized:
             stored = with_storage(config, self.keys)
             kernels = {name: kernel for name, kernel in stored_kernels(stored).items() if name in shapes}
             parts = {part: leaf.shape for part, leaf in names_of(nested(kernels)).items()}
@@ -94,10 +93,11 @@ class ParamsSource:
             found = as_floats(config, kernels, leaves, heads)
             return {name: found[name] for name in shapes}
         kernels = stored_kernels(config)
-        if kernels and self.keys[ORDER] != config[ORDER]:
+        if kernels and self.keys["rope_interleave"] != config.rope_interleave:
             raise UserError(
-                f"{self.path}: saved with {ORDER}={self.keys[ORDER]}: the order of quantized weights is kept; give "
-                f"{ORDER}={self.keys[ORDER]}, or {STORED}=false"
+                f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}: the order of "
+                f"quantized weights is kept; give "
+                f"rope_interleave={self.keys['rope_interleave']}, or checkpoint_is_quantized=false"
             )
         return self._leaves(config, shapes, self._heads(config, shapes))
 
@@ -110,14 +110,19 @@ class ParamsSource:
         }
         # Parts of a parameter have dtypes of their own, which `load_parameters` compares.
         check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
-        return {name: self._leaf(name, shape, heads.get(name, 0), config[ORDER]) for name, shape in shapes.items()}
+        return {
+            name: self._leaf(name, shape, heads.get(name, 0), config.rope_interleave) for name, shape in shapes.items()
+        }
 
     def _heads(self, config: Config, shapes: Shapes) -> dict[str, int]:
         """Returns the weights of `shapes` whose heads have another order here, with the number of entries of a head."""
-        if self.keys[ORDER] == config[ORDER]:
+        if self.keys["rope_interleave"] == config.rope_interleave:
             return {}
         masks = masks_of(config)
-        why = f"{self.path}: saved with {ORDER}={self.keys[ORDER]}, and {ORDER}={config[ORDER]} is given"
+        why = (
+            f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}, and "
+            f"rope_interleave={config.rope_interleave} is given"
+        )
         trained = self.keys["decoder_block"]
         others = {name: shape for name, shape in shapes.items() if name not in masks}
         heads = rotated_heads(config, others, why, trained if trained in FAMILIES else "")

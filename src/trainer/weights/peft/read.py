@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.checkpoint.sidecar import Base
 from trainer.config import Config, UserError
-from trainer.config.capabilities.lora_keys import ADAPTER, ALPHA, ENABLE, MASK, PATTERN, RANK
+from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.config.dump import as_words
 from trainer.config.errors import shortened
 from trainer.leaves.about import FIELDS, GENERATION
@@ -82,9 +82,14 @@ class PeftSource:
         Raises:
           UserError: see `pattern`.
         """
-        keys = {ENABLE: True, RANK: self.rank, ALPHA: self.alpha, PATTERN: self.pattern(config)}
+        keys = {
+            "enable_lora": True,
+            "lora_rank": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_module_path": self.pattern(config),
+        }
         trained = self.trained(config)
-        return keys | ({MASK: trained} if trained else {})
+        return keys | ({"trainable_parameters_mask": trained} if trained else {})
 
     def pattern(self, config: Config) -> str:
         """Returns the lora_module_path of the matrices that have an adapter, in any of their layers.
@@ -171,7 +176,7 @@ class PeftSource:
 
     def _check_keys(self, config: Config, adapted: Collection[str], shapes: Shapes) -> None:
         same = {name for name in shapes if ADAPTER.search(name)} == adapted
-        if same and config[RANK] == self.rank and math.isclose(config[ALPHA], self.alpha, rel_tol=1e-6):
+        if same and config.lora_rank == self.rank and math.isclose(config.lora_alpha, self.alpha, rel_tol=1e-6):
             return
         words = shlex.join(as_words(self.lora_keys(config)))
         raise UserError(f"{self.path}: the adapters of the configuration are others; to load these, give: {words}")

@@ -1,0 +1,72 @@
+"""The keys of the layers: positions, MLP, dropout, the loop over layers. `attention_keys` has those of attention."""
+
+from trainer.config.errors import nearest, shortened
+from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.keys import Config
+
+# Functions of jax.nn, gelu by its tanh approximation; "linear" changes nothing.
+ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
+
+
+def _rope(config: Config) -> str | None:
+    if config.rope_min_timescale < config.rope_max_timescale:
+        return None
+    return "the shortest wavelength must be less than the longest"
+
+
+def _llama_rope(config: Config) -> str | None:
+    if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
+        return None
+    return "with rope_type=llama3.1 the low factor must be less than the high one"
+
+
+def _yarn(config: Config) -> str | None:
+    if config.rope_type != "yarn" or config.beta_slow <= config.beta_fast:
+        return None
+    return "with rope_type=yarn beta_slow must not be greater than beta_fast"
+
+
+def _activations(config: Config) -> str | None:
+    if len(config.mlp_activations) not in (1, 2):
+        return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
+    for name in config.mlp_activations:
+        if name not in ACTIVATIONS:
+            allowed = f"{', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
+            return f"there is no activation {shortened(name)}; allowed: {allowed}"
+    return None
+
+
+def _positions(config: Config) -> str | None:
+    if config.trainable_position_size == -1 or config.trainable_position_size >= config.max_target_length:
+        return None
+    return "a row has more positions than the table"
+
+
+ROWS = (Row(("scan_layers",), Resume.LAYOUT),)
+CHECKS: tuple[Check, ...] = (
+    (("rope_min_timescale", "rope_max_timescale"), _rope),
+    (("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
+    (("beta_slow", "beta_fast"), _yarn),
+    (("mlp_activations",), _activations),
+    (("trainable_position_size", "max_target_length"), _positions),
+)
+INERT = (
+    Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
+    Inert(
+        ("rope_factor", "original_max_position_embeddings"),
+        lambda c: c.rope_type == "default",
+        "rope_type=default",
+    ),
+    Inert(
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        lambda c: c.rope_type != "llama3.1",
+        "rope_type is not llama3.1",
+    ),
+    Inert(
+        ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling"),
+        lambda c: c.rope_type != "yarn",
+        "rope_type is not yarn",
+    ),
+    Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
+    Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
+)

@@ -1,0 +1,48 @@
+"""The keys of a run's length and of the learning rate over it."""
+
+from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.keys import Config
+
+
+def _schedule_shares(config: Config) -> str | None:
+    total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
+    if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
+        return None
+    return f"with lr_schedule_type=wsd warm-up and decay are {total:g} of the schedule; the maximum is 1"
+
+
+def _steps(config: Config) -> str | None:
+    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
+        return "each is set to follow the other; set one of them to a number"
+    return None
+
+
+ROWS = (
+    # The schedule reads learning_rate_schedule_steps; only DiLoCo's step depends on steps, see `aot.executable`.
+    Row(("steps",), Resume.LENGTH, step=False),
+    Row(("learning_rate_schedule_steps",), Resume.LENGTH),
+    Row(
+        (
+            *("learning_rate", "learning_rate_final_fraction", "lr_schedule_type", "warmup_steps_fraction"),
+            *("wsd_decay_steps_fraction", "wsd_decay_style"),
+        ),
+        Resume.UPDATE,
+    ),
+    Row(("per_device_batch_size", "gradient_accumulation_steps"), Resume.BATCH),
+)
+CHECKS: tuple[Check, ...] = (
+    (("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
+    (("steps", "learning_rate_schedule_steps"), _steps),
+)
+INERT = (
+    Inert(
+        ("wsd_decay_steps_fraction", "wsd_decay_style"),
+        lambda c: c.lr_schedule_type != "wsd",
+        "lr_schedule_type is not wsd",
+    ),
+    Inert(
+        ("learning_rate_final_fraction",),
+        lambda c: c.lr_schedule_type == "constant",
+        "lr_schedule_type=constant stays at the peak",
+    ),
+)

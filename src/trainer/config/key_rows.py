@@ -1,0 +1,79 @@
+"""What code decides about keys: one row for each group of keys that are treated alike.
+
+A file of capabilities/ has, for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
+which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml has what a user may write:
+type, choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from trainer.config.keys import Config
+
+Problem = Callable[[Any], str | None]  # (config) -> what is wrong, or None
+Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, and what may be wrong with them
+
+
+class Inert(NamedTuple):
+    """`keys` have no effect if `when(config)` is true. `reason` names the settings that cause it."""
+
+    keys: Sequence[str]
+    when: Callable[[Any], Any]
+    reason: str
+
+
+class Resume(Enum):
+    """What may differ between a checkpoint and the command that resumes from it.
+
+    Attributes:
+      SAME: nothing.
+      LAYOUT: anything; how the program is sharded, which changes results only by the order of sums and by rounding.
+      SAME_BITS: anything; how the program is sharded or where it runs, which changes no bit.
+      BATCH: how the same global batch is split.
+      LENGTH: the length of the run. The schedule follows it unless its own length is given.
+      AROUND: what to write, keep, print and evaluate, and how to treat a bad step.
+      UPDATE: how gradients become an update, with reset_optimizer, which resets all of this state.
+      TIMETABLE: like UPDATE; when fragments of DiLoCo synchronize.
+    """
+
+    SAME, LAYOUT, SAME_BITS, BATCH, LENGTH, AROUND, UPDATE, TIMETABLE = range(8)
+
+
+class Place(Enum):
+    """Where a path may lead: to this machine, also as a list of globs; to a bucket, too; or somewhere below another
+    path or as another check says."""
+
+    LOCAL, GLOBS, BUCKET, ANY = range(4)
+
+
+class Row(NamedTuple):
+    """What code decides about the keys `names`.
+
+    Attributes:
+      resume: what may differ on resume.
+      step: whether the compiled step depends on their resolved values.
+      path: for paths.
+      code: whether a value makes a program run code that is not part of the trainer.
+    """
+
+    names: Sequence[str]
+    resume: Resume = Resume.SAME
+    step: bool = True
+    path: Place | None = None
+    code: bool = False
+
+
+def regexes(key: str) -> Check:
+    """Returns the check of a list of regular expressions."""
+
+    def problem(config: Config) -> str | None:
+        for pattern in config[key] or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                return f"{pattern!r} is not a regular expression: {error}"
+        return None
+
+    return (key,), problem
