@@ -33,7 +33,7 @@ def _equal(self: FrozenConfigDict, other: object) -> bool:
 
 FrozenConfigDict.__eq__ = _equal
 
-pytest_plugins = ["checkout", "pins", "whole"]  # in this order: pins and whole import the package
+pytest_plugins = ["checkout", "pins", "whole", "programs"]  # in this order: the last three import the package
 
 # This is here and not in a hook: pytest imports the conftest.py of a folder named on the command line, and with it JAX,
 # before any hook runs. A worker of xdist inherits the environment of the process that started it.

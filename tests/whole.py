@@ -54,6 +54,12 @@ def pytest_pycollect_makeitem() -> Iterator[None]:
     return made
 
 
+def is_whole(config: pytest.Config) -> bool:
+    """Returns whether the command line chooses no tests: by path, by name, by mark or by how they ended before."""
+    chosen = any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf"))
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tests", choices=("usual", "rest", "all"), default="usual", help="see tests/whole.py")
 

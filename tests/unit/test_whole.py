@@ -1,8 +1,12 @@
-"""What a run of the whole suite leaves out, and which marks are refused; see tests/whole.py."""
+"""What a run of the whole suite leaves out (tests/whole.py), and how many programs it may make (tests/programs.py)."""
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import compiler
+import jax
+import programs
 import pytest
 import whole
 
@@ -35,6 +39,14 @@ def test_in_dict(case):
 """
 USUAL = "plain cases[y-1] cases[x,y-1] cases[x,y-2] combinations[first] combinations[last]"
 REST = "covered cases[x-1] cases[x-2] cases[y-2] cases[z-1] cases[z-2] combinations[between] in_dict[a]"
+
+MAKE = """
+import jax
+
+def test_a():
+    for _ in range(2):
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+"""
 
 
 @pytest.fixture
@@ -95,3 +107,60 @@ def test_the_files_that_cover_exist():
     names = {name for mark in marks for name in re.findall(r"\b(?:unit|integration)/[\w/]*(?:\.py)?", mark)}
     assert len(names) > 30
     assert [name for name in names if not (TESTS / name).exists()] == []
+
+
+@pytest.fixture
+def counted(pytester, monkeypatch):
+    """Runs tests of two folders that make programs, one each, beside workers that have made others, and returns
+    pytest's exit code and what it says."""
+    monkeypatch.setattr(compiler, "OBSERVERS", [])  # without the plugin of this run
+    monkeypatch.setattr(programs, "LIMITS", {"few": 3})
+    monkeypatch.setattr(programs, "OTHERS", 0)
+    pytester.makeini("[pytest]\ntestpaths = .\naddopts = -p no:cacheprovider -q")
+    for folder in ("few", "many"):
+        pytester.mkdir(folder).joinpath(f"test_{folder}.py").write_text(MAKE)
+
+    def run(*options, workers=()):
+        class Workers:
+            def pytest_sessionstart(self, session):
+                for made in workers:
+                    node = SimpleNamespace(config=session.config, workeroutput={"programs": made})
+                    session.config.hook.pytest_testnodedown(node=node, error=None)
+
+        done = pytester.runpytest_inprocess(*options, plugins=[whole, programs, Workers()])
+        return done.ret, done.stdout.str()
+
+    return run
+
+
+def test_a_folder_that_makes_too_many_programs_fails_a_usual_run(counted, monkeypatch):
+    code, said = counted()
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert re.search(r"^ +1 +3 few\n +1 +0 many\nmany has made 1 programs and may make 0", said, re.MULTILINE)
+    monkeypatch.setitem(programs.LIMITS, "many", 1)
+    assert counted()[0] == counted(workers=[{"few": ["a", "b"]}, {"few": ["b", "a"], "many": []}])[0] == 0
+    code, said = counted(workers=[{"few": ["a", "b"]}, {"few": ["b", "c"]}])
+    assert code == pytest.ExitCode.TESTS_FAILED
+    assert "few has made 4 programs and may make 3: give tests equal configurations" in said
+
+
+def test_other_runs_have_no_limits(counted):
+    for options, workers in (["--tests=all"], []), ([], [{"few": ["a", "b", "c"]}] * 3):
+        code, said = counted(*options, workers=workers)
+        assert (code, "programs that tests made, by folder ==" in said) == (0, True)
+    for options in ["few", "many"], ["-k", "test_a"]:
+        code, said = counted(*options)
+        assert (code, "programs that" in said) == (0, False)
+
+
+def test_a_worker_reports_what_it_made():
+    """Equal programs once, wherever they are compiled."""
+    plugin, worker = programs.Programs(), SimpleNamespace(workeroutput={})
+    for folder, numbers in {"unit/a": [1, 2, 1], "integration": [1]}.items():
+        plugin.folder = folder
+        for number in numbers:
+            plugin.observe(jax.jit(lambda x, number=number: x + number).lower(1.0).compiler_ir())
+    plugin.pytest_sessionfinish(SimpleNamespace(config=worker))
+    made = worker.workeroutput["programs"]
+    assert {folder: len(digests) for folder, digests in made.items()} == {"unit/a": 2, "integration": 1}
+    assert set(made["integration"]) < set(made["unit/a"])
