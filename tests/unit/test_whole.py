@@ -45,7 +45,8 @@ import jax
 
 def test_a():
     for _ in range(2):
-        jax.jit(lambda x: x + 1).lower(1.0).compile()
+        jax.jit(lambda x: sum(x + number for number in range(50))).lower(1.0).compile()
+    jax.jit(lambda x: x + 1).lower(1.0).compile()
 """
 
 
@@ -136,18 +137,18 @@ def counted(pytester, monkeypatch):
 def test_a_folder_that_makes_too_many_programs_fails_a_usual_run(counted, monkeypatch):
     code, said = counted()
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert re.search(r"^ +1 +3 few\n +1 +0 many\nmany has made 1 programs and may make 0", said, re.MULTILINE)
+    assert re.search(r"^ +1 +3 few\n +1 +0 many\nmany has made 1 large programs and may make 0", said, re.MULTILINE)
     monkeypatch.setitem(programs.LIMITS, "many", 1)
     assert counted()[0] == counted(workers=[{"few": ["a", "b"]}, {"few": ["b", "a"], "many": []}])[0] == 0
     code, said = counted(workers=[{"few": ["a", "b"]}, {"few": ["b", "c"]}])
     assert code == pytest.ExitCode.TESTS_FAILED
-    assert "few has made 4 programs and may make 3: give tests equal configurations" in said
+    assert "few has made 4 large programs and may make 3: give tests equal configurations" in said
 
 
 def test_other_runs_have_no_limits(counted):
     for options, workers in (["--tests=all"], []), ([], [{"few": ["a", "b", "c"]}] * 3):
         code, said = counted(*options, workers=workers)
-        assert (code, "programs that tests made, by folder ==" in said) == (0, True)
+        assert (code, "large programs that tests made, by folder ==" in said) == (0, True)
     for options in ["few", "many"], ["-k", "test_a"]:
         code, said = counted(*options)
         assert (code, "programs that" in said) == (0, False)
@@ -159,7 +160,8 @@ def test_a_worker_reports_what_it_made():
     for folder, numbers in {"unit/a": [1, 2, 1], "integration": [1]}.items():
         plugin.folder = folder
         for number in numbers:
-            plugin.observe(jax.jit(lambda x, number=number: x + number).lower(1.0).compiler_ir())
+            plugin.observe(jax.jit(lambda x, n=number: sum([x + n] * 300)).lower(1.0).compiler_ir())
+            plugin.observe(jax.jit(lambda x, n=number: x + n).lower(1.0).compiler_ir())  # is small
     plugin.pytest_sessionfinish(SimpleNamespace(config=worker))
     made = worker.workeroutput["programs"]
     assert {folder: len(digests) for folder, digests in made.items()} == {"unit/a": 2, "integration": 1}
