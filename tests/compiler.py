@@ -7,7 +7,7 @@ HLO that JAX writes, and therefore not whether two programs are equal. The READM
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -33,6 +33,9 @@ EXACT = {"xla_cpu_use_fusion_emitters": True} if _HAS_OLDER else {}
 # Options of `compile` with which a TPU's program compiles sooner. The option of later versions, optimization_level=O1,
 # writes programs that all-gather in float32 and take more memory than a user's.
 TPU_QUICKLY = {"exec_time_optimization_effort": -1.0} if _HAS_OLDER else {}
+
+# What is called with each program, an MLIR module, that XLA compiles or the compilation cache may have.
+OBSERVERS: list[Callable[[Any], None]] = []
 
 
 @contextlib.contextmanager
@@ -66,12 +69,14 @@ def start_xla(devices: int) -> None:
 
 def _compile_anew_for_several_devices() -> None:
     """Keeps programs of several devices out of JAX's compilation cache: see `trainer.runtime.programs`, which disables
-    the cache of a whole process. Here most programs have one device."""
+    the cache of a whole process. Here most programs have one device. Shows all programs to the observers."""
     from jax._src import compiler
 
     cached = compiler.compile_or_get_cached
 
     def compile_(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any, of: Any, *rest: Any) -> Any:
+        for observe in OBSERVERS:
+            observe(module)
         if devices.size > 1:
             return compiler.backend_compile_and_load(backend, module, of, options, callbacks)
         return cached(backend, module, devices, options, callbacks, of, *rest)

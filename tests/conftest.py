@@ -21,7 +21,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # a tenth of the time.
 gc.set_threshold(50_000, 20, 50)
 
-pytest_plugins = ["checkout", "pins", "whole"]  # in this order: pins and whole import the package
+pytest_plugins = ["checkout", "pins", "whole", "programs"]  # in this order: the last three import the package
 
 # This is here and not in a hook: pytest imports the conftest.py of a folder named on the command line, and with it JAX,
 # before any hook runs. A worker of xdist inherits the environment of the process that started it.

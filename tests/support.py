@@ -10,6 +10,8 @@ from trainer.config import flags_of, load, resolve
 
 # Tests are parametrized over this, so that removing a combination removes its cases.
 ALL_COMBINATIONS = tuple(MODELS)
+# `cases` of the mark `rest` where a test has the first and the last combination. None once there is one combination.
+LAST_CASE = ALL_COMBINATIONS[1:][-1:]
 
 TINY = {
     "dataset_type": "synthetic",

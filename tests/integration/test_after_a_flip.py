@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from, tiny_config
+from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch, state_from, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
@@ -30,6 +30,7 @@ ADAPTER = {"decoder_block": "docs.guides.own_product:FAMILY", "num_experts": 4, 
 CASES = {"experts": EXPERTS | {"mtp_num_layers": 1}, "adapter": ADAPTER}
 
 
+@pytest.mark.rest(covered_by="nnx; one program in unit/training/test_frozen.py", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_losses_gradients_and_norm_of_a_step_that_freezes_parameters(combination):
     """Losses of routers (#4829) and of multi-token prediction (#4525) that are silently 0; two compilations in place of

@@ -14,6 +14,8 @@ from trainer.checkpoint import newest
 from trainer.export import main as export
 from trainer.observe import Console, open_run
 
+pytestmark = pytest.mark.rest(covered_by="the storage of its files, in unit/checkpoint/ and unit/observe/")
+
 SETTINGS = TINY | {
     "enable_checkpointing": True,
     "dataset_type": "grain",

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
 from trainer.layers.attention import OPS
+
+pytestmark = pytest.mark.rest(covered_by="its parts: ops, combinations, checkpoints, the engine")
 
 _FILE = Path(__file__).parents[2] / "scripts" / "check_accelerator.py"
 _spec = importlib.util.spec_from_file_location("check_accelerator", _FILE)

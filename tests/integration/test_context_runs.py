@@ -14,6 +14,7 @@ CONTEXT, STRATEGY = "ici_context_parallelism", "context_parallel_strategy"
 KEYS = {"sharding_tolerance": 1, "dropout_rate": 0, "eval_interval": -1}
 
 
+@pytest.mark.rest(covered_by="arrays that pass as one in unit/layers/test_across.py; integration/test_processes.py")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("devices", [4, 2])
 def test_processes_share_rows(tmp_path, devices):

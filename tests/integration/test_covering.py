@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from
+from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch, state_from
 
 from trainer.config import load
 from trainer.training import build, placed
@@ -180,6 +180,7 @@ def plainest(mathematics):
     return tree, losses(run, tree)
 
 
+@pytest.mark.rest(covered_by="nnx; one program in integration/test_five_combinations.py", cases=LAST_CASE)
 @pytest.mark.parametrize("case", covering_set(), ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_gives_the_losses_of_the_plainest_program(case):
     tree, expected = plainest(tuple((name, case[name]) for name in (*MATHEMATICS, "opt_type")))

@@ -76,6 +76,7 @@ def mmap_keys(folder: Path) -> dict:
     return keys | {"mmap_eod_id": 0, "eod_mask_loss": True, "held_out_share": 0.2, "prompt": "", "dropout_rate": 0.1}
 
 
+@pytest.mark.rest(covered_by="unit/data/test_megatron.py")
 def test_a_run_on_files_of_megatron_goes_on_with_the_same_batches(tmp_path: Path):
     folders = [tmp_path / "straight", tmp_path / "stopped"]
     keys = mmap_keys(tmp_path) | {"steps": 6, "learning_rate_schedule_steps": 6, "eval_interval": 3}

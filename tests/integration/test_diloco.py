@@ -60,6 +60,7 @@ STREAMING = {
 }
 
 
+@pytest.mark.rest(covered_by="islands in one process; integration/test_processes.py")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 def test_an_island_on_each_process_and_one_that_is_killed(tmp_path):
     islands = 4

@@ -104,6 +104,7 @@ def test_the_reference_may_have_moved_but_not_changed(first):
     assert "its reference was a model with other values" in printed
 
 
+@pytest.mark.rest(covered_by="unit/objectives/test_preference.py; unit/training/test_frozen.py")
 def test_adapters_have_the_base_as_reference():
     said = train("lora", **LORA, load_parameters_path="runs/nnx", tokenizer_type="auto", steps=3)
     assert rows_of("lora")[0]["dpo_loss"] == pytest.approx(0.6931472, abs=1e-6)
@@ -118,6 +119,7 @@ def test_orpo_learns_the_chosen_answers_and_packs_and_streams():
     assert evaluations[-1]["eval_loss"] > evaluations[-1]["eval_chosen_nll"]  # and the odds ratio
 
 
+@pytest.mark.rest(covered_by="unit/objectives/test_preference.py; unit/training/test_frozen.py")
 def test_devices_microbatches_and_tiles_learn_the_same(first):
     train(
         "eight",

@@ -108,6 +108,13 @@ def test_all_combinations_have_the_same_program():
         assert program_text(TRAINED, combination) == expected, combination
 
 
+@pytest.mark.rest(
+    covered_by="two more settings",
+    cases=(
+        "2 islands of fsdp 2 x tensor 2, Adafactor",
+        "separate head, blockwise attention, bfloat16, dropout, multi-token prediction",
+    ),
+)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != TRAINED])
 def test_the_update_is_the_same_program(setting, combination):

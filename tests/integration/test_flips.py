@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from run_cases import RUN, SETTINGS, assert_equal, train
 from support import ALL_COMBINATIONS
 
@@ -35,6 +36,7 @@ def said(run, updates):
     return {name: [line for line in text if not line.startswith(own)] for name, text in lines.items()}
 
 
+@pytest.mark.rest(covered_by="a run that goes on under another combination in integration/test_diloco.py")
 def test_a_run_that_changes_its_combination_at_every_checkpoint(tmp_path):
     """Its losses, parameters, optimizer, step and position in the data equal those of a run without changes."""
     straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], STEPS)

@@ -125,6 +125,7 @@ def test_a_chat_template_is_told(run, monkeypatch, tmp_path, name, content):
     assert f"{tmp_path / name} has a chat template, which is not applied" in said
 
 
+@pytest.mark.rest(covered_by="unit/inference/test_goldens.py")
 def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_text(run, monkeypatch, tmp_path):
     path, _ = run
     greedy = ["decode_sampling_strategy=greedy", "max_target_length=30", f"prompt={PROMPT}"]
@@ -157,6 +158,7 @@ def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_te
     assert text == expected
 
 
+@pytest.mark.rest(covered_by="generation in one process; integration/test_processes.py")
 def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
     """On a mesh of both, which is no mesh for the one device with which a checkpoint's keys are compared."""
     path, _ = run

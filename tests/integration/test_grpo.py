@@ -199,6 +199,7 @@ def test_several_updates_of_a_round_belong_together(tmp_path):
     assert "nearest: 6 or 8" in said
 
 
+@pytest.mark.rest(covered_by="unit/inference/test_batch_invariant.py")
 @pytest.mark.parametrize("keys", [{}, {"dtype": "bfloat16"}, {"decode_sampling_temperature": 0.7}])
 def test_with_batch_invariant_nothing_drifts(keys):
     rows = {}
@@ -219,6 +220,7 @@ def test_all_combinations_make_the_same_rounds(finished, combination):
     assert rollouts(RUN) == rollouts(whole)
 
 
+@pytest.mark.rest(covered_by="unit/training/test_frozen.py; adapters in generation in unit/inference/")
 def test_adapters_are_trained_on_a_mesh_and_the_reference_is_the_base():
     learned(run_name="base", steps=2, eval_interval=-1)
     adapters = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0, "load_parameters_path": "runs/base"}
@@ -231,6 +233,7 @@ def test_adapters_are_trained_on_a_mesh_and_the_reference_is_the_base():
     assert newest(RUN).name == "6"
 
 
+@pytest.mark.rest(covered_by="rounds in one process; integration/test_processes.py")
 def test_two_processes_make_the_same_rounds(tmp_path):
     mesh = {"ici_data_parallelism": 2, "per_device_batch_size": 2, "eval_per_device_batch_size": 2, "steps": 4}
     learned(devices=2, **mesh)

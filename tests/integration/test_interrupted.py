@@ -26,6 +26,7 @@ def one_device(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
 
 
+@pytest.mark.rest(covered_by="SIGTERM, and a save that is killed in unit/checkpoint/")
 def test_killed_at_a_random_moment(one_device, tmp_path):
     """A script runs more rounds: docs/benchmarks/checkpoints.md."""
     lines = []

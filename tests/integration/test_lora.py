@@ -81,6 +81,7 @@ def text_of(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.rest(covered_by="unit/inference/test_adapters.py; unit/training/test_lora.py")
 def test_merged_and_separate_adapters_generate_the_same_text(folder, capsys, tmp_path, monkeypatch):
     """A run with LoRA is its base with the adapters added; several adapters share a base and a batch."""
     monkeypatch.chdir(folder[0])
@@ -133,6 +134,7 @@ def assert_same(left, right):
         np.testing.assert_array_equal(value, right[name])
 
 
+@pytest.mark.rest(covered_by="a run that resumes; unit/weights/test_peft.py")
 def test_a_run_begins_with_adapters(folder):
     found, data = folder
     keys = {"load_parameters_path": "runs/base", "lora_restore_path": "runs/one", "steps": 1, **data}
@@ -153,6 +155,7 @@ def test_a_run_begins_with_adapters(folder):
     run(found, "of", refused="other values", **keys | {"load_parameters_path": "runs/one"}, **LORA)
 
 
+@pytest.mark.rest(covered_by="a run that resumes; unit/weights/test_peft.py")
 def test_adapters_of_initial_parameters(tmp_path):
     keys = {"steps": 1, "base_num_decoder_layers": 1, "dataset_type": "synthetic", **LORA}
     run(tmp_path, "first", **keys, rope_interleave=True)
@@ -165,6 +168,7 @@ def test_adapters_of_initial_parameters(tmp_path):
     run(tmp_path, "seed", **keys, lora_restore_path="runs/first", init_weights_seed=5, refused=refused)
 
 
+@pytest.mark.rest(covered_by="unit/weights/test_peft.py; a run that begins with adapters")
 def test_a_folder_of_peft_takes_the_place_of_a_run(folder, capsys, tmp_path, monkeypatch):
     found, data = folder
     monkeypatch.chdir(found)

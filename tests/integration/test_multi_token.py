@@ -1,5 +1,6 @@
 """Multi-token prediction in a whole run: evaluated, sampled from, saved and resumed under another combination."""
 
+import pytest
 from run_cases import RUN, arrays_of, killed_at, rows_of, train
 from support import ALL_COMBINATIONS
 
@@ -17,6 +18,7 @@ KEYS = {
 }
 
 
+@pytest.mark.rest(covered_by="integration/test_diloco.py; evaluation and dropout in unit/training/test_multi_token.py")
 def test_a_run_goes_on_under_another_combination(tmp_path):
     (tmp_path / "whole").mkdir()
     code, output = train(tmp_path / "whole", **KEYS)

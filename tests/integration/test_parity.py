@@ -31,6 +31,9 @@ QUANTITIES = ["parameters", "activations", "loss", "gradients", "updated paramet
 QUANTITIES += measure.LATER
 
 
+@pytest.mark.rest(
+    covered_by="integration/test_five_combinations.py; a wrong shift in one combination, which parity finds"
+)
 @pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
 def test_all_combinations_are_equal_in_every_bit(capsys):
     one, *others = ALL_COMBINATIONS
@@ -82,6 +85,7 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
     assert rows["layer 2"][3] == "apart"
 
 
+@pytest.mark.rest(covered_by="a fault in the update of adamw, and sides of one program")
 def test_a_fault_in_routing_is_named(capsys, monkeypatch):
     """One side's router swaps two chosen experts of the first token, in its second layer with experts."""
     calls = itertools.count()
@@ -115,6 +119,7 @@ def test_a_fault_in_routing_is_named(capsys, monkeypatch):
     assert out.splitlines()[-1] == f"left and right differ first in activations: {name}, layer 1"
 
 
+@pytest.mark.rest(covered_by="a fault in the update of adamw, and a lost tile")
 @pytest.mark.skipif(len(ALL_COMBINATIONS) == 1, reason="there is one combination")
 def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[-1:])
@@ -177,6 +182,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.rest(covered_by="adamw", cases=("adafactor", "adam_pax", "lion", "muon", "nadamw", "sgd"))
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
     """The last side has the fault. Another test shows that sides without a fault have equal bits."""
@@ -269,6 +275,7 @@ def test_sides_of_another_program(capsys, words, expected):
     assert code == expected, out
 
 
+@pytest.mark.rest(covered_by="a fault in the update of adamw, and sides of one program")
 def test_another_mesh_on_devices_of_its_own_number(capsys):
     meshes = (
         "left.ici_fsdp_parallelism=1",
@@ -287,6 +294,7 @@ def test_another_mesh_on_devices_of_its_own_number(capsys):
     assert "nearest for right: per_device_batch_size=1" in err
 
 
+@pytest.mark.rest(covered_by="unit/state/test_stages.py; sides of one program")
 def test_a_pipeline_is_compared_layer_by_layer(capsys):
     stages = ("left.per_device_batch_size=8", "right.ici_pipeline_parallelism=2", "right.per_device_batch_size=4")
     code, out, _ = run(capsys, *stages, "right.pipeline_parallel_layers=2", "rtol=1e-5", only_forward=True)

@@ -81,6 +81,7 @@ def test_a_layer_that_computes_something_else_is_named(capsys, full, plain, monk
     assert out.splitlines()[-1] == f"full.safetensors and nnx {first}"
 
 
+@pytest.mark.rest(covered_by="a tolerance, which reads the same arrays")
 def test_the_sizes_of_differences_are_those_of_a_comparison_in_one_process(capsys, full):
     keys = ("right.rope_max_timescale=20000", "--json")
     _, live, _ = run(capsys, *keys, **KEYS)
@@ -111,6 +112,7 @@ def test_batch_and_parameters_come_from_the_record(capsys, folder, tmp_path):
     assert code == 0, (out, error)
 
 
+@pytest.mark.rest(covered_by="records of a first step")
 def test_a_record_of_a_started_run_has_its_optimizer_state_and_batch(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mesh = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1}

@@ -73,6 +73,22 @@ CASES = {
 }
 
 
+@pytest.mark.rest(
+    covered_by="the cases with accumulation and with experts",
+    cases=(
+        "tensor",
+        "zero-1, delay",
+        "deepseek, multi-token prediction",
+        "four stages, once",
+        "per repeat",
+        "per repeat, unrolled",
+        "rematerialized layers",
+        "sequence",
+        "two axes of fsdp",
+        "patterns",
+        "biases",
+    ),
+)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(name):
     model, keys = CASES[name]
@@ -83,6 +99,7 @@ def test_loss_and_gradients(name):
     assert sum(map(len, sown)) == layers
 
 
+@pytest.mark.rest(covered_by="fp8", cases=("int8",))
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_quantized_products(quantization):
     """What the backward pass keeps of quantized operands has their values, and a bubble makes no NaN. Operands of a
@@ -117,6 +134,7 @@ def text(name, combination):
     return lowered_update(made(combination, **PROGRAMS[name])).as_text()
 
 
+@pytest.mark.rest(covered_by="everything", cases=("unrolled", "per repeat"))
 @pytest.mark.parametrize(("combination", "name"), list(itertools.product(ALL_COMBINATIONS[1:], PROGRAMS)))
 def test_all_combinations_have_the_same_program(combination, name):
     assert text(name, combination) == text(name, ALL_COMBINATIONS[0])
@@ -127,6 +145,7 @@ MATRICES, TABLE = 7, 16 * 16 * 4
 QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat_policy": "full", "opt_type": "sgd"}
 
 
+@pytest.mark.rest(covered_by="a queue; per repeat", cases=("no queue", "once"))
 @pytest.mark.parametrize(
     ("keys", "permutes", "gathers"),
     [
@@ -158,6 +177,7 @@ def test_what_moves(keys, permutes, gathers):
     assert sum(each.count for each in of_fsdp) == gathers(plan) + 1  # and the table
 
 
+@pytest.mark.rest(covered_by="what moves with AdamW")
 def test_an_optimizer_moves_no_matrix_between_stages():
     """Muon works on matrices, which it stacks in one axis; AdamW element by element."""
     permutes = {}

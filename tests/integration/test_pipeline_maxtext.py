@@ -66,6 +66,7 @@ def test_these_are_its_fifteen_cases():
     assert len(NAMES) == 15
 
 
+@pytest.mark.rest(covered_by="integration/test_pipeline.py; unit/layers/test_pipeline.py")
 @pytest.mark.parametrize("name", SAME_OUTPUT_AND_GRAD)
 def test_same_output_and_grad(name):
     model, keys = SAME_OUTPUT_AND_GRAD[name]
@@ -74,6 +75,7 @@ def test_same_output_and_grad(name):
     assert_equal_gradients(model, keys | pinned(PINNED[name]), tolerance=1e-5)
 
 
+@pytest.mark.rest(covered_by="integration/test_pipeline.py; unit/layers/test_pipeline.py")
 @pytest.mark.parametrize("name", FULL_TRAIN)
 def test_full_train(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

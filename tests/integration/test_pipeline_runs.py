@@ -45,6 +45,7 @@ def losses(run):
     return [row[name] for row in rows_of(run) for name in ("loss", "eval_loss", "grad_norm") if name in row]
 
 
+@pytest.mark.rest(covered_by="unit/state/test_stages.py, and losses in integration/test_pipeline.py")
 @pytest.mark.parametrize(
     "keys",
     [
@@ -70,6 +71,7 @@ def test_a_run_goes_on_with_another_pipeline(straight, tmp_path, keys):
         np.testing.assert_allclose(array, right[name], rtol=0, atol=1e-4 * max(np.abs(right[name]).max(), 1e-9))
 
 
+@pytest.mark.rest(covered_by="losses of runs that go on")
 def test_equal_sums_have_equal_bits(straight, tmp_path):
     """Whoever has the same microbatches adds them up in the same order."""
     run = killed_at(2, straight, tmp_path)
@@ -95,6 +97,7 @@ def test_a_run_is_exported_as_without_a_pipeline(straight, tmp_path):
         np.testing.assert_array_equal(written[f"model.layers.{i}.mlp.down_proj.weight"], kernel[i].T)
 
 
+@pytest.mark.rest(covered_by="stages in one process; integration/test_processes.py")
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("processes", [2, 4])
 def test_stages_on_processes(tmp_path, processes):

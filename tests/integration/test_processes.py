@@ -13,6 +13,9 @@ from process_cases import alone, launched, process, rows_of, wait_for
 from trainer.checkpoint import inspect, newest
 
 
+@pytest.mark.rest(
+    covered_by="two processes at first; unit/checkpoint/test_sums.py; unit/runtime/test_launch_local.py", cases=("4",)
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("processes", [4, 2])
 def test_some_processes_then_fewer(tmp_path, processes):

@@ -125,6 +125,7 @@ def values_of(kernels, parts):
     }
 
 
+@pytest.mark.rest(covered_by="llama2 and mixtral", cases=("deepseek", "gemma2"))
 @pytest.mark.parametrize(("block", "how", "scanned"), CASES)
 def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scanned, capsys):
     folder, out = tmp_path / "float", tmp_path / "out"
@@ -152,6 +153,7 @@ def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scan
     assert np.abs(expected - logits(config, values)).max() > 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.rest(covered_by="llama2 and qwen3", cases=("mixtral",))
 @pytest.mark.parametrize(
     ("block", "how", "kind"),
     [
@@ -189,6 +191,7 @@ def test_hugging_face_in_and_out(tmp_path, capsys, block, how, kind):
         np.testing.assert_array_equal(value, same[name], err_msg=name)
 
 
+@pytest.mark.rest(covered_by="unit/calibration/test_layerwise.py")
 @pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
     """Of rows of random tokens. A scale of AWQ, and an error that GPTQ passes on, change values."""

@@ -65,6 +65,9 @@ def program_text(combination, recipe):
     return jax.jit(fn).lower(*args).as_text()
 
 
+@pytest.mark.rest(
+    covered_by="int8, fp8_full", cases=("int4", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_gpu", "fp8_nanoo", "nanoo_fp8")
+)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_program_is_the_same_in_all_combinations(recipe, combination):
@@ -89,6 +92,7 @@ def products_in(jaxpr):
 DISPATCH = {"sorted": {}, "all": {"sparse_matmul": False, "capacity_factor": -1}}
 
 
+@pytest.mark.rest(covered_by="experts by sorted rows", cases=("all",))
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_no_product_with_a_matrix_is_missing(dispatch):
     """Each matrix has three products: of the forward pass, and for the gradients of activations and of the matrix."""
@@ -248,6 +252,7 @@ def test_one_bit_of_the_parameters_moves_the_loss_as_far_as_a_mesh():
     assert moved(quantization="") < 1e-6
 
 
+@pytest.mark.rest(covered_by="its product, in parts")
 def test_accumulation_changes_nothing_if_each_row_has_its_scale():
     """The scales of weight gradients are over the tokens of a part; all others are of a token."""
     rows = ROWS * 2
@@ -258,6 +263,7 @@ def test_accumulation_changes_nothing_if_each_row_has_its_scale():
     np.testing.assert_allclose(two, one, **ROUNDED)
 
 
+@pytest.mark.rest(covered_by="its product, also on a mesh")
 def test_experts_on_their_devices_compute_what_one_device_computes():
     """A scale over hidden units, of which each device has a share, is over all of them."""
     mesh = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}
@@ -267,6 +273,7 @@ def test_experts_on_their_devices_compute_what_one_device_computes():
     np.testing.assert_allclose(spread, alone, rtol=1e-3)  # after an update, whose scales are over a device's rows
 
 
+@pytest.mark.rest(covered_by="its product, mapped; one program")
 @pytest.mark.parametrize("keys", [EXPERTS, {"bwd_stochastic_rounding": "low_bit_uniform"}], ids=["experts", "rounding"])
 def test_islands(keys):
     """Products inside of the map over islands."""
@@ -276,6 +283,7 @@ def test_islands(keys):
     assert found[-1] < found[0]
 
 
+@pytest.mark.rest(covered_by="its product, also on a mesh")
 def test_recomputing_and_keeping_quantized_operands_change_no_bit():
     keys = {"base_num_decoder_layers": 2, "bwd_stochastic_rounding": "uniform", "mtp_num_layers": 1}
     keys["quantize_mtp"] = True
@@ -286,6 +294,7 @@ def test_recomputing_and_keeping_quantized_operands_change_no_bit():
         assert_equal_bits(there.params, end.params)
 
 
+@pytest.mark.rest(covered_by="its product, also on a mesh")
 def test_a_tiled_head_and_modules():
     keys = {"mtp_num_layers": 1, "quantization": "fp8_full", **EVERYTHING}
     one, start, _ = losses(**keys)
@@ -294,6 +303,7 @@ def test_a_tiled_head_and_modules():
     np.testing.assert_allclose(tiled, one, rtol=1e-3)
 
 
+@pytest.mark.rest(covered_by="its step; checkpoints in unit/products/test_qwix_types.py")
 @pytest.mark.parametrize("combination", [FIRST, LAST])
 def test_a_run_from_end_to_end(tmp_path, combination):
     """It says what is quantized, evaluates, stops and continues; a float run's parameters are loaded; a resume under
@@ -313,6 +323,7 @@ def test_a_run_from_end_to_end(tmp_path, combination):
     assert code == 0, output
 
 
+@pytest.mark.rest(covered_by="one program")
 def test_all_combinations_train_the_same_bits():
     keys = {"quantization": "int8", "bwd_stochastic_rounding": "uniform", **EXPERTS}
     found, start, end = losses(**keys)

@@ -22,6 +22,7 @@ LAST = ALL_COMBINATIONS[-1]
 RUN = KEYS | {"checkpoint_period": 2, "eval_interval": -1, "steps": 4, "run_name": "run-0001"}
 
 
+@pytest.mark.rest(covered_by="checkpoints and steps of these types in unit/products/")
 def test_a_run_resumes_in_another_combination_and_its_parameters_are_shown_and_loaded(tmp_path, capsys):
     whole, half = tmp_path / "whole", tmp_path / "half"
     for folder, combination in ((whole, ALL_COMBINATIONS[0]), (half, LAST)):
@@ -82,6 +83,7 @@ def test_the_table_of_shardings_has_the_parts(capsys):
     assert "params/decoder/layers/mlp/wo/kernel/array/qvalue " in capsys.readouterr().out
 
 
+@pytest.mark.rest(covered_by="integration/test_parity_records.py")
 def test_parity_and_its_record(capsys, tmp_path):
     """A record equals Linen. A product that doubles the gradient of one scale differs there and in what follows."""
     record = tmp_path / "mixed.safetensors"

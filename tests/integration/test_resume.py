@@ -81,6 +81,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
     assert_equal(run, straight)
 
 
+@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
 @exact()
 def test_unrolled_layers_and_other_reports(at, tmp_path):
     """A run that is compiled, printed, evaluated and kept differently gives the same bits."""
@@ -107,6 +108,7 @@ def test_from_eight_devices_to_one(straight, tmp_path):
     assert_close(tmp_path / RUN, straight, 20, rtol=1e-5)
 
 
+@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
 def test_the_same_batch_in_microbatches(straight, at, tmp_path):
     run = at(50)
     code, output = train(tmp_path, "run_name=run-0001", per_device_batch_size=4, gradient_accumulation_steps=2)
@@ -169,6 +171,7 @@ def test_a_finished_run_given_again(straight, tmp_path):
     assert files_of(tmp_path / RUN) == before
 
 
+@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
 def test_without_checkpoints(tmp_path):
     settings = {"enable_checkpointing": False, "steps": 2, "eval_interval": -1, "enable_tensorboard": False}
     assert train(tmp_path, **settings)[0] == 0
@@ -210,6 +213,7 @@ def events_of(run_dir):
                 yield sorted(value.tag for value in event.summary.value)
 
 
+@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
 def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_path):
     settings = {
         "run_name": "one",
@@ -284,6 +288,7 @@ def poisoned(monkeypatch):
     return poison
 
 
+@pytest.mark.rest(covered_by="unit/training/test_step.py; unit/training/test_diloco.py")
 @pytest.mark.parametrize(
     ("key", "other", "value", "wrong"),
     [
@@ -315,6 +320,7 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
     assert all(np.isfinite(array).all() for array in arrays_of(run / "checkpoints/60").values())
 
 
+@pytest.mark.rest(covered_by="unit/training/test_step.py; unit/training/test_diloco.py")
 def test_an_update_that_is_not_finite(tmp_path):
     """Tokens that are not in a batch have moments of zero. Without epsilon, Adam computes 0 / 0 for them."""
     settings = {"adam_eps": 0, "logits_via_embedding": False, "steps": 3, "checkpoint_period": 1, "eval_interval": -1}

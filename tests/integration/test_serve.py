@@ -99,6 +99,7 @@ def test_the_banner_has_a_command_that_works(server, folder):
     refused.value.close()
 
 
+@pytest.mark.rest(covered_by="unit/inference/test_adapters.py; unit/serving/")
 def test_several_adapters_in_one_batch(server, folder, monkeypatch, capsys):
     """Each model has the text that trainer.generate has with it alone."""
     monkeypatch.chdir(folder)

@@ -1,6 +1,7 @@
 """Runs with weight sparsity: resumed across an update of the masks, loaded, exported."""
 
 import numpy as np
+import pytest
 from run_cases import assert_equal, train
 from support import ALL_COMBINATIONS, pinned
 
@@ -33,6 +34,7 @@ def first_loss(run):
     return read_rows(run / METRICS_FILE)[0]["loss"]
 
 
+@pytest.mark.rest(covered_by="unit/training/test_sparsity.py; integration/test_resume.py")
 def test_a_run_is_resumed_loaded_and_exported(tmp_path):
     runs = tmp_path / "runs"
 

@@ -119,6 +119,7 @@ def test_a_compilation_and_a_table_are_of_that_model(here, capsys):
     assert "load_parameters_path=hf gives the model's keys" in capsys.readouterr().out
 
 
+@pytest.mark.rest(covered_by="one process; integration/test_processes.py")
 def test_two_processes_read_one_model(here):
     keys = DATA | RUN | {"load_parameters_path": "hf", "steps": 1, "ici_data_parallelism": 2}
     launch = [sys.executable, LAUNCHER, "-n", "2", "--devices", "1", "--all", "--"]

@@ -52,6 +52,7 @@ def losses(folder, *args):
     return [(row["step"], row.get("loss"), row.get("eval_loss")) for row in rows]
 
 
+@pytest.mark.rest(covered_by="unit/aot/test_executable.py")
 def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatch, capsys):
     step, report = tmp_path / "step", tmp_path / "below" / "report.json"
     written = {"compile_topology": "cpu-8", "compiled_trainstep_file": step, "compile_report_file": report}
@@ -109,6 +110,7 @@ def test_a_step_out_of_all_proportion_is_not_compiled(size):
         compile_for_topology(config)
 
 
+@pytest.mark.rest(covered_by="the same program on CPU devices")
 @needs_libtpu
 def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
     """As on a CPU (test_five_combinations.py), but with the fused kernel. So the tests below compile only one."""
@@ -179,6 +181,7 @@ def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two
         assert [dims for dims in copies if math.prod(dims) == 2 * 256 * count * 128] == []
 
 
+@pytest.mark.rest(covered_by="unit/training/test_streaming_diloco.py counts their traffic")
 @needs_libtpu
 def test_islands_on_two_slices_send_between_them_only_to_synchronize():
     sizes = {"base_num_decoder_layers": 1, "attention": "dot_product", "per_device_batch_size": 1, "vocab_size": 128}
@@ -197,6 +200,7 @@ def test_islands_on_two_slices_send_between_them_only_to_synchronize():
     assert sum(it.size * it.count for it in across if it.size > 64) == pytest.approx(4 * parameters, rel=0.02)
 
 
+@pytest.mark.rest(covered_by="the products in the jaxpr")
 @needs_libtpu
 def test_a_tpu_multiplies_the_integers_that_it_gathers():
     """Products of all layers have int8 operands, and devices gather the weights as int8."""

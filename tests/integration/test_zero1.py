@@ -10,7 +10,7 @@ import optax
 import pytest
 from compiler import TPU_QUICKLY
 from run_cases import RUN, assert_equal, killed_at, rows_of, train
-from support import ALL_COMBINATIONS, arguments, copied, packed_batch
+from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch
 
 from trainer.aot.cost import analyze
 from trainer.config import load
@@ -128,6 +128,7 @@ def trained(combination=ALL_COMBINATIONS[0], **overrides):
     return rows, copied(run.codec.unpack(state).params)
 
 
+@pytest.mark.rest(covered_by="nnx; one program", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_it_learns_what_data_parallelism_learns(combination):
     rows, params = trained()
@@ -137,6 +138,7 @@ def test_it_learns_what_data_parallelism_learns(combination):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)
 
 
+@pytest.mark.rest(covered_by="collectives of the program on CPU devices")
 def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_products(monkeypatch):
     """Compiled ahead of time: the cast comes before the all-gather, which therefore sends half the bytes of float32.
 
@@ -162,6 +164,7 @@ def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_product
         assert f"f32[{text}]" not in found
 
 
+@pytest.mark.rest(covered_by="what a device holds")
 def test_a_run_goes_on_from_its_parts_and_without_them(tmp_path):
     keys = {"learning_rate_schedule_steps": 4, "checkpoint_period": 2, "eval_interval": -1, "run_name": RUN.name}
     parts = DATA | {"per_device_batch_size": 1, "shard_optimizer_over_data": True}

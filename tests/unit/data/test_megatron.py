@@ -182,6 +182,7 @@ def test_damaged_files_are_one_error_that_names_them(tmp_path: Path, tokens, wha
         rows_of(tokens(**PLAIN), 1)
 
 
+@pytest.mark.rest(covered_by="the first seed", cases=("1", "2"))
 @pytest.mark.parametrize("seed", range(3))
 def test_no_damage_of_an_index_reads_outside_of_the_files(tmp_path: Path, tokens, seed: int):
     random = np.random.default_rng(seed)

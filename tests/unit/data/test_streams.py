@@ -230,6 +230,7 @@ def test_a_share_without_text_is_an_error(tmp_path: Path, kind: str):
     assert len(batches(dataset, 40, process_index=1, process_count=2)) == 40
 
 
+@pytest.mark.rest(covered_by="the smaller share", cases=("40",))
 @pytest.mark.parametrize(("count", "with_text", "shuffle"), [(40, 3, True), (9, 1, False)])
 def test_a_share_that_changes_is_searched_until_it_has_text(tmp_path: Path, count: int, with_text: int, shuffle: bool):
     """If shuffled, shares differ between epochs. In order, they differ if the number of processes does not divide the

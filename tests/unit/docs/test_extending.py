@@ -47,6 +47,7 @@ def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
     assert names == {"decoder/layers/norm/scale", "decoder/decoder_norm/scale"}
 
 
+@pytest.mark.rest(covered_by="adapters of every kind in unit/training/test_lora.py")
 def test_adapters_for_queries_and_experts_train_alike_in_nnx_and_linen(guides):
     """Also on devices with their own experts. The base has the initial values that it has without them."""
     guides("own_product")

@@ -123,6 +123,10 @@ def differing(model, params, prompts, found, together, **mesh):
     return wrong
 
 
+@pytest.mark.rest(
+    covered_by="deepseek in float32, mixtral in bfloat16",
+    cases=("mixtral-float32", "deepseek-bfloat16", "llama2", "gemma2", "qwen3_moe", "gpt3", "lora", "unrolled"),
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
@@ -137,6 +141,7 @@ def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
         assert differing(model, canonical(params), prompts, found, together) == 0
 
 
+@pytest.mark.rest(covered_by="its product; unit/inference/test_adapters.py")
 def test_several_adapters_have_the_bits_of_their_training():
     keys, owners = {"enable_lora": True, "dtype": "bfloat16"}, np.repeat([1, 2], [4, 16])
     whole = engine_of(**keys, lora_rank=20, lora_alpha=20)
@@ -210,6 +215,7 @@ def mesh_of(**keys):
     return {"mesh": make_mesh(config, jax.devices()[:4]), "rules": axis_rules(config)}
 
 
+@pytest.mark.rest(covered_by="nothing: it tests the tests")
 def test_without_the_key_bits_differ():
     """So the tests above compare something."""
     engine = engine_of(batch_invariant=False, dtype="bfloat16")

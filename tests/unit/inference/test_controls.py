@@ -37,6 +37,7 @@ def drawn(scheduler, rows, asked=NOTHING):
     return list(found.values())
 
 
+@pytest.mark.rest(covered_by="the case with prefixes", cases=("False",))
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_warm_engine_compiles_nothing_more(caching):
     engine = engine_of(enable_prefix_caching=caching)
@@ -57,6 +58,7 @@ def test_a_warm_engine_compiles_nothing_more(caching):
     assert (scheduler.reused > 0) == caching
 
 
+@pytest.mark.rest(covered_by="unit/inference/test_batch_invariant.py")
 def test_with_batch_invariant_all_bits_are_those_of_an_engine_without_controls():
     """Also the log-probabilities of prompts, in chunks of other lengths."""
     keys = {"batch_invariant": True, "return_log_prob": True}

@@ -92,6 +92,7 @@ def check_greedy(prompt, drawn, kind="all positions"):
 PROMPTS = {"short": PROMPT, "long": list(range(1, 30)), "one": [9], "full": [3] * (LENGTH - 1), "bucket": [7, 8] * 8}
 
 
+@pytest.mark.rest(covered_by="the other kinds; decoding in unit/models/test_gpt3.py", cases=("gpt3",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
     """With a window: a ring shorter than the text, and prompts in chunks shorter than the ring. GPT-3: in chunks."""

@@ -41,6 +41,11 @@ def expected(case):
         return found["generated/tokens"], found["generated/margin"]
 
 
+@pytest.mark.rest(covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3"))
+@pytest.mark.rest(
+    covered_by="deepseek-v3, qwen3-moe; the logits of all",
+    cases=("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-tied"),
+)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
     monkeypatch.syspath_prepend(str(GOLDENS.parents[1]))

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import pytest
 from support import tiny_config
 
 from trainer.inference import MaxEngine, Sampling, Scheduler
@@ -89,6 +90,7 @@ def test_turns_trace_and_compile_nothing():
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
+@pytest.mark.rest(covered_by="what an engine compiles in unit/inference/test_controls.py")
 def test_a_turn_dispatches_no_other_programs_than_those_of_the_engine(tmp_path):
     """In a process of its own: JAX's profiler can crash one that has loaded many libraries."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

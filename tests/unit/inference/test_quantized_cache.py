@@ -141,6 +141,7 @@ def test_logits_and_loss_are_near_and_the_division_of_a_text_changes_nothing(cas
         assert np.linalg.norm(faulty - last) > 10 * CASES[case] * np.linalg.norm(last)
 
 
+@pytest.mark.rest(covered_by="the same on one device; unit/inference/test_engine.py on eight")
 def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_whole_row_gives():
     """Each token that the engine draws is the likeliest one after one call with the whole text before it."""
     axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

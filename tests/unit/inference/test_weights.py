@@ -79,6 +79,10 @@ def _is_layers(it):
     return isinstance(it, Layers)
 
 
+@pytest.mark.rest(
+    covered_by="the loop with adapters; unit/models/test_families.py",
+    cases=("two stacks, latents, experts", "two blocks in turn"),
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_does_not_depend_on_the_loop(kind, monkeypatch):
     assert len({token for row in expected(kind) for token in row}) > 1

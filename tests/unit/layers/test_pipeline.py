@@ -49,6 +49,13 @@ PLANS = {
     "per repeat, unrolled": Pipeline(2, 2, 2, 2, scan=False, per_repeat=True),
     "per repeat, one repeat": Pipeline(1, 2, 4, 2, per_repeat=True),
 }
+OTHERS_COVER_IT = pytest.mark.rest(
+    covered_by="other plans",
+    cases=(
+        *("one repeat", "one repeat, more microbatches", "no queue", "a layer per stage", "delayed, one repeat"),
+        *("delayed, no queue", "per repeat, unrolled", "per repeat, one repeat"),
+    ),
+)
 
 
 def layer(params, rest, x, cache, context):
@@ -155,6 +162,7 @@ def assert_close(found, expected):
     assert np.linalg.norm(found - expected) <= 1e-6 * max(np.linalg.norm(expected), 1), np.abs(found - expected).max()
 
 
+@OTHERS_COVER_IT
 @pytest.mark.parametrize("name", PLANS)
 def test_it_computes_what_layers_one_after_the_other_do(name):
     plan = PLANS[name]
@@ -173,6 +181,7 @@ def test_it_computes_what_layers_one_after_the_other_do(name):
         assert_close(value.reshape(expected.shape), expected)
 
 
+@OTHERS_COVER_IT
 @pytest.mark.parametrize("name", PLANS)
 def test_every_microbatch_has_the_keys_of_its_layers(name):
     plan = PLANS[name]
@@ -183,6 +192,7 @@ def test_every_microbatch_has_the_keys_of_its_layers(name):
         np.testing.assert_array_equal(found[i], np.tile(key, (plan.microbatches, 1)))
 
 
+@OTHERS_COVER_IT
 @pytest.mark.parametrize("name", PLANS)
 def test_who_has_what_in_which_iteration(name):
     """Microbatch m passes stage s for the r-th time in iteration r M + m + d s."""

@@ -237,6 +237,7 @@ def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan
     assert products(jax.grad(loss), params) == 3 * forward + layers * RECOMPUTED[policy]
 
 
+@pytest.mark.rest(covered_by="one program in integration/test_five_combinations.py")
 @pytest.mark.parametrize(("policy", "scan"), [("save_qkv_proj", True), ("minimal_offloaded", False)])
 def test_every_combination_makes_the_same_program(policy, scan):
     programs = set()
@@ -263,6 +264,7 @@ def named_bytes(policy):
     return 4 * TOKENS * sum(WIDTH[name] for name in EXPECTED[policy])
 
 
+@pytest.mark.rest(covered_by="the order of memory and FLOPs")
 @pytest.mark.parametrize("policy", ["save_dot_with_context_except_mlp", "minimal"])
 def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
     """Exactly, in the compiled step: the difference between two depths excludes memory that the step takes only
@@ -274,6 +276,7 @@ def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
     assert growth(policy) - growth("full") == (DEPTHS[1] - DEPTHS[0]) * named_bytes(policy)
 
 
+@pytest.mark.rest(covered_by="qkv_proj_offloaded", cases=("minimal_offloaded",))
 @pytest.mark.parametrize(
     ("policy", "kept_here"), [("qkv_proj_offloaded", "save_qkv_proj"), ("minimal_offloaded", "minimal")]
 )
@@ -282,6 +285,7 @@ def test_on_cpu_offloading_saves_nothing(policy, kept_here):
     assert temporaries(policy, DEPTHS[0]) == temporaries(kept_here, DEPTHS[0])
 
 
+@pytest.mark.rest(covered_by="what each policy keeps")
 def test_compiled_memory_and_flops_order_as_the_policies_do():
     order = list(RECOMPUTED)
     memory = [temporaries(policy, DEPTHS[0]) for policy in order]

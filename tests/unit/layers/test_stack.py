@@ -141,6 +141,7 @@ def test_the_stack_is_its_blocks_one_after_the_other():
     np.testing.assert_allclose(sown["Total"]["layers/total"], jnp.stack(totals), atol=1e-4)
 
 
+@pytest.mark.rest(covered_by="minimal_offloaded", cases=("full", "minimal"))
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("remat_policy", POLICIES)
 def test_neither_recomputing_nor_the_loop_changes_a_bit(remat_policy, scan):

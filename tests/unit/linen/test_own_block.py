@@ -219,6 +219,7 @@ def with_modules(combination, block):
     return program, program.out_info, params, model.param_axes
 
 
+@pytest.mark.rest(covered_by="the block in a plain stack")
 @pytest.mark.parametrize("block", [LINEN, "sowing:Sowing"])
 def test_modules_of_multi_token_prediction_hold_it(monkeypatch, block):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Sowing=Sowing))
@@ -238,6 +239,7 @@ def test_modules_of_multi_token_prediction_hold_it(monkeypatch, block):
         assert shapes[0][1]["Total"]["mtp_block/mtp_layer_1/mtp_1_transformer_layer/outputs"].shape == ()
 
 
+@pytest.mark.rest(covered_by="the block in a plain stack")
 def test_modules_hold_the_nnx_block_that_takes_its_place(monkeypatch):
     axes = [with_modules(combination, NNX)[3] for combination in ("nnx", "linen", "bridged_linen_decoder")]
     assert axes[0] == axes[1] == axes[2]

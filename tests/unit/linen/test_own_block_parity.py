@@ -7,6 +7,8 @@ import pytest
 from compiler import exact
 from parity_cases import run
 
+pytestmark = pytest.mark.rest(covered_by="the block in a plain stack, in unit/linen/test_own_block.py")
+
 LEFT = ("left=linen", "left.decoder_block=team_block:LinenBlock", "right=nnx", "--json")
 
 

@@ -94,6 +94,7 @@ def test_config_json_says_the_model(keys):
     assert model_keys(config_json(config(**keys), "float32", {}), "") == described(config(**keys))
 
 
+@pytest.mark.rest(covered_by="scanned layers", cases=("False",))
 @pytest.mark.parametrize("scan", [True, False])
 def test_maxtexts_checkpoints_come_in_and_go_out(scan, tmp_path):
     here = config(q_lora_rank=5)
@@ -187,6 +188,7 @@ def test_keys_without_effect_are_reported():
     assert "q_lora_rank=4" in "\n".join(load(arguments(ALL_COMBINATIONS[0], q_lora_rank=4)).warnings)
 
 
+@pytest.mark.rest(covered_by="integration/test_five_combinations.py, with experts")
 def test_combinations_make_the_same_program():
     """Two stacks, of different blocks, with QK-Clip and a router's losses and bias. Those between the first and the
     last combination are made of the same parts."""
@@ -233,6 +235,7 @@ def test_biases_are_never_cast(tmp_path, capsys):
     assert {tensor.part for tensor in contents_of(case).tensors if tensor.name == BIAS} == {"rest"}
 
 
+@pytest.mark.rest(covered_by="unrolled layers", cases=("true",))
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_maxtexts_command_line_says_deepseek_v3(scan, tmp_path, capsys):
     case = str(GOLDENS / "deepseek-v3")

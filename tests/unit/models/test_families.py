@@ -74,6 +74,7 @@ PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
 
+@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "olmo2", "smollm3"))
 @pytest.mark.parametrize(("family", "combination"), PROGRAMS)
 def test_the_program_is_the_same_in_every_combination(family, combination):
     expected = program_text(family, ALL_COMBINATIONS[0])
@@ -92,6 +93,8 @@ def losses(family, devices, **more):
     return found, copied(run.codec.unpack(state).params)
 
 
+@pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
+@pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""

@@ -72,6 +72,7 @@ def test_where_its_parameters_lie():
     assert names_of_blocks(run.config).common("decoder/layers/layers_1/mix/kernel").endswith("layers_1/shift/kernel")
 
 
+@pytest.mark.rest(covered_by="its losses, by a second implementation")
 def test_it_trains_by_the_same_program_in_every_combination():
     """Compares the training step over the canonical state."""
     assert len({measure._text(program(built(name))) for name in ALL_COMBINATIONS}) == 1
@@ -195,6 +196,7 @@ def test_it_is_sampled_from_through_caches_of_both_kinds():
     assert len(set(tokens[0, 3:].tolist())) > 2
 
 
+@pytest.mark.rest(covered_by="its losses, by a second implementation")
 def test_it_trains_and_a_run_goes_on_from_its_checkpoint_in_another_combination(tmp_path):
     keys = OWN | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "eval_interval": -1, "dropout_rate": 0.0}
     jax.config.update("jax_disable_most_optimizations", True)

@@ -137,6 +137,7 @@ def differences(case, run, folder):
     return found
 
 
+@pytest.mark.rest(covered_by="the reference op; unit/ops/test_blockwise.py", cases=("blockwise",))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.
@@ -161,6 +162,7 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         assert gradients_of(golden).keys() == tensors
 
 
+@pytest.mark.rest(covered_by="nothing: it tests the goldens")
 @pytest.mark.parametrize(
     ("case", "key", "value"),
     [

@@ -50,6 +50,7 @@ def test_layers_with_experts_are_every_second_one(block):
     assert [issubclass(made, ExpertBlock) for made in last.blocks] == [False, True]
 
 
+@pytest.mark.rest(covered_by="integration/test_five_combinations.py, with experts")
 def test_combinations_make_the_same_program():
     keys = {"decoder_block": "deepseek", **FAMILIES["deepseek"], "load_balance_loss_weight": 0.1, "opt_type": "muon"}
     texts = set()

@@ -222,6 +222,7 @@ def close(left, right, tolerance=1e-5):
         np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
 
 
+@pytest.mark.rest(covered_by="dpo", cases=("orpo",))
 @pytest.mark.parametrize("algo", ["dpo", "orpo"])
 def test_neither_packing_nor_microbatches_nor_tiles_change_it(algo):
     pairs = some_pairs(8)

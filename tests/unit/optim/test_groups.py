@@ -15,6 +15,7 @@ from trainer.optim.registry import OPTIMIZERS
 DECAYS = {"lion": {"lion_weight_decay": 0.2}, "sgd": {"sgd_momentum": 0.5}, "adafactor": {"adafactor_momentum": 0.5}}
 
 
+@pytest.mark.rest(covered_by="adamw and muon", cases=("adafactor", "adam_pax", "lion", "nadamw", "sgd"))
 @pytest.mark.parametrize("opt_type", OPTIMIZERS)
 def test_a_group_trains_with_a_rate_of_its_own(opt_type):
     keys = {"opt_type": opt_type, "gradient_clipping_threshold": 0, **DECAYS.get(opt_type, {})}

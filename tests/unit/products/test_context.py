@@ -62,6 +62,7 @@ def made(combination=ALL_COMBINATIONS[0], **keys):
     return build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
 
 
+@pytest.mark.rest(covered_by="stochastic rounding follows the key and the row")
 def test_a_product_uses_the_key_and_the_rows_of_its_layer(noted):
     """The same program in NNX and Linen. The loss does not depend on the mesh or on accumulation, but on the step."""
     runs = [made(name, mtp_num_layers=1) for name in sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})]

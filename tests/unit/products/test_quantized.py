@@ -145,6 +145,7 @@ def test_a_value_outside_of_its_range_has_no_gradient():
     np.testing.assert_array_equal(np.abs(KERNEL) > 0.2, to_kernel == 0)
 
 
+@pytest.mark.rest(covered_by="int8, and dense layers", cases=("fp8", "per tensor", "clipped"))
 @pytest.mark.parametrize("name", ["int8", "fp8", "per tensor", "clipped"])
 def test_experts_multiply_as_dense_layers(name):
     """Each expert's rows, in both forms of the product: with the same number of rows, and sorted by expert."""
@@ -183,6 +184,7 @@ def test_experts_multiply_as_dense_layers(name):
         assert close(to_kernel, np.stack([qx[those].T @ integers[those] for those in rows]) * scale)
 
 
+@pytest.mark.rest(covered_by="sorted rows", cases=("batch",))
 @pytest.mark.parametrize("sizes", [None, SIZES], ids=["batch", "sorted"])
 def test_experts_are_mapped_over_islands(sizes):
     """`jax.vmap` over inputs, with and without an axis of the kernel."""

@@ -174,6 +174,7 @@ def program_text(combination, scan):
     return lowered_update(made("mixed", combination, scan_layers=scan)).as_text()
 
 
+@pytest.mark.rest(covered_by="the scanned step", cases=("False",))
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_step_is_the_same_program_in_all_combinations(scan, combination):
@@ -221,6 +222,7 @@ def test_training_around_the_frozen_integers_of_all_types():
     np.testing.assert_allclose(on_mesh[0], losses, rtol=1e-5)
 
 
+@pytest.mark.rest(covered_by="stored experts in unit/products/test_stored.py")
 def test_experts_that_are_stored_as_qarrays():
     """On devices with their own experts, their own tiles of inputs and their share of hidden units."""
     keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}

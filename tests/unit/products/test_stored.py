@@ -47,6 +47,7 @@ def initial(**keys):
     return copied(run.codec.unpack(run.init()))
 
 
+@pytest.mark.rest(covered_by="unit/products/test_qwix_types.py")
 def test_a_model_of_integers_is_the_plain_model_of_their_values():
     """In all combinations. Every matrix is stored as integers except the embedding table, which is looked up."""
 
@@ -101,6 +102,7 @@ def test_the_parts_of_a_parameter_are_sharded_like_it(combination):
     assert found["params/decoder/layers/self_attention/out/kernel/scale"].axes == ("layers", None, None, "embed")
 
 
+@pytest.mark.rest(covered_by="unit/products/test_qwix_types.py")
 def test_training_around_frozen_integers_is_the_same_program_and_result():
     """In NNX and Linen, with an optimizer that has state; a step on a mesh under Zero-1 gives the same loss."""
     keys = DENSE | FROZEN | {"opt_type": "adamw", "learning_rate": 1e-3, "mtp_num_layers": 1}
@@ -123,6 +125,7 @@ def test_integers_have_no_gradient():
         made(**DENSE)
 
 
+@pytest.mark.rest(covered_by="experts in groups", cases=("capacity", "all"))
 @pytest.mark.parametrize("dispatch", ["groups", "capacity", "all"])
 def test_experts_that_are_stored_as_integers(dispatch):
     """On devices with their own experts and their share of hidden units, the step is that of one device."""
@@ -145,6 +148,7 @@ def test_experts_that_are_stored_as_integers(dispatch):
         assert change.any() == (not name.endswith("/q")), name
 
 
+@pytest.mark.rest(covered_by="tiles in unit/objectives/test_tiling.py")
 def test_a_tiled_head_that_is_stored_as_integers():
     keys = DENSE | FROZEN | MESH
     tree = initial(**DENSE, **FROZEN)
@@ -157,6 +161,7 @@ def test_a_tiled_head_that_is_stored_as_integers():
     assert (head_tiled["q"] == before["q"]).all()
 
 
+@pytest.mark.rest(covered_by="unit/products/test_qwix_types.py")
 def test_a_checkpoint_has_the_parts(tmp_path):
     run, tree = made(**DENSE, **FROZEN, **MESH), initial(**DENSE, **FROZEN)
     state = run.codec.unpack(state_from(run, tree))
@@ -167,6 +172,7 @@ def test_a_checkpoint_has_the_parts(tmp_path):
     assert kernel["q"].sharding == abstract.params["decoder"]["layers"]["mlp"]["wi_0"]["kernel"]["q"].sharding
 
 
+@pytest.mark.rest(covered_by="generation in unit/inference/test_weights.py")
 @pytest.mark.parametrize("combination", ENDS)
 def test_generation_with_integers(combination):
     """The tokens are those of a plain model with the same values."""

@@ -58,6 +58,7 @@ def test_the_outer_axis_of_a_dimension_is_the_same_for_weights_and_activations()
 SIZES = {"base_num_query_heads": 8, "base_num_kv_heads": 8, "logits_via_embedding": False}
 
 
+@pytest.mark.rest(covered_by="tensor", cases=("tensor_sequence",))
 @pytest.mark.parametrize("axis", ["tensor", "tensor_sequence"])
 def test_the_inputs_that_blocks_save_are_split(axis):
     """By an axis that does not shard the batch. With eight layers they are the largest of the temporaries."""

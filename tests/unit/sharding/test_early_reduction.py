@@ -64,6 +64,7 @@ def test_inside_of_shard_mapped_it_does_nothing():
         assert "optimization_barrier" not in str(jax.make_jaxpr(mapped)(jnp.ones((16, 8)), jnp.ones((8, 4))))
 
 
+@pytest.mark.rest(covered_by="the other tests of this file")
 def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
     """Otherwise libtpu holds two copies of the product."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -110,6 +111,7 @@ def test_its_names_obey_the_rules():
         gradients(("batch", "embed"))
 
 
+@pytest.mark.rest(covered_by="the other tests of this file")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_head():
     """Without the all-gather, libtpu makes a ring of the forward product, which holds four copies of the logits."""

@@ -110,6 +110,7 @@ def test_devices_look_up_and_sum_their_columns_only(sizes):
         assert {it.kind for it in moved} == {"all-reduce", "all-to-all"}
 
 
+@pytest.mark.rest(covered_by="the same count on CPU devices")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_holds_one_gradient_of_a_table():
     mesh = make_mesh(devices_of(find_topology("v5e-4")), 4)

@@ -32,6 +32,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+@pytest.mark.rest(covered_by="muon, for which more is offloaded", cases=("adafactor",))
 @pytest.mark.parametrize(
     ("combination", "zero1", "opt_type"),
     [(ALL_COMBINATIONS[0], False, "muon"), (ALL_COMBINATIONS[-1], True, "adafactor")],

@@ -42,6 +42,9 @@ EVERYTHING = {
 # Few of them, which compile in a third of the time.
 FEW = {name: EVERYTHING[name] for name in ("parameter_metrics_period", "dropout_rate", "warmup_steps_fraction")}
 FEATURES = {"few": FEW | {"per_device_batch_size": 2, "base_num_decoder_layers": 1}, "everything": EVERYTHING}
+FEW_COVER_IT = pytest.mark.rest(
+    covered_by="few features; unit/training/test_experts.py traces more", cases=("everything",)
+)
 
 
 def made(devices, **overrides):
@@ -104,6 +107,7 @@ def islands_and_plain_runs(features):
     return together, steps_of(together, compiled(together), batches), [steps_of(alone, step, part) for part in parts]
 
 
+@FEW_COVER_IT
 @pytest.mark.parametrize("features", FEATURES)
 def test_an_island_trains_as_a_run_of_its_own(features):
     _, found, runs = islands_and_plain_runs(features)
@@ -116,6 +120,7 @@ def test_an_island_trains_as_a_run_of_its_own(features):
         assert any((a != b).any() for a, b in zip(left, right, strict=True))
 
 
+@FEW_COVER_IT
 @pytest.mark.parametrize("features", FEATURES)
 def test_the_synchronization_is_a_nesterov_step_and_moments_stay(features):
     run, found, runs = islands_and_plain_runs(features)
@@ -132,6 +137,7 @@ def test_the_synchronization_is_a_nesterov_step_and_moments_stay(features):
         assert inner.step == after.step == 3
 
 
+@FEW_COVER_IT
 @pytest.mark.parametrize("features", FEATURES)
 def test_the_metrics_of_islands(features):
     _, found, runs = islands_and_plain_runs(features)

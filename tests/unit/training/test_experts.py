@@ -55,18 +55,20 @@ def step_of(run, tree):
 
 
 MICROBATCHES = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2}
+OTHERS_COVER_IT = pytest.mark.rest(covered_by="two other meshes")
 
 
 @pytest.mark.parametrize(
     ("ways", "mesh", "others"),
     [
         (CAPACITY, {"data": 2, "fsdp": 2, "tensor": 2}, MICROBATCHES),
-        (CAPACITY, {"data": 1, "fsdp": 2, "expert": 4}, {}),
+        pytest.param(CAPACITY, {"data": 1, "fsdp": 2, "expert": 4}, {}, marks=OTHERS_COVER_IT),
         ({}, {"fsdp": 2, "tensor": 2, "expert": 2}, {}),
-        (
+        pytest.param(
             {},
             {"data": 2, "fsdp": 1, "expert": 2},
             {"remat_policy": "full", "ragged_buffer_factor": 1.0, **MICROBATCHES},
+            marks=OTHERS_COVER_IT,
         ),
     ],
 )

@@ -148,6 +148,7 @@ def repeated(batch, times):
     return {name: np.concatenate([x] * times) for name, x in batch.items()}
 
 
+@pytest.mark.rest(covered_by="its program; a run that resumes")
 def test_meshes_accumulation_and_islands_read_the_same_arrays():
     """Both islands get the rows of the plain run, so before they synchronize each trains like it."""
     expected, reference, _ = plain()
@@ -194,6 +195,7 @@ def test_a_run_that_resumes_makes_it_again(tmp_path):
     assert len(names) == len(jax.tree.leaves(run.abstract_state))
 
 
+@pytest.mark.rest(covered_by="its program; a run that resumes")
 def test_the_reports_and_the_executable_have_it(tmp_path):
     run = made("nnx", 2, ici_fsdp_parallelism=2)
     compiled, report = compile_step(run, lambda: run.step.lower(*run.abstract_args()), 1)

@@ -87,6 +87,7 @@ def test_the_base_begins_as_without_adapters(combination):
         )
 
 
+@pytest.mark.rest(covered_by="a mesh", cases=("microbatches", "experts"))
 @pytest.mark.parametrize(
     "how",
     [

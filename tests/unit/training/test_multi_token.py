@@ -211,6 +211,7 @@ def test_terms_and_names():
     assert "mtp_block/mtp_layer_1/mtp_1_transformer_layer/output_sum" in found.sown["Total"]
 
 
+@pytest.mark.rest(covered_by="its loss, by a second implementation")
 def test_one_seed_gives_the_same_modules_in_every_combination():
     first, *others = (program(combination, mtp_num_layers=1)[2].params for combination in ALL_COMBINATIONS)
     for params in others:
@@ -271,6 +272,7 @@ class Planted(llama2.Block):
         return x, cache
 
 
+@pytest.mark.rest(covered_by="its loss, by a second implementation")
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_what_else_a_block_sows_is_not_counted(monkeypatch):
     monkeypatch.setitem(sys.modules, "planted", SimpleNamespace(Block=Planted))
@@ -347,6 +349,7 @@ def test_dropout_keys_are_the_modules_own():
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.rest(covered_by="its loss, by a second implementation")
 def test_the_heads_of_modules_are_clipped_too():
     keys = KEYS | {"use_qk_clip": True, "qk_clip_threshold": 1e-3, "opt_type": "sgd", "learning_rate": 0.0}
 

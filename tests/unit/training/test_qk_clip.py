@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    LAST_CASE,
+    arguments,
+    assert_equal_bits,
+    copied,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
 
 from trainer.backends import TrainTree, make_model
 from trainer.backends.base import tree_mode
@@ -99,6 +108,7 @@ def sown(combination):
     return lambda params: np.asarray(found(params)["MaxLogit"][MAX_LOGIT])
 
 
+@pytest.mark.rest(covered_by="nnx; one program", cases=LAST_CASE)
 # tests/integration/test_five_combinations.py shows that the update is the same program in all combinations.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination):

@@ -94,6 +94,7 @@ def test_a_skipped_step_leaves_it():
     assert_equal_bits(new.rest, tree.rest)
 
 
+@pytest.mark.rest(covered_by="a step that moves it; unit/training/test_diloco.py")
 def test_it_is_equal_on_a_mesh_in_microbatches_and_in_another_combination():
     run, step, tree = plain()
     alone, expected = after(run, step, tree, batch_of(run))
@@ -114,6 +115,7 @@ def test_without_a_rate_nothing_moves_it():
         router_bias(run.config, {})
 
 
+@pytest.mark.rest(covered_by="a step that moves it; unit/training/test_diloco.py")
 def test_islands_have_their_own_until_they_synchronize():
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2}
     run = made(devices=4, **islands, ici_expert_parallelism=2)

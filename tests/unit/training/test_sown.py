@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, compiled, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, LAST_CASE, compiled, packed_batch, tiny_config
 
 from trainer.backends import TrainTree, make_model
 from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_captured, sow
@@ -45,6 +45,7 @@ def sown(combination, microbatches, capture):
     return jax.device_get(compiled(gradients, tree, batch)(tree, batch).sown)
 
 
+@pytest.mark.rest(covered_by="nnx; one program", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_accumulated_they_are_those_of_the_whole_batch(combination, monkeypatch):
     monkeypatch.setitem(sys.modules, "sowing", SimpleNamespace(Block=Block))

@@ -71,6 +71,7 @@ def reference():
     return gradients(per_device_batch_size=16)
 
 
+@pytest.mark.rest(covered_by="microbatches and tiles", cases=("1-8", "4-1"))
 @pytest.mark.parametrize(("microbatches", "tiles"), [(4, 1), (1, 8), (2, 4)])
 def test_accumulation_gives_the_same_gradients(microbatches, tiles):
     """Tiles of tokens give the same gradients, too."""
@@ -87,6 +88,7 @@ def test_accumulation_gives_the_same_gradients(microbatches, tiles):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
 
 
+@pytest.mark.rest(covered_by="three axes", cases=("8-1-1", "1-8-1"))
 @pytest.mark.parametrize(("data", "fsdp", "tensor"), [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=lambda size: str(size))
 def test_a_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor):
     expected, expected_metrics = reference()

@@ -134,6 +134,7 @@ def test_fragments_that_arrive_late_against_numpy():
 SENT = {"float32": ("f32", "all-reduce", 4), "bfloat16": ("u16", "all-gather", 2 * 2), "int8": ("s8", "all-gather", 2)}
 
 
+@pytest.mark.rest(covered_by="float32; rounded gradients", cases=("bfloat16", "int8"))
 @pytest.mark.parametrize("dtype", SENT)
 def test_what_a_synchronization_sends_between_islands(dtype):
     """It sends each parameter of a device once, in the requested dtype, and nothing in other steps."""

@@ -34,6 +34,10 @@ def test_the_files_are_the_cases():
         assert json.loads(zipfile.Path(path, "keys.json").read_text()) == script.CASES[path.stem], path
 
 
+@pytest.mark.rest(
+    covered_by="gemma2_unscanned",
+    cases=("dense_unscanned", "experts_unscanned", "deepseek_unscanned", "gemma3_unscanned", "params_unscanned"),
+)
 @pytest.mark.parametrize("case", script.CASES, indirect=True)
 def test_logits_are_those_of_maxtext(case):
     folder, keys = case

@@ -149,6 +149,7 @@ def test_new_modules_begin_as_drawn(tmp_path):
     assert lines[-1] == f"{path}: absent, with initial values: {new}"
 
 
+@pytest.mark.rest(covered_by="scanned layers; unit/weights/test_maxtext.py", cases=("False-False",))
 @pytest.mark.parametrize(("scanned", "own_norm"), [(True, True), (True, False), (False, False)])
 def test_maxtext(tmp_path, scanned, own_norm):
     """Modules of MaxText 0.2.4 end with the model's norm, those of 0.2.5 with their own."""

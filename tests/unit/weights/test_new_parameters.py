@@ -21,7 +21,7 @@ from checkpoint_cases import (
     write_maxtext,
 )
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments
+from support import ALL_COMBINATIONS, LAST_CASE, arguments
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
@@ -199,6 +199,7 @@ def test_without_a_declaration_a_new_matrix_is_missing(tmp_path):
         loaded(write_hf(tmp_path / "hf", base, hf_tensors(params)), config)
 
 
+@pytest.mark.rest(covered_by="nnx; initial values are equal", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", {ALL_COMBINATIONS[0]: None, ALL_COMBINATIONS[-1]: None})
 def test_a_run_starts_from_the_base_and_from_what_it_draws(tmp_path, combination):
     params = random_params(config_of(**LLAMA))

@@ -362,6 +362,7 @@ def test_trained_parameters_without_a_place_are_refused(tmp_path):
         write_peft(tmp_path, config, leaves, base="", rank=2, alpha=8.0)
 
 
+@pytest.mark.rest(covered_by="adamw", cases=("sgd",))
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_twenty_steps_are_those_of_peft(name, tmp_path):
     """The same base, initial adapter and batches, with torch's optimizers (`write_peft.train`)."""
