@@ -121,7 +121,9 @@ ORDERED = [("window, soft cap", "dual_chunk_swap"), ("window, soft cap", "stripe
 @pytest.mark.parametrize(
     ("strategy", "variant", "ordered"),
     [(strategy, *it) for strategy in ("all_gather", "ring") for it in ORDERED]
-    + [(strategy, variant, "") for strategy in ("ulysses", "usp") for variant in ("window, soft cap", "sinks, dropout")],
+    + [
+        (strategy, variant, "") for strategy in ("ulysses", "usp") for variant in ("window, soft cap", "sinks, dropout")
+    ],
 )
 def test_it_is_the_attention_of_one_device(strategy, variant, ordered):
     """Whatever the order of the tokens."""

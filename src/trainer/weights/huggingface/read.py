@@ -111,9 +111,7 @@ class HuggingFaceSource:
         layouts = hugging_face_layouts(config, self.keys["decoder_block"])
         places = places_of(config, shapes)
         tensors = {
-            name: tensors_of(layouts[name], places[name], shape)
-            for name, shape in shapes.items()
-            if name in layouts
+            name: tensors_of(layouts[name], places[name], shape) for name, shape in shapes.items() if name in layouts
         }
         return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor, _ in each)]
 
