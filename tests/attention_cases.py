@@ -33,8 +33,10 @@ def inputs(
     segment = (place[None, :, None] >= ends[:, None, :]).sum(-1)
     start = np.where(segment > 0, np.take_along_axis(ends, np.maximum(segment - 1, 0), axis=1), 0)
     position, segment = place - start, np.where(segment < 3, segment + 1, 0)
-    ids = [jnp.asarray(x, jnp.int32) for x in (position, position, segment, segment)]
-    return *(jnp.asarray(x, dtype) for x in (query, key, value[..., :value_width])), Mask(*ids)
+    ids = [x.astype(np.int32) for x in (position, position, segment, segment)]
+    return *map(jnp.asarray, (x.astype(dtype) for x in (query, key, value[..., :value_width]))), Mask(
+        *map(jnp.asarray, ids)
+    )
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
@@ -49,10 +51,10 @@ def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> di
         out = op(query, key, value, mask, **how, **({} if sinks is None else {"sinks": sinks}))
         return jnp.sum(out.astype(jnp.float32) * weight), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(query, key, value, sinks)
-    real = np.where(weight != 0, out.astype(jnp.float32), 0)
-    return {"out": real} | {
-        name: np.asarray(grad.astype(jnp.float32))
+    gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    (_, out), grads = jax.device_get(gradients(query, key, value, sinks))
+    return {"out": np.where(weight != 0, out.astype(np.float32), 0)} | {
+        name: grad.astype(np.float32)
         for name, grad in zip(("query", "key", "value", "sinks"), grads, strict=True)
         if grad is not None
     }

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -246,6 +246,12 @@ def place(stacks: Sequence[Stack], name: str) -> Place | None:
                 return Place(stack.name, path, layers, first)
         first += stack.layers
     return None
+
+
+def places_of(config: Config, names: Iterable[str]) -> dict[str, Place | None]:
+    """Returns the location of each array in the stacks of `config`; see `place`."""
+    declared = stacks(config)
+    return {name: place(declared, name) for name in names}
 
 
 def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:

@@ -108,6 +108,17 @@ def loss_and_arguments(combination, **overrides):
     return lambda params: objective.sums(params, rest, batch, None).minimized["lm_loss"], params
 
 
+@functools.cache
+def gradients(combination, **overrides):
+    """Returns the equations of the loss's gradients."""
+    loss, params = loss_and_arguments(combination, **overrides)
+    return list(equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
+
+
+def scans(found):
+    return [equation for equation in found if equation.primitive.name == "scan"]
+
+
 def equations(jaxpr):
     """Yields the equations of `jaxpr` on which its results depend: Flax's bridge also traces an unused
     initialization."""
@@ -124,9 +135,7 @@ def alike(outside, inside):
 
 def kept(combination, **overrides):
     """Returns what the scan over layers passes to each layer's backward pass: {name of the tensor: memory}."""
-    loss, params = loss_and_arguments(combination, **overrides)
-    jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
-    (scan,) = [equation for equation in equations(jaxpr) if equation.primitive.name == "scan"]
+    scan, _ = scans(gradients(combination, **overrides))
     body = scan.params["jaxpr"].jaxpr
     # Constants and the carry have the same shape outside of the body. What is scanned has an axis more there.
     carried = alike(scan.outvars, body.outvars)
@@ -166,11 +175,9 @@ def test_a_policy_keeps_what_its_name_says_where_it_says(combination, policy):
 @pytest.mark.parametrize("combination", STACKS)
 def test_angles_of_positions_are_made_once_a_step(combination):
     """They are not computed in each layer, and not again for its backward pass, even if nothing else is saved."""
-    loss, params = loss_and_arguments(combination, remat_policy="full")
-    found = list(equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
-    scans = [equation for equation in found if equation.primitive.name == "scan"]
-    assert len(scans) == 2
-    inside = [inner for scan in scans for inner in equations(scan.params["jaxpr"].jaxpr)]
+    found = gradients(combination, remat_policy="full")
+    assert len(scans(found)) == 2
+    inside = [inner for scan in scans(found) for inner in equations(scan.params["jaxpr"].jaxpr)]
     assert "dot_general" in {equation.primitive.name for equation in inside}
     assert "cos" in {equation.primitive.name for equation in found}
     assert {"cos", "sin"}.isdisjoint(equation.primitive.name for equation in inside)
@@ -179,7 +186,7 @@ def test_angles_of_positions_are_made_once_a_step(combination):
 WHERE = {"device": "device", "offload": "host"}
 
 
-@pytest.mark.parametrize("tensor", ["context", *sorted(ATTENTION | HIDDEN), "mlpwo", "mlpwi"])
+@pytest.mark.parametrize("tensor", ["context", "mlpwo", "mlpwi"])
 def test_custom_keeps_one_tensor_alone(tensor):
     # An ungated MLP has the name mlpwi, a gated one mlpwi_0 and mlpwi_1.
     gate, choice = ({"mlp_activations": "gelu"}, "offload") if tensor == "mlpwi" else ({}, "device")
@@ -187,12 +194,12 @@ def test_custom_keeps_one_tensor_alone(tensor):
     assert kept("nnx", remat_policy="custom", **{tensor: choice}, **gate) == read | {"input": "device"}
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", range(3))
 def test_custom_chooses_for_each_tensor(first):
-    choices = {
-        tensor: list(WHERE)[(first + i) % 2] for i, tensor in enumerate(["context", *sorted(ATTENTION | HIDDEN)])
-    }
-    expected = {tensor: WHERE[choice] for tensor, choice in choices.items()}
+    """In three tests, each tensor has each choice."""
+    tensors = ["context", *sorted(ATTENTION | HIDDEN)]
+    choices = {tensor: ("remat", *WHERE)[(first + i) % 3] for i, tensor in enumerate(tensors)}
+    expected = {tensor: WHERE[choice] for tensor, choice in choices.items() if choice != "remat"}
     assert kept("nnx", remat_policy="custom", **choices) == expected | {"input": "device"}
 
 
@@ -208,16 +215,16 @@ def test_choices_say_nothing_under_another_policy():
 
 UNROLLED = ("full", "save_qkv_proj", "none")
 COUNTED = [*((policy, True) for policy in RECOMPUTED), *((policy, False) for policy in UNROLLED)]
-COUNTED_AGAIN = [("full", True), ("minimal_with_context", True), ("none", True), ("save_qkv_proj", False)]
+COUNTED_AGAIN = [("full", True), ("save_dot_with_context_except_mlp", True), ("save_qkv_proj", False)]
 
 
 @functools.cache
 def forward_products(combination, scan):
-    return products(*loss_and_arguments(combination, scan_layers=scan))
+    loss, params = loss_and_arguments(combination, scan_layers=scan)
+    return products(equations(jax.make_jaxpr(loss)(params).jaxpr))
 
 
-def products(function, params):
-    found = equations(jax.make_jaxpr(function)(params).jaxpr)
+def products(found):
     return sum(equation.primitive.name == "dot_general" for equation in found)
 
 
@@ -231,10 +238,10 @@ def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan
     A rolled loop contains the products of one layer, in the body of the scan. An unrolled loop contains both layers'.
     """
     layers = 1 if scan else 2
-    loss, params = loss_and_arguments(combination, remat_policy=policy, scan_layers=scan)
+    found = gradients(combination, remat_policy=policy, **({} if scan else {"scan_layers": False}))
     forward = forward_products(combination, scan)
     assert forward == 9 * layers + 1  # nine per block, and the head
-    assert products(jax.grad(loss), params) == 3 * forward + layers * RECOMPUTED[policy]
+    assert products(found) == 3 * forward + layers * RECOMPUTED[policy]
 
 
 @pytest.mark.rest(covered_by="one program in integration/test_five_combinations.py")
@@ -296,11 +303,12 @@ def test_compiled_memory_and_flops_order_as_the_policies_do():
 
 
 def test_loss_and_gradients_do_not_depend_on_the_policy():
-    """Policies that offload run too, but on this platform host and device share their memory."""
+    """Of policies that recompute everything, nothing, or a part. Policies that offload run too, but on this platform
+    host and device share their memory."""
     run, _ = compiled("none", DEPTHS[0])
     state, batch = copied(run.init()), packed_batch(run.config, run.rows)
     losses, norms = set(), []
-    for policy in (*RECOMPUTED, *OFFLOADED):
+    for policy in ("none", "full", "save_qkv_proj", "qkv_proj_offloaded"):
         run, step = compiled(policy, DEPTHS[0])
         _, metrics = step(jax.device_put(state, run.states.shardings), placed(run, batch), ())
         losses.add(float(metrics["loss"]))

@@ -1,6 +1,7 @@
 """Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
 
 import fnmatch
+import functools
 import importlib
 import re
 from typing import Any
@@ -188,16 +189,18 @@ SIZES = (
 SIZES_OF_FAMILIES = ("decoder_block", *SIZES[:3], "head_dim", *SIZES[3:])
 
 
+@functools.cache
 def loaded_preset(name: str, *words: str) -> Loaded:
     given = [f"{key}={value}" for key, value in pinned("nnx").items()]
     return load([f"model_name={name}", "dataset_type=synthetic", *given, *words])
 
 
-def preset(name: str, platform: str = "cpu") -> Config:
+@functools.cache
+def preset(name: str) -> Config:
     loaded = loaded_preset(name)
     assert loaded.warnings == []
     assert [note for note in loaded.notes if note.startswith("model_name=")] == []  # no key of the preset is changed
-    return resolve(loaded.config, device_count=1, platform=platform)
+    return resolve(loaded.config, device_count=1, platform="cpu")
 
 
 def test_every_preset_is_here():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE, clipped_gate
-from support import ALL_COMBINATIONS, arguments, tiny_config
+from support import ALL_COMBINATIONS, arguments, model_of, tiny_config
 
 from trainer.compare import measure
 from trainer.config import UserError, load, resolve
@@ -59,12 +59,12 @@ def test_the_forward_pass_is_that_of_its_formulas():
     """In NumPy, for one row of one segment and one layer, with every parameter drawn at random."""
     keys = {"attention": "blockwise", "base_num_decoder_layers": 1, "max_target_length": LENGTH}
     config = tiny_config("nnx", **OWN | keys)
-    engine = MaxEngine(config, jax.devices()[:1])
-    model, rng = engine.served.model, np.random.default_rng(0)
+    model, rng = model_of(config), np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), model.abstract[0])
     tokens = rng.integers(0, config.vocab_size, (1, LENGTH))
     positions = np.arange(LENGTH)[None]
-    hidden = model.apply(params, {}, tokens, positions, np.ones_like(positions), np.zeros(1, int))[0]
+    inputs = tokens, positions, np.ones_like(positions), np.zeros(1, int)
+    hidden = jax.jit(lambda params: model.apply(params, {}, *inputs)[0])(params)
     np.testing.assert_allclose(hidden[0], by_hand(config, params, tokens[0]), atol=2e-5)
 
 
@@ -78,7 +78,8 @@ def by_hand(config, params, tokens):
         return np.einsum("te,ehd->thd", h, attention[name]["kernel"]) + attention[name]["bias"]
 
     positions = np.arange(len(tokens))[None]
-    query, key = (np.asarray(rope(projected(it)[None], positions, make_rope(config))[0]) for it in ("query", "key"))
+    rotated = jax.jit(lambda *both: [rope(it[None], positions, make_rope(config))[0] for it in both])
+    query, key = map(np.asarray, rotated(projected("query"), projected("key")))
     repeat = config.base_num_query_heads // config.base_num_kv_heads
     key, value = (np.repeat(array, repeat, axis=1) for array in (key, projected("value")))
     scores = np.einsum("thd,shd->hts", query, key) * SCALE
@@ -155,10 +156,16 @@ def test_a_kernel_without_sinks_is_not_chosen_and_not_run(monkeypatch):
 def test_experts_may_have_such_a_gate(sparse):
     dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("float32"))
     how = {"experts": 3, "chosen": 1, "score": softmax_of_chosen, "sparse": sparse, "capacity_factor": -1.0}
-    layer = MoE(16, 8, ("linear", "linear"), **how, combine=clipped_gate, rngs=nnx.Rngs(0), **dtypes)
-    x, ids = jax.random.normal(jax.random.key(1), (2, 5, 16)), jnp.zeros((2, 5), jnp.int32)
-    out = layer(x, Context(ids, ids + 1, ids[:, 0], None))
-    expert = np.asarray(layer.gate(x, (None,) * 3)).argmax(-1)  # whose weight is 1
-    wi_0, wi_1, wo = (np.asarray(getattr(layer, name)[...])[expert] for name in ("wi_0", "wi_1", "wo"))
-    hidden = clipped_gate(*(np.einsum("bte,bteh->bth", x, matrix) for matrix in (wi_0, wi_1)))
+    x, ids = np.random.default_rng(1).normal(size=(2, 5, 16)).astype(np.float32), np.zeros((2, 5), np.int32)
+
+    @jax.jit
+    def run(x):
+        layer = MoE(16, 8, ("linear", "linear"), **how, combine=clipped_gate, rngs=nnx.Rngs(0), **dtypes)
+        matrices = [getattr(layer, name)[...] for name in ("wi_0", "wi_1", "wo")]
+        return layer(x, Context(ids, ids + 1, ids[:, 0], None)), layer.gate(x, (None,) * 3), matrices
+
+    out, gate, matrices = jax.device_get(run(x))
+    expert = gate.argmax(-1)  # whose weight is 1
+    wi_0, wi_1, wo = (matrix[expert] for matrix in matrices)
+    hidden = jax.jit(clipped_gate)(*(np.einsum("bte,bteh->bth", x, matrix) for matrix in (wi_0, wi_1)))
     np.testing.assert_allclose(out, np.einsum("bth,bthe->bte", hidden, wo), atol=1e-5)

@@ -28,11 +28,12 @@ RECIPES = {
 }
 DENSE = Kernel((32,), (3, 16), (None, None, None), name="decoder/layers/self_attention/query/kernel")
 EXPERTS = Kernel((32,), (16,), ("exp", None, None), 4)
+OF_WI = ("embed_moe", "mlp")
 SIZES = np.array([10, 0, 25, 15], np.int32)
 
 
 def draw(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 X, KERNEL = draw(4, 64, 32), draw(32, 3, 16, seed=1) / 5
@@ -77,8 +78,10 @@ def assert_same_bits(left, right):
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in RECIPES), *((name, "bfloat16") for name in ("int8", "fp8", "clipped"))],
+)
 def test_a_dense_product_has_the_bits_of_qwix(name, dtype):
     """Result and gradients equal those of its product for training, which cannot serve experts (decision 25)."""
     x, kernel = X.astype(dtype), KERNEL.astype(dtype)
@@ -98,8 +101,9 @@ def test_int8_is_the_arithmetic_of_integers():
     integers[0][..., 0], integers[1][0] = 127, 127
     expected = np.tensordot(*integers, 1) * scales[0][..., None] * scales[1]
     product = made(RECIPES["int8"])
-    np.testing.assert_array_equal(product(jnp.array(x), 1, jnp.array(kernel)), expected)
-    text = jax.jit(lambda x, kernel: product(x, 1, kernel)).lower(x, kernel).as_text()
+    program = jax.jit(lambda x, kernel: product(x, 1, kernel)).lower(x, kernel)
+    np.testing.assert_array_equal(program.compile()(x, kernel), expected)
+    text = program.as_text()
     assert text.count("stablehlo.dot_general") == 1
     assert "(tensor<4x64x32xi8>, tensor<32x3x16xi8>) -> tensor<4x64x3x16xi32>" in text
 
@@ -115,18 +119,25 @@ def close(found, expected):
     return np.linalg.norm(np.reshape(found, expected.shape) - expected) < 5e-3 * np.linalg.norm(expected)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def forward_and_back(fn, args, gradient):
+    out, pull = jax.vjp(fn, *args)
+    return out, pull(gradient)
+
+
 def pulled(fn, *args, seed=2):
-    """Returns a random gradient of the result, and the gradients of the arguments."""
-    out, pull = jax.vjp(jax.jit(fn), *args)
-    gradient = draw(*out.shape, seed=seed).astype(out.dtype)
-    return gradient, pull(gradient)
+    """Returns the result, a random gradient of it, and the gradients of the arguments."""
+    shape = jax.eval_shape(fn, *args)
+    gradient = draw(*shape.shape, seed=seed).astype(shape.dtype)
+    out, grads = forward_and_back(fn, args, gradient)
+    return out, gradient, grads
 
 
 def test_gradients_are_straight_through_and_by_hand():
     """Rounding counts as the identity: each gradient is the product of the quantized gradient with a quantized operand.
     Before it is quantized, the gradient takes the scales of the axis that is summed."""
     product = made(RECIPES["int8"])
-    gradient, found = pulled(lambda x, kernel: product(x, 1, kernel), X, KERNEL)
+    _, gradient, found = pulled(lambda x, kernel: product(x, 1, kernel), X, KERNEL)
     x, kernel, gradient = (
         np.reshape(np.float64(a), shape) for a, shape in ((X, (256, 32)), (KERNEL, (32, 48)), (gradient, (256, 48)))
     )
@@ -151,33 +162,34 @@ def test_experts_multiply_as_dense_layers(name):
     """Each expert's rows, in both forms of the product: with the same number of rows, and sorted by expert."""
     recipe = RECIPES[name]
     x, product = draw(50, 32), made(recipe, EXPERTS)
-    kernel = draw(4, 32, 16, seed=1) * jnp.array([0.2, 1, 0.1, 0.02])[:, None, None]  # each with a scale of its own
+    kernel = draw(4, 32, 16, seed=1) * np.float32([0.2, 1, 0.1, 0.02])[:, None, None]  # each with a scale of its own
     alone = made(recipe, Kernel((32,), (16,), (None, None)))
 
-    @jax.jit
     def of_expert(rows, kernel, gradient):
         out, pull = jax.vjp(lambda x, kernel: alone(x, 1, kernel), rows, kernel)
         return out, *pull(gradient)
 
+    of_experts = jax.jit(lambda *args: [of_expert(*each) for each in zip(*args, strict=True)])
     batch = x[:48].reshape(4, 12, 32)
-    gradient, grads = pulled(lambda x, kernel: product(x, kernel, None), batch, kernel)
-    each = [of_expert(batch[i], kernel[i], gradient[i]) for i in range(4)]
-    expected = [jnp.stack(parts) for parts in zip(*each, strict=True)]
-    np.testing.assert_allclose(product(batch, kernel, None), expected[0], rtol=1e-6)
+    out, gradient, grads = pulled(lambda x, kernel: product(x, kernel, None), batch, kernel)
+    expected = [np.stack(parts) for parts in zip(*of_experts(batch, kernel, gradient), strict=True)]
+    np.testing.assert_allclose(out, expected[0], rtol=1e-6)
     for found, exact in zip(grads, expected[1:], strict=True):
         np.testing.assert_allclose(found, exact, rtol=0 if recipe.per_channel else 1e-6)
-    gradient, (to_x, to_kernel) = pulled(lambda x, kernel: product(x, kernel, SIZES), x, kernel)
+    out, gradient, (to_x, to_kernel) = pulled(lambda x, kernel: product(x, kernel, SIZES), x, kernel)
     ends = np.cumsum(SIZES)
     rows = [slice(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
-    each = [of_expert(x[those], kernel[i], gradient[those]) for i, those in enumerate(rows) if SIZES[i]]
+    used = [i for i in range(4) if SIZES[i]]
+    each = of_experts([x[rows[i]] for i in used], kernel[used], [gradient[rows[i]] for i in used])
+    out, to_x, to_kernel = map(np.asarray, (out, to_x, to_kernel))
     assert not to_kernel[1].any()  # an expert without rows
     plain = [(x[those] @ kernel[i], gradient[those] @ kernel[i].T) for i, those in enumerate(rows)]
     for i, those in enumerate(rows if name != "clipped" else ()):  # also with one scale for the rows of all experts
-        for found, exact in zip((product(x, kernel, SIZES)[those], to_x[those]), plain[i], strict=True):
+        for found, exact in zip((out[those], to_x[those]), plain[i], strict=True):
             assert np.linalg.norm(found - exact) <= 0.2 * np.linalg.norm(exact)
     if recipe.per_channel:
-        np.testing.assert_allclose(product(x, kernel, SIZES), jnp.concatenate([out for out, *_ in each]), rtol=1e-6)
-        assert_same_bits(to_x, jnp.concatenate([one for _, one, _ in each]))
+        np.testing.assert_allclose(out, np.concatenate([out for out, *_ in each]), rtol=1e-6)
+        assert_same_bits(to_x, np.concatenate([one for _, one, _ in each]))
     if name == "int8":  # the scales of the kernel's gradient are over the rows of all experts
         (qx, sx) = rounded(np.float64(x), 1)
         integers, scale = rounded(np.float64(gradient) * sx, 0)
@@ -192,22 +204,22 @@ def test_experts_are_mapped_over_islands(sizes):
     kernel, product = draw(4, 32, 16, seed=1), made(RECIPES["int8"], EXPERTS)
     grads = jax.jit(jax.grad(lambda x, kernel: jnp.sum(jnp.sin(product(x, kernel, sizes))), (0, 1)))
     each = [grads(one, kernel) for one in x]
-    assert_same_bits(jax.vmap(grads, (0, None))(x, kernel), jax.tree.map(lambda *parts: jnp.stack(parts), *each))
-    both = jnp.stack([kernel, 2 * kernel])
+    stacked = functools.partial(jax.tree.map, lambda *parts: np.stack(parts))
+    assert_same_bits(jax.jit(jax.vmap(grads, (0, None)))(x, kernel), stacked(*each))
+    both = np.stack([kernel, 2 * kernel])
     each = [grads(*pair) for pair in zip(x, both, strict=True)]
-    assert_same_bits(jax.vmap(grads)(x, both), jax.tree.map(lambda *parts: jnp.stack(parts), *each))
+    assert_same_bits(jax.jit(jax.vmap(grads))(x, both), stacked(*each))
 
 
 def test_parts_of_the_rows_have_scales_of_their_own():
     """With a part for each row, the gradient of the kernel is the sum over rows, however they are batched."""
-    x = draw(4, 128, 32)
-    parted = functools.partial(dense, Recipe("int8", "int8", parts=4))
-    _, (_, whole) = parted(x)
-    each = [dense(RECIPES["int8"], x[i : i + 1])[1][1] for i in range(4)]
-    np.testing.assert_allclose(whole, sum(each), rtol=1e-4, atol=1e-5)
-    assert not np.allclose(whole, dense(RECIPES["int8"], x)[1][1], rtol=1e-3)
+    x, exact = draw(4, 128, 32), jax.jit(functools.partial(dense, RECIPES["int8"]))
+    _, (_, whole) = dense(Recipe("int8", "int8", parts=4), x)
+    each = [exact(x[i : i + 1])[1][1] for i in range(4)]
+    np.testing.assert_allclose(whole, np.sum(each, 0), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(whole, exact(x)[1][1], rtol=1e-3)
     # On one device there is one part; and all parts are products of integers.
-    assert_same_bits(dense(Recipe("int8", "int8", parts=DEVICES), x), dense(RECIPES["int8"], x))
+    assert_same_bits(dense(Recipe("int8", "int8", parts=DEVICES), x), exact(x))
     product = made(Recipe("int8", "int8", parts=4))
     text = jax.jit(jax.grad(lambda kernel: product(x, 1, kernel).sum())).lower(KERNEL).as_text()
     assert "tensor<4x128x32xi8>, tensor<4x128x3x16xi8>" in text
@@ -240,6 +252,7 @@ def test_a_scale_is_over_the_whole_axis_or_of_a_device(parts):
         with on_mesh(make_mesh(config, jax.devices()[:8]), axis_rules(config)):
             compiled = made_on(parts, inputs, outputs).lower(*args).compile()
         found, whole, parted = compiled(*args), *(made_on(count, inputs, outputs)(*args) for count in (1, 4))
+        found, whole, parted = jax.device_get((found, whole, parted))
         expected, other = (whole, parted) if parts == 1 else (parted, whole)
         for a, b in zip(found, expected, strict=True):
             assert close(a, b)
@@ -252,61 +265,68 @@ def test_a_scale_is_over_the_whole_axis_or_of_a_device(parts):
 @pytest.mark.parametrize("noise", ["uniform", "low_bit_uniform"])
 def test_stochastic_rounding_has_the_right_mean_and_follows_the_row(noise):
     recipe = Recipe("int4", "int4", rounding=noise)
-    zeros = jnp.zeros((4, 64), jnp.int32)
-    product = made(recipe)
+    zeros, gradient = np.zeros((4, 64), np.int32), draw(4, 64, 3, 16, seed=3)
 
-    def grads(key, rows):
-        context = Context(zeros[rows], zeros[rows], rows, key)
-        pull = jax.vjp(lambda x, kernel: product(x, 1, kernel, None, context), X[rows], KERNEL)[1]
-        return pull(draw(4, 64, 3, 16, seed=3)[rows])
+    def gradients(product):
+        def grads(key, rows):
+            context = None if key is None else Context(zeros[rows], zeros[rows], rows, key)
+            pull = jax.vjp(lambda x, kernel: product(x, 1, kernel, None, context), X[rows], KERNEL)[1]
+            return pull(gradient[rows])
 
-    every = jnp.arange(4)
-    to_x, to_kernel = jax.jit(jax.vmap(grads, (0, None)))(jax.random.split(jax.random.key(5), 60), every)
+        return grads
+
+    every, grads = np.arange(4), gradients(made(recipe))
+    exact = gradients(made(Recipe("int4", "int8")))
+    other = gradients(quantized(recipe, DENSE._replace(name="another"), rngs=None))
+
+    @jax.jit
+    def drawn(keys):
+        """For each key; to the nearest; exact; for the first key, of half of the rows and of another matrix."""
+        many, first = jax.vmap(lambda key: grads(key, every))(keys), keys[0]
+        return many, grads(None, every), exact(None, every), grads(first, every[2:])[0], other(first, every)[0]
+
+    found = drawn(jax.random.split(jax.random.key(5), 60))
+    (to_x, to_kernel), nearest, exact, half, another = jax.device_get(found)
     assert not (to_x[0] == to_x[1]).all()
-    nearest = jax.vjp(lambda x, kernel: product(x, 1, kernel), X, KERNEL)[1](draw(4, 64, 3, 16, seed=3))
-    exact = jax.vjp(lambda x, kernel: made(Recipe("int4", "int8"))(x, 1, kernel), X, KERNEL)[1]
-    exact = exact(draw(4, 64, 3, 16, seed=3))
     for mean, one, goal in zip((to_x.mean(0), to_kernel.mean(0)), nearest, exact, strict=True):
-        assert jnp.linalg.norm(mean - goal) < 0.3 * jnp.linalg.norm(one - goal)
-    # A row's noise depends on its index only, so a batch may be split.
-    key = jax.random.key(6)
-    whole, half = grads(key, every)[0], grads(key, every[2:])[0]
-    np.testing.assert_array_equal(whole[2:], half)
-    # Two matrices of a layer have noise of their own.
-    other = quantized(recipe, DENSE._replace(name="another"), rngs=None)
-    context = Context(zeros, zeros, every, key)
-    pull = jax.vjp(lambda x: other(x, 1, KERNEL, None, context), X)[1]
-    assert not (pull(draw(4, 64, 3, 16, seed=3))[0] == whole).all()
+        assert np.linalg.norm(mean - goal) < 0.3 * np.linalg.norm(one - goal)
+    np.testing.assert_array_equal(to_x[0][2:], half)  # a row's noise depends on its index only, so a batch may be split
+    assert not (another == to_x[0]).all()
 
 
 def test_experts_round_stochastically_and_each_gradient_has_its_noise():
     recipe = Recipe("int8", "int8", rounding="uniform")
-    x, kernel, zeros = draw(50, 32), draw(4, 32, 16, seed=1), jnp.zeros((2, 8), jnp.int32)
+    x, kernel, zeros = draw(50, 32), draw(4, 32, 16, seed=1), np.zeros((2, 8), np.int32)
     product = made(recipe, EXPERTS)
 
     def grads(key):
-        context = Context(zeros, zeros, jnp.arange(2), key)
-        return pulled(lambda x, kernel: product(x, kernel, SIZES, context), x, kernel)[1]
+        context = Context(zeros, zeros, np.arange(2), key)
+        return pulled(lambda x, kernel: product(x, kernel, SIZES, context), x, kernel)[2]
 
-    one, other, nearest = grads(jax.random.key(1)), grads(jax.random.key(2)), grads(None)
+    one, other, nearest = map(jax.jit(grads), (jax.random.key(1), jax.random.key(2), None))
     for a, b, c in zip(one, other, nearest, strict=True):
         assert not (a == b).all()
         assert not (a == c).all()
     how, keys = _How(recipe, rows=2), jax.random.split(jax.random.key(3), 4)
-    first, second = (_noise(how, keys, number, (4, 8, 16)) for number in (0, 1))
+    first, second = jax.jit(lambda keys: [_noise(how, keys, number, (4, 8, 16)) for number in (0, 1)])(keys)
     assert first.shape == (4, 8)
     assert not (first == second).any()
 
 
-@pytest.mark.parametrize("method", ["absmax", "rms,2"])
-@pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [("embed_moe", "mlp"), ("mlp", "embed_moe")])
+@pytest.mark.parametrize(
+    ("method", "per_channel", "inputs", "outputs"),
+    [
+        *(("rms,2", per_channel, *names) for per_channel in (True, False) for names in (OF_WI, OF_WI[::-1])),
+        ("absmax", True, *OF_WI),
+        ("absmax", False, *OF_WI[::-1]),
+    ],
+)
 def test_devices_that_share_the_hidden_units_of_experts_share_their_scales(method, per_channel, inputs, outputs):
     """Each device has half of the inputs or outputs; the result and the gradients are those of one device."""
     kernel = Kernel((32,), (16,), ("exp", inputs, outputs), 4)
     product = quantized(Recipe("int8", "int8", Calibration(*[method] * 4), per_channel), kernel, rngs=None)
     config = tiny_config(ALL_COMBINATIONS[0], devices=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1)
-    x, value, gradient = draw(50, 32), draw(4, 32, 16, seed=1), draw(50, 16, seed=2)
+    x, value, gradient = draw(50, 32, seed=4), draw(4, 32, 16, seed=5), draw(50, 16, seed=6)
 
     def fn(x, value, gradient):
         out, pull = jax.vjp(lambda x, value: product(x, value, SIZES), x, value)
@@ -333,15 +353,15 @@ def test_devices_that_share_the_hidden_units_of_experts_share_their_scales(metho
 
 
 def test_a_sum_that_int32_may_not_hold_is_refused():
-    x, gradient = jnp.ones((1, 140_000, 1)), jnp.ones((1, 140_000, 1))
-    kernel = Kernel((1,), (1,), (None, None))
+    x, kernel = np.ones((1, 140_000, 1), np.float32), Kernel((1,), (1,), (None, None))
 
-    def to_kernel(**how):
-        product = quantized(Recipe("int8", "int8", **how), kernel, rngs=None)
-        return jax.vjp(lambda kernel: product(x, 1, kernel), jnp.ones((1, 1)))[1](gradient)[0]
+    @functools.partial(jax.jit, static_argnums=0)
+    def to_kernel(parts):
+        product = quantized(Recipe("int8", "int8", parts=parts), kernel, rngs=None)
+        return jax.vjp(lambda kernel: product(x, 1, kernel), jnp.ones((1, 1)))[1](jnp.asarray(x))[0]
 
     with pytest.raises(
         UserError, match="a sum of 140,000 products of integers may overflow int32, which always holds 131,071"
     ):
-        to_kernel(parts=1)
-    np.testing.assert_allclose(to_kernel(parts=DEVICES), 140_000, rtol=0.02)
+        to_kernel(1)
+    np.testing.assert_allclose(to_kernel(DEVICES), 140_000, rtol=0.02)

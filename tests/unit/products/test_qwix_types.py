@@ -25,6 +25,7 @@ ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 ROWS = 8
 
 
+@functools.cache
 def made(name="", combination=ALL_COMBINATIONS[0], **keys):
     """A run whose kernels are stored as the type `name`; "" for the plain model."""
     if name:
@@ -40,10 +41,15 @@ def plain_params():
     return copied(jax.jit(run.model.init)(jax.random.key(0))[0])
 
 
+@functools.cache
+def stored_params(name):
+    return copied(jax.jit(functools.partial(stored_by, name))(plain_params()))
+
+
 def tree_of(name, run):
     """The canonical state before the first step; its optimizer state has no arrays but counters."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.codec.unpack(run.codec.abstract))
-    return zeros._replace(params=copied(stored_by(name, plain_params())))
+    return zeros._replace(params=stored_params(name))
 
 
 class Holder(nnx.Module):
@@ -54,8 +60,8 @@ class Holder(nnx.Module):
 @pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("name", TYPES)
 def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
-    kernel = jnp.asarray(plain_params()["decoder"]["layers"]["mlp"]["wo"]["kernel"])
-    first, second = map(STORES[name], kernel)
+    kernels = stored_params(name)["decoder"]["layers"]["mlp"]["wo"]["kernel"]
+    first, second = (jax.tree.map(lambda part, i=i: jnp.asarray(part[i]), kernels) for i in range(2))
     assert jax.tree.structure(first) == jax.tree.structure(second)  # with the static parts
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
         module = Holder(nnx.Param(first))
@@ -73,8 +79,8 @@ def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
 
 def test_static_parts_take_part_in_the_comparison_of_structures():
     """Otherwise the tests here would not notice that one is lost."""
-    kernel = jnp.ones((16, 8))
-    value = STORES["with_awq"](kernel)
+    kernel = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    value = jax.eval_shape(STORES["with_awq"], kernel)
     others = [
         dataclasses.replace(value, contracting_axis=1),
         dataclasses.replace(value, how=dataclasses.replace(value.how, tiled_axes={0: 8})),
@@ -82,7 +88,7 @@ def test_static_parts_take_part_in_the_comparison_of_structures():
     ]
     for other in others:
         assert jax.tree.structure(value) != jax.tree.structure(other)
-    padded = STORES["padded"](kernel)
+    padded = jax.eval_shape(STORES["padded"], kernel)
     assert jax.tree.structure(padded) != jax.tree.structure(dataclasses.replace(padded, original_shape=(15, 8)))
 
 
@@ -113,11 +119,6 @@ def test_nnx_refuses_an_unregistered_pytree_and_overlooks_a_plain_object(graph):
         assert nnx.merge(graphdef, state).kernel.table.shape == (3,)
 
 
-@functools.cache
-def plain_run(**keys):
-    return made(**keys)
-
-
 @pytest.mark.parametrize(
     ("name", "combination"),
     [*((name, ALL_COMBINATIONS[0]) for name in TYPES), *(("mixed", combination) for combination in ALL_COMBINATIONS)],
@@ -125,7 +126,7 @@ def plain_run(**keys):
 def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
     """With Zero-1: each type, and a model of all types in each combination. The plain model says how a whole kernel is
     sharded."""
-    run, plain = made(name, combination, **ZERO1), plain_run(**ZERO1)
+    run, plain = made(name, combination, **ZERO1), made(**ZERO1)
     leaves, structure = jax.tree.flatten(run.codec.abstract)
     numbered = structure.unflatten(range(len(leaves)))
     tree = run.codec.unpack(numbered)
@@ -182,15 +183,15 @@ def test_the_step_is_the_same_program_in_all_combinations(scan, combination):
 
 
 def test_a_model_of_all_types_is_the_plain_model_of_their_values():
-    run, plain = made("mixed"), plain_run()
+    run, plain = made("mixed"), made()
     batch = packed_batch(run.config, 2)
     inputs = [batch[field] for field in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
     def hidden(run):
         return jax.jit(lambda params: run.model.apply(params, {}, *inputs)[0])
 
-    params = stored_by("mixed", plain_params())
-    values = as_floats(params)
+    params = stored_params("mixed")
+    values = jax.jit(as_floats)(params)
     kernel = values["decoder"]["layers"]["mlp"]["wi_1"]["kernel"]
     np.testing.assert_allclose(kernel, plain_params()["decoder"]["layers"]["mlp"]["wi_1"]["kernel"], atol=0.02)
     np.testing.assert_allclose(hidden(run)(params), hidden(plain)(values), atol=1e-6)

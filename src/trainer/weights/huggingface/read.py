@@ -23,7 +23,7 @@ from trainer.leaves.source import (
     whole,
     within,
 )
-from trainer.models.families import Place, place, stacks
+from trainer.models.families import Place, places_of
 from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.mtp_names import (
     MODULES,
@@ -100,8 +100,9 @@ class HuggingFaceSource:
         config = model_config(self._float_keys, [], str(self.path))
         layouts = hugging_face_layouts(config)
         matrices, params = dict[str, list[Any]](), names_of(make_model(config).abstract[0])
+        places = places_of(config, params)
         for name in stored_matrices(config):
-            names = [tensor for tensor, _ in tensors_of(layouts[name], place(stacks(config), name), params[name].shape)]
+            names = [tensor for tensor, _ in tensors_of(layouts[name], places[name], params[name].shape)]
             matrices[name] = [self._tensors.get(tensor) for tensor in names]
         known = {id(tensor) for tensors in matrices.values() for tensor in tensors}
         return stored_keys(config, matrices, [it for it in self._tensors.values() if id(it) not in known])
@@ -109,10 +110,9 @@ class HuggingFaceSource:
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
         layouts = hugging_face_layouts(config, self.keys["decoder_block"])
+        places = places_of(config, shapes)
         tensors = {
-            name: tensors_of(layouts[name], place(stacks(config), name), shape)
-            for name, shape in shapes.items()
-            if name in layouts
+            name: tensors_of(layouts[name], places[name], shape) for name, shape in shapes.items() if name in layouts
         }
         return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor, _ in each)]
 
@@ -122,7 +122,7 @@ class HuggingFaceSource:
         parts = names_of(nested(kernels))
         needed, shapes = shapes, {name: shape for name, shape in shapes.items() if name not in parts}
         shapes |= {name: kernel.qvalue.shape for name, kernel in kernels.items()}
-        places = {name: place(stacks(config), name) for name in shapes}
+        places = places_of(config, shapes)
         layouts = layouts_of(config, places, self.keys["decoder_block"])
         layers = config.base_num_decoder_layers
         if layers * config.num_experts > len(self._tensors):  # checked before so many names are generated

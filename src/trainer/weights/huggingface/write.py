@@ -10,7 +10,7 @@ import numpy as np
 from trainer.config import Config
 from trainer.leaves.about import About
 from trainer.leaves.source import Leaf, Tick, names_of, nested, progress
-from trainer.models.families import Place, place, stacks
+from trainer.models.families import Place, places_of
 from trainer.models.huggingface import Layout
 from trainer.weights.huggingface.compressed_tensors import quantization_config
 from trainer.weights.huggingface.config_json import config_json
@@ -50,7 +50,7 @@ def write_huggingface(
     parts = names_of(nested(kernels))
     shapes = {name: leaf.shape for name, leaf in leaves.items() if name not in parts}
     shapes |= {name: kernel.shape if hasattr(kernel, "shape") else () for name, kernel in kernels.items()}
-    places = {name: place(stacks(config), name) for name in shapes}
+    places = places_of(config, shapes)
     layouts = layouts_of(config, places)
     dtypes = target_dtypes({name: leaf for name, leaf in leaves.items() if name not in parts}, dtype)
     data = config_json(config, dtypes["token_embedder/embedding"].name, about.fields)

@@ -24,7 +24,7 @@ from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.effects import no_effect_of
 from trainer.leaves import orbax
 from trainer.leaves.source import Leaf, Shapes, check_tensors, common_dtype, resharded
-from trainer.models.families import Place, maxtext, place, stacks
+from trainer.models.families import Place, maxtext, places_of, stacks
 from trainer.models.huggingface import reordered
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
 from trainer.models.patterns import LAYERS, REMAINDER
@@ -140,7 +140,7 @@ class MaxTextSource:
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`. The model's norm, read as the final norm of a module, does not count."""
-        of = {name: place(stacks(config), name) for name in shapes}
+        of = places_of(config, shapes)
         stored = {name: self._stored(config, name, shape, of[name], 1) for name, shape in shapes.items()}
         return [
             name
@@ -150,7 +150,7 @@ class MaxTextSource:
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
-        places = {name: place(stacks(config), name) for name in shapes}
+        places = places_of(config, shapes)
         axis = self._scan_axis(
             {
                 names_of(config, name, where)[0]: shapes[name]
