@@ -42,9 +42,10 @@ def resolve(
     if order := token_order(values):
         values[ORDER] = order[0]
     if mesh:
-        mistakes += _misfits(values, PIPELINE_CHECKS)
+        filled = ml_collections.ConfigDict(values)
+        mistakes += _misfits(filled, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
-        mistakes += split_on(values, mesh) or [*_misfits(values, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
+        mistakes += split_on(values, mesh) or [*_misfits(filled, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
     values["attention"], unsupported = choose_attention(values, mesh, platform)
     if mesh:
         mistakes += too_large(values)
@@ -64,11 +65,10 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
     return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
 
 
-def _misfits(values: Mapping[str, Any], checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
+def _misfits(config: Any, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
     """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
-    config = ml_collections.FrozenConfigDict(values)
     failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
-    return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
+    return [f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}" for keys, said in failed]
 
 
 def _shown(key: str, value: Any) -> str:
