@@ -12,6 +12,7 @@ result.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -261,33 +262,48 @@ def configured(keys: dict[str, Any], **more: Any) -> Any:
     return resolve(load(["maxtext.yml", *words]).config, device_count=1, platform="cpu")
 
 
-def our_logits(
-    folder: Path, keys: dict[str, Any], tokens: np.ndarray, *, as_maxtext: bool = True, **more: Any
-) -> np.ndarray:
-    """Returns the logits of this trainer's model with the parameters in `folder`.
-
-    `as_maxtext` rounds the table of a tied head to bfloat16, as MaxText does in float32 runs, too.
-    """
+@functools.cache
+def our_model(config: Any) -> tuple[Any, Any]:
+    """Returns this trainer's model, and its program (params, rest, table, tokens) -> logits. `table` is that of the
+    head if the head is tied."""
     import jax
 
     from trainer.backends import make_model
+
+    model = make_model(config)
+
+    def logits(params: Any, rest: Any, table: Any, tokens: Any) -> Any:
+        positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+        rows = np.arange(len(tokens), dtype=np.int32)
+        hidden, _, _ = model.apply(params, rest, tokens, positions, np.ones_like(positions), rows)
+        if config.logits_via_embedding:
+            params = params | {"token_embedder": {"embedding": table}}
+        return model.apply(params, rest, hidden, method="head")[0]
+
+    return model, jax.jit(logits)
+
+
+def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: Any) -> list[np.ndarray]:
+    """Returns the logits of this trainer's model with the parameters in `folder`.
+
+    If the head is tied, returns them twice: with the head's table rounded to bfloat16, as MaxText does in float32 runs,
+    too, and with the table as it is.
+    """
+    import jax
+
     from trainer.leaves import joined, parted
     from trainer.weights import load_parameters
 
     config = configured(keys, **more)
-    model = make_model(config)
+    model, program = our_model(config)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=sharding), joined(*model.abstract)
     )
     params, rest = parted(load_parameters(str(folder), config, abstract, print), model.abstract[1])
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    rows = np.arange(len(tokens), dtype=np.int32)
-    hidden, _, _ = model.apply(params, rest, tokens, positions, np.ones_like(tokens), rows)
-    if as_maxtext and config.logits_via_embedding:
-        table = params["token_embedder"]["embedding"]
-        params = params | {"token_embedder": {"embedding": table.astype("bfloat16").astype(table.dtype)}}
-    return np.asarray(model.apply(params, rest, hidden, method="head")[0], np.float32)
+    table = np.asarray(params["token_embedder"]["embedding"])
+    tables = [table.astype("bfloat16").astype(table.dtype), table] if config.logits_via_embedding else [table]
+    return [np.asarray(program(params, rest, it, tokens), np.float32) for it in tables]
 
 
 def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
@@ -315,7 +331,7 @@ def check(python: str) -> int:
             work = Path(temporary)
             zipfile.ZipFile(path).extractall(work)
             keys, expected = json.loads((work / "keys.json").read_text()), np.load(work / "expected.npz")
-            ours = our_logits(work / "run", keys, expected["tokens"])
+            ours = our_logits(work / "run", keys, expected["tokens"])[0]
             words = exported(work / "run", work / "out", keys)
             command = [python, __file__, "logits", str(work / "out" / "0"), str(work / "theirs.npz"), *words]
             if subprocess.run(command, capture_output=True).returncode:

@@ -1,5 +1,6 @@
 """Adapters that peft wrote (tests/peft, see scripts/write_peft.py), and adapters that this trainer writes."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_cases import shapes_of
 from safetensors.numpy import load_file, save_file
 from support import ALL_COMBINATIONS, pinned, state_from
 
@@ -16,7 +18,7 @@ from trainer.config import UserError
 from trainer.config.dump import as_words
 from trainer.leaves import Leaf, names_of, nested, parted
 from trainer.training import build, placed
-from trainer.weights import model_config, open_source, weight_shapes
+from trainer.weights import model_config, open_source
 from trainer.weights.peft.read import PeftSource, is_peft
 from trainer.weights.peft.write import write_peft
 
@@ -38,9 +40,16 @@ def config_for(base, source, **keys):
     return model_config(keys[0], as_words(keys[1] | source.lora_keys(plain)), str(base))
 
 
+@functools.cache
+def golden(case):
+    """Returns the adapters of a case and their configuration. RoPE rotates pairs in every other case."""
+    source = PeftSource(FOLDER / case)
+    return source, config_for(base_of(case), source, rope_interleave=CASES.index(case) % 2 == 0)
+
+
 def weights_with(base, source, config):
     """Returns the weights at `base` with the adapters of `source`, by canonical name."""
-    shapes = weight_shapes(config)
+    shapes = shapes_of(config)
     adapters = source.leaves(config, shapes)
     leaves = open_source(str(base)).leaves(config, {name: it for name, it in shapes.items() if "/product/" not in name})
     leaves |= adapters
@@ -60,8 +69,7 @@ def logits_of(config, weights, base):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case):
-    base, source = base_of(case), PeftSource(FOLDER / case)
-    config = config_for(base, source, rope_interleave=CASES.index(case) % 2 == 0)
+    (source, config), base = golden(case), base_of(case)
     weights = weights_with(base, source, config)
     found = jax.jit(lambda weights: logits_of(config, weights, base))(weights)
     expected = np.load(FOLDER / case / "expected.npz")["logits"]
@@ -71,8 +79,8 @@ def test_logits_are_those_of_peft(case):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_reads_back_equal(case, tmp_path):
     """Experts are written as transformers 4 names them. Everything else is, byte for byte, what peft wrote."""
-    source = PeftSource(FOLDER / case)
-    config, said = rewritten(case, source, tmp_path)
+    source, config = golden(case)
+    said = rewritten(case, tmp_path)
     theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (FOLDER / case, tmp_path))
     if not any(".experts.lora_A" in key for key in theirs):
         assert ours.keys() == theirs.keys()
@@ -83,17 +91,17 @@ def test_what_is_written_reads_back_equal(case, tmp_path):
     assert said["base_model_name_or_path"] == source.base
 
 
-def rewritten(case, source, folder):
-    """Returns the configuration of a golden, and the adapter_config.json that is written of it."""
-    config = config_for(base_of(case), source)
+def rewritten(case, folder):
+    """Returns the adapter_config.json that is written of a golden."""
+    source, config = golden(case)
     how = {"base": source.base, "rank": source.rank, "alpha": source.alpha}
-    write_peft(folder, config, source.leaves(config, weight_shapes(config)), **how)
-    return config, json.loads((folder / "adapter_config.json").read_text())
+    write_peft(folder, config, source.leaves(config, shapes_of(config)), **how)
+    return json.loads((folder / "adapter_config.json").read_text())
 
 
 def assert_equal_leaves(one, other, config):
     one, other = (
-        {name: values(leaf) for name, leaf in it.leaves(config, weight_shapes(config)).items()} for it in (one, other)
+        {name: values(leaf) for name, leaf in it.leaves(config, shapes_of(config)).items()} for it in (one, other)
     )
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -108,7 +116,7 @@ def test_targets_are_short_names_of_those_modules_only(tmp_path):
     found = {}
     for case in ("llama", "llama-saved", "deepseek-v3", "mixtral"):
         (tmp_path / case).mkdir()
-        found[case] = rewritten(case, PeftSource(FOLDER / case), tmp_path / case)[1]
+        found[case] = rewritten(case, tmp_path / case)
     every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert found["llama"]["target_modules"] == every
     assert found["llama-saved"]["target_modules"] == ["1.self_attn.q_proj", "1.self_attn.v_proj"]
@@ -119,8 +127,10 @@ def test_targets_are_short_names_of_those_modules_only(tmp_path):
 
 
 def test_keys_name_the_matrices_and_what_else_is_trained():
-    keys = {case: PeftSource(FOLDER / case) for case in ("llama-saved", "qwen2-biases", "mixtral-down", "llama-head")}
-    keys = {case: source.lora_keys(config_for(base_of(case), source)) for case, source in keys.items()}
+    keys = {}
+    for case in ("llama-saved", "qwen2-biases", "mixtral-down", "llama-head"):
+        source, config = golden(case)
+        keys[case] = source.lora_keys(config)
     assert keys["llama-saved"]["lora_module_path"] == "decoder/layers/self_attention/(query|value)"
     assert keys["llama-saved"]["lora_alpha"] == pytest.approx(8 * 2**0.5)
     norm_and_head = ("^decoder/decoder_norm/scale$", "^decoder/logits_dense/kernel$")
@@ -151,15 +161,14 @@ NAMES = {
 
 @pytest.mark.parametrize("case", NAMES)
 def test_other_names_of_the_same_tensors(tmp_path, case):
-    golden = PeftSource(FOLDER / "llama")
-    config = config_for(base_of("llama"), golden)
+    source, config = golden("llama")
     folder = changed(tmp_path, tensors=lambda found: {NAMES[case](name): it for name, it in found.items()})
-    assert_equal_leaves(PeftSource(folder), golden, config)
+    assert_equal_leaves(PeftSource(folder), source, config)
 
 
 def test_other_forms_of_the_configuration(tmp_path):
     """Of older versions, with fields that no version has, and with fields that say where an adapter came from."""
-    golden = PeftSource(FOLDER / "llama")
+    plain = PeftSource(FOLDER / "llama")
     old = dict.fromkeys(
         ("peft_version", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_dropout"), ...
     )
@@ -170,7 +179,7 @@ def test_other_forms_of_the_configuration(tmp_path):
         {"lora_alpha": 8.0, "task_type": None, "base_model_name_or_path": None},
     ):
         source = PeftSource(changed(tmp_path, **fields))
-        assert (source.rank, source.alpha) == (golden.rank, golden.alpha)
+        assert (source.rank, source.alpha) == (plain.rank, plain.alpha)
         assert any("a_field_of_a_fork" in note for note in source.notes(None)) == ("a_field_of_a_fork" in fields)
 
 
@@ -233,13 +242,13 @@ TENSORS = {
 
 @pytest.mark.parametrize("said", TENSORS)
 def test_tensors_without_a_place_are_refused_by_name(tmp_path, said):
-    config = config_for(base_of("llama"), PeftSource(FOLDER / "llama"))
+    _, config = golden("llama")
     with pytest.raises(UserError, match=said):
-        PeftSource(changed(tmp_path, tensors=TENSORS[said])).leaves(config, weight_shapes(config))
+        PeftSource(changed(tmp_path, tensors=TENSORS[said])).leaves(config, shapes_of(config))
 
 
 def test_one_of_a_tied_pair_is_refused(tmp_path):
-    config = config_for(base_of("llama-tied"), PeftSource(FOLDER / "llama-tied"))
+    _, config = golden("llama-tied")
     for case, said in {"other": "another one of each", "alone": "only lm_head.weight"}.items():
         table = "base_model.model.model.embed_tokens.weight"
 
@@ -248,16 +257,16 @@ def test_one_of_a_tied_pair_is_refused(tmp_path):
             return rest | ({table: found[table] + 1} if case == "other" else {})
 
         with pytest.raises(UserError, match=said):
-            PeftSource(changed(tmp_path, "llama-tied", tensors)).leaves(config, weight_shapes(config))
+            PeftSource(changed(tmp_path, "llama-tied", tensors)).leaves(config, shapes_of(config))
 
 
 def test_a_model_with_other_adapters_is_refused_with_the_keys_to_give():
     source = PeftSource(FOLDER / "llama-saved")
-    config = config_for(base_of("llama"), PeftSource(FOLDER / "llama"))
+    _, config = golden("llama")
     with pytest.raises(
         UserError, match=r"lora_rank=2 .*'lora_module_path=decoder/layers/self_attention/\(query\|value"
     ):
-        source.leaves(config, weight_shapes(config))
+        source.leaves(config, shapes_of(config))
 
 
 def test_a_pickled_file_is_refused_with_what_to_do(tmp_path):
@@ -278,9 +287,8 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
 
 def test_experts_are_written_completely_and_routers_as_transformers_5_names_them(tmp_path):
     """peft 0.21 drops adapters of gate and up without those of down; it renames tensors of adapters alone."""
-    source = PeftSource(FOLDER / "mixtral")
-    config = config_for(base_of("mixtral"), source)
-    leaves = source.leaves(config, weight_shapes(config))
+    source, config = golden("mixtral")
+    leaves = source.leaves(config, shapes_of(config))
     leaves = {name: it for name, it in leaves.items() if "/wo/" not in name and "/gate/" not in name}
     router = "decoder/layers/MoeBlock_0/gate/kernel"
     leaves[router] = Leaf((2, 32, 4), np.dtype(np.float32), [lambda: np.ones((2, 32, 4), np.float32)])
@@ -296,9 +304,8 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
 @pytest.mark.parametrize("half", ["lora_a", "lora_b"])
 def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
     """As training begins it, with b of zeros. Only where both are zero there is none."""
-    source = PeftSource(FOLDER / "llama")
-    config = config_for(base_of("llama"), source)
-    leaves = source.leaves(config, weight_shapes(config))
+    source, config = golden("llama")
+    leaves = source.leaves(config, shapes_of(config))
 
     def first_layer_without(leaf):
         found = values(leaf).copy()
@@ -314,7 +321,7 @@ def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
         name for name in load_file(FOLDER / "llama" / "adapter_model.safetensors") if "layers.0.self_attn.q" not in name
     }
     assert found.keys() == every
-    for name, leaf in PeftSource(tmp_path).leaves(config, weight_shapes(config)).items():
+    for name, leaf in PeftSource(tmp_path).leaves(config, shapes_of(config)).items():
         np.testing.assert_array_equal(values(leaf), values(leaves[name]), err_msg=name)
 
 
@@ -328,7 +335,7 @@ def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
         "lora_alpha": 8,
     }
     config = model_config(open_source(str(base)).keys, as_words(keys | pinned(ALL_COMBINATIONS[0])), str(base))
-    shapes = {name: shape for name, shape in weight_shapes(config).items() if "/product/" in name}
+    shapes = {name: shape for name, shape in shapes_of(config).items() if "/product/" in name}
     assert len(shapes) == 4
     leaves = {
         name: Leaf(it, np.dtype(np.float32), [lambda it=it: np.ones(it, np.float32)]) for name, it in shapes.items()
@@ -343,7 +350,7 @@ def test_the_bias_of_a_module_that_is_saved_is_none_beside_an_adapter(tmp_path):
     base = base_of("qwen2-biases")
     keys = {"enable_lora": True, "lora_module_path": "mlp/wo", "lora_rank": 1, "lora_alpha": 8}
     config = model_config(open_source(str(base)).keys, as_words(keys | pinned(ALL_COMBINATIONS[0])), str(base))
-    shapes = {name: it for name, it in weight_shapes(config).items() if "/product/" in name or "/query/" in name}
+    shapes = {name: it for name, it in shapes_of(config).items() if "/product/" in name or "/query/" in name}
     assert len(shapes) == 4
     leaves = {
         name: Leaf(it, np.dtype(np.float32), [lambda it=it: np.ones(it, np.float32)]) for name, it in shapes.items()
@@ -354,9 +361,8 @@ def test_the_bias_of_a_module_that_is_saved_is_none_beside_an_adapter(tmp_path):
 
 
 def test_trained_parameters_without_a_place_are_refused(tmp_path):
-    source = PeftSource(FOLDER / "mixtral")
-    config = config_for(base_of("mixtral"), source)
-    leaves = source.leaves(config, weight_shapes(config))
+    source, config = golden("mixtral")
+    leaves = source.leaves(config, shapes_of(config))
     leaves |= {"decoder/layers/MoeBlock_0/wo": leaves["decoder/layers/MoeBlock_0/product/wo/lora_a"]}
     with pytest.raises(UserError, match="MoeBlock_0/wo: the matrices of experts are not modules"):
         write_peft(tmp_path, config, leaves, base="", rank=2, alpha=8.0)
@@ -386,7 +392,7 @@ def test_twenty_steps_are_those_of_peft(name, tmp_path):
     shutil.copy(FOLDER / "steps" / "adapter_config.json", tmp_path)
     shutil.copy(FOLDER / "steps" / f"{name}.safetensors", tmp_path / "adapter_model.safetensors")
     after = names_of(run.codec.unpack(state).params)
-    for leaf, theirs in PeftSource(tmp_path).leaves(config, weight_shapes(config)).items():
+    for leaf, theirs in PeftSource(tmp_path).leaves(config, shapes_of(config)).items():
         np.testing.assert_allclose(after[leaf], values(theirs), atol=1e-4 * np.abs(values(theirs)).max(), err_msg=leaf)
 
 

@@ -243,7 +243,7 @@ class MaxTextSource:
     def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
         """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
         slices."""
-        axis, _, _, changed = how
+        axis, head, _, changed = how
         stored, header = self._headers[tensor]
 
         def theirs(ours: list[Any]) -> list[Any]:
@@ -252,7 +252,9 @@ class MaxTextSource:
         sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
         dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before it is rounded
         value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-        return jax.device_put(_to_ours(value, how, abstract.dtype), abstract.sharding)
+        if axis != 0 or head or changed != UNCHANGED:
+            value = _to_ours(value, how, abstract.dtype)
+        return jax.device_put(value, abstract.sharding)
 
 
 @functools.partial(jax.jit, static_argnames=("how", "dtype"))
