@@ -33,12 +33,13 @@ def loss_and_gradients(tied, devices):
             logits = model.apply(params, {}, hidden, method="head")[0]
         return -jax.nn.log_softmax(logits)[..., 5].mean()
 
-    params = jax.jit(model.init)(jax.random.key(0))[0]
-    params = jax.tree.map(
-        lambda leaf, names: jax.device_put(leaf, named_sharding(mesh, names, leaf.shape, rules)),
-        params,
-        model.param_axes,
-    )
+    rng = np.random.default_rng(0)
+
+    def drawn(leaf, names):
+        values = rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5
+        return jax.device_put(values, named_sharding(mesh, names, leaf.shape, rules))
+
+    params = jax.tree.map(drawn, model.abstract[0], model.param_axes)
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     return by_name(jax.device_get(jax.jit(jax.value_and_grad(loss))(params, jax.device_put(tokens, rows))))
 

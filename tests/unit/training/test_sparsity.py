@@ -57,12 +57,18 @@ def batch_of(run, seed=0, padding=False):
 
 
 @functools.cache
+def compiled(combination=FIRST, **overrides):
+    """Returns a run, its compiled step, and its first TrainTree."""
+    run = made(combination, **overrides)
+    return run, run.compile(), copied(run.codec.unpack(run.init()))
+
+
+@functools.cache
 def trained(combination=FIRST, padding=(), **overrides):
     """Returns a run, its compiled step, and its TrainTree and loss before it and after each of five steps. The steps
     `padding` have no loss."""
-    run = made(combination, **overrides)
-    step, state = run.compile(), run.init()
-    trees, losses = [copied(run.codec.unpack(state))], []
+    run, step, begin = compiled(combination, **overrides)
+    state, trees, losses = state_from(run, begin), [begin], []
     for i in range(5):
         state, metrics = step(state, batch_of(run, i, i in padding), ())
         trees.append(copied(run.codec.unpack(state)))
