@@ -20,6 +20,7 @@ KEYS = SETTINGS | {
     "eval_interval": -1,
     "dropout_rate": 0.0,
     "gradient_clipping_threshold": 0,
+    "opt_type": "lion",  # compiles in half of AdamW's time
 }
 
 
@@ -50,7 +51,7 @@ def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, m
         return name
 
     found, expected = (arrays_of(run / "checkpoints/20") for run in (carried, whole))
-    assert len(found) == len(expected) > 30
+    assert len(found) == len(expected) > 25
     for name, array in expected.items():
         assert array.tobytes() == found[renamed(name)].tobytes(), name
 
@@ -62,4 +63,4 @@ def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, m
     before = {renamed(name): array for name, array in arrays_of(half / "checkpoints/10").items()}
     for name, array in by_name(fresh.params).items():
         assert before[f"params/{name}"].tobytes() == np.asarray(array).tobytes(), name
-    assert not any(np.any(array) for array in jax.tree.leaves(fresh.opt_state) if array.ndim)
+    assert not any(np.any(np.asarray(array)) for array in jax.tree.leaves(fresh.opt_state) if array.ndim)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import tiny_config
+from support import random_params, tiny_config
 
 from trainer.backends import make_model
 from trainer.models.families import axis_rules
@@ -33,13 +33,11 @@ def loss_and_gradients(tied, devices):
             logits = model.apply(params, {}, hidden, method="head")[0]
         return -jax.nn.log_softmax(logits)[..., 5].mean()
 
-    rng = np.random.default_rng(0)
-
-    def drawn(leaf, names):
-        values = rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5
-        return jax.device_put(values, named_sharding(mesh, names, leaf.shape, rules))
-
-    params = jax.tree.map(drawn, model.abstract[0], model.param_axes)
+    params = jax.tree.map(
+        lambda leaf, names: jax.device_put(leaf, named_sharding(mesh, names, leaf.shape, rules)),
+        random_params(model.abstract[0]),
+        model.param_axes,
+    )
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     return by_name(jax.device_get(jax.jit(jax.value_and_grad(loss))(params, jax.device_put(tokens, rows))))
 

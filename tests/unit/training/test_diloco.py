@@ -41,6 +41,7 @@ EVERYTHING = {
 }
 # Few of them, which compile in a third of the time.
 FEW = {name: EVERYTHING[name] for name in ("parameter_metrics_period", "dropout_rate", "warmup_steps_fraction")}
+FEW |= {"opt_type": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "gradient_clipping_threshold": 0}
 FEATURES = {"few": FEW | {"per_device_batch_size": 2, "base_num_decoder_layers": 1}, "everything": EVERYTHING}
 
 

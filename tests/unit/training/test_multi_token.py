@@ -17,7 +17,9 @@ from support import (
     copied,
     first_tree,
     lowered_update,
+    model_of,
     packed_batch,
+    random_params,
     tiny_config,
 )
 
@@ -30,6 +32,7 @@ from trainer.models.mtp import Ahead, run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
 from trainer.objectives import MultiToken, make_objective
 from trainer.objectives.forward import ahead_of
+from trainer.ops.random import seed_key
 from trainer.optim import make_optimizer
 from trainer.products import Context
 from trainer.state import ParamShardings
@@ -60,10 +63,10 @@ def given(config, batch):
 
 
 @functools.cache
-def initial(combination, **keys):
-    """Returns parameters and `rest`. They do not depend on dropout, microbatches or the loop over layers."""
-    model = make_model(tiny_config(combination, **(KEYS | keys)))
-    return compiled(model.init, jax.random.key(0))(jax.random.key(0))
+def parameters(**keys):
+    """Returns parameters on a device. They are the same for every combination and however they are computed with."""
+    model = model_of(tiny_config(ALL_COMBINATIONS[0], **(KEYS | keys)))
+    return jax.device_put(random_params(model.abstract[0]), jax.devices()[0])
 
 
 @functools.cache
@@ -71,8 +74,8 @@ def program(combination, *, microbatches=1, capture=(), **keys):
     """Returns the configuration, `gradients` of a state and 8 rows, not compiled, and the initial state."""
     config = tiny_config(combination, gradient_accumulation_steps=microbatches, **(KEYS | keys))
     model = make_model(config)
-    params, rest = initial(combination, **{key: value for key, value in keys.items() if key == "mtp_num_layers"})
-    tree = TrainTree(jnp.zeros((), jnp.int32), params, None, rest)
+    params = parameters(**{key: value for key, value in keys.items() if key == "mtp_num_layers"})
+    tree = TrainTree(np.int32(0), params, None, {})
     return config, make_gradients(config, make_objective(config, model), shardings(params), capture), tree
 
 
@@ -214,7 +217,8 @@ def test_terms_and_names():
 
 
 def test_one_seed_gives_the_same_modules_in_every_combination():
-    first, *others = (program(combination, mtp_num_layers=1)[2].params for combination in ALL_COMBINATIONS)
+    models = (make_model(tiny_config(combination, mtp_num_layers=1)) for combination in ALL_COMBINATIONS)
+    first, *others = (compiled(model.init, seed_key(0))(seed_key(0))[0] for model in models)
     for params in others:
         assert_equal_bits(params, first)
 
@@ -359,7 +363,7 @@ def test_the_heads_of_modules_are_clipped_too():
 
     run, update = lowered(ALL_COMBINATIONS[0])
     assert lowered(ALL_COMBINATIONS[-1])[1].as_text() == update.as_text()
-    tree = first_tree(run, copied(initial(ALL_COMBINATIONS[0])[0]))
+    tree = first_tree(run)
     after, metrics = update.compile()(tree, rows(run.config, 4), ())
     assert metrics["clipped_heads"] == 4 * (2 + 2)
     for k in (1, 2):
@@ -390,11 +394,11 @@ def test_routers_of_modules_count_the_tokens_whose_successors_are_in_their_segme
     model, batch = make_model(config), given(config, packed_batch(config, 4))
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
-    def counts(key):
+    def counts(params):
         types = MtpHidden, RouterCount
-        return model.apply(*model.init(key), *inputs, capture=types, ahead=ahead_of(batch))[1]["RouterCount"]
+        return model.apply(params, {}, *inputs, capture=types, ahead=ahead_of(batch))[1]["RouterCount"]
 
-    found = jax.device_get(jax.jit(counts)(jax.random.key(0)))
+    found = jax.device_get(jax.jit(counts)(random_params(model.abstract[0])))
     documents = [
         size for row in batch["inputs_segmentation"] for size in np.bincount(row, minlength=1)[1:].tolist() if size
     ]

@@ -15,7 +15,9 @@ from support import (
     assert_equal_bits,
     copied,
     first_tree,
+    model_of,
     packed_batch,
+    random_params,
     state_from,
     tiny_config,
 )
@@ -32,7 +34,6 @@ from trainer.models.llama2 import block as llama2
 from trainer.objectives import NextToken
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits
-from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 from trainer.optim.qk_clip import scaled
 from trainer.products import Context
@@ -70,7 +71,7 @@ def heated(params):
 
 @functools.cache
 def initial():
-    return heated(copied(jax.jit(make_model(tiny_config("nnx")).init)(seed_key(0))[0]))
+    return heated(random_params(model_of(tiny_config("nnx")).abstract[0]))
 
 
 def steps_of(combination, count=2, devices=1, **keys):

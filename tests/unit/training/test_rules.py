@@ -55,6 +55,7 @@ COUNT = Rule("count", lambda params: jnp.zeros((), jnp.int32), grow_rest)
 
 def run_of(combination):
     axes = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True}
+    axes |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
     config = load(arguments(combination, **KEYS, **axes)).config
     return build(config, jax.devices()[:2], [AVERAGE, LARGEST, COUNT])
 

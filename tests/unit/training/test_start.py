@@ -15,7 +15,6 @@ from trainer.config import UserError, load, to_yaml
 from trainer.data import open_dataset
 from trainer.training import build, start
 
-
 ONLY_START = {"load_full_state_path", "load_parameters_path", "reset_optimizer", "steps"}  # what reads these keys
 
 

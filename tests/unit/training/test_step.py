@@ -21,7 +21,7 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import make_model
+from trainer.backends import TrainTree, make_model
 from trainer.config import load
 from trainer.layers.sown import Total
 from trainer.objectives import NextToken, Sums, Weights
@@ -54,7 +54,7 @@ def gradients(devices=1, **overrides):
 def initial():
     """Returns the first state of all these runs."""
     run = build(load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config, jax.devices()[:1])
-    return copied(run.codec.unpack(run.init()))
+    return first_tree(run)
 
 
 @functools.cache
@@ -62,6 +62,19 @@ def by_default():
     """Returns the run of TINY, whose step compiles once for several tests, and its first state."""
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
     return run, first_tree(run, initial().params)
+
+
+def few(params):
+    """Returns the parameters of the MLP and of the last norm, in a tree like `params`: an optimizer compiles sooner."""
+    decoder = params["decoder"]
+    return {"decoder": {"layers": {"mlp": decoder["layers"]["mlp"]}, "decoder_norm": decoder["decoder_norm"]}}
+
+
+def first_of_few(config):
+    """Returns the optimizer of `config`, and the first state of a run that has few parameters."""
+    tx, params = make_optimizer(config, few(make_model(config).param_axes)), few(initial().params)
+    opt_state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, params))
+    return tx, jax.tree.map(jnp.asarray, TrainTree(np.int32(0), params, opt_state, {}))
 
 
 def update_of(config, tx, tree, loss):
@@ -73,7 +86,7 @@ def update_of(config, tx, tree, loss):
         sums=lambda params, *_: Sums({"lm_loss": sum(jnp.sum(loss(leaf)) for leaf in jax.tree.leaves(params))}, {}, {}),
     )
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
-    return make_update(config, tx, objective, ParamShardings(here, here), [], make_model(config).param_axes)
+    return make_update(config, tx, objective, ParamShardings(here, here), [], here)
 
 
 @functools.cache
@@ -81,9 +94,9 @@ def reference():
     return gradients(per_device_batch_size=16)
 
 
-@pytest.mark.parametrize(("microbatches", "tiles"), [(4, 1), (2, 4)])
+@pytest.mark.parametrize(("microbatches", "tiles"), [(4, 1), (1, 8), (2, 4)])
 def test_accumulation_gives_the_same_gradients(microbatches, tiles):
-    """Tiles of tokens give the same gradients, too; without microbatches, in test_multi_token.py."""
+    """Tiles of tokens give the same gradients, too."""
     tokens = (packed_batch(tiny_config("nnx"), 16)["targets_segmentation"] != 0).sum(1)
     parts = [tokens[j::microbatches].sum() for j in range(microbatches)]
     assert len(set(parts)) == microbatches, "the microbatches should hold unequal numbers of real tokens"
@@ -97,9 +110,10 @@ def test_accumulation_gives_the_same_gradients(microbatches, tiles):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
 
 
-def test_a_mesh_gives_the_gradients_of_one_device():
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=lambda size: str(size))
+def test_a_mesh_gives_the_gradients_of_one_device(data, fsdp, tensor):
     expected, expected_metrics = reference()
-    axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+    axes = {"ici_data_parallelism": data, "ici_fsdp_parallelism": fsdp, "ici_tensor_parallelism": tensor}
     actual, metrics = gradients(devices=8, per_device_batch_size=2, **axes)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(np.abs(b).max(), 1))
@@ -198,7 +212,7 @@ def test_the_optimizer_gets_gradients_in_grad_dtype(stored, held):
         return grads, state
 
     config = tiny_config("nnx", weight_dtype=stored, grad_dtype=held)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, stored), initial().params)
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf.astype(jnp.dtype(stored))), initial().params)
     tree = initial()._replace(params=params, opt_state=optax.EmptyState())
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     jax.eval_shape(update_of(config, tx, tree, jnp.sin), tree, packed_batch(config, 2))
@@ -256,16 +270,22 @@ ZERO_BY_ZERO = {"adam_eps": 0.0, "logits_via_embedding": False, "warmup_steps_fr
 OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fraction": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("combination", "settings"), [(ALL_COMBINATIONS[0], ZERO_BY_ZERO), (ALL_COMBINATIONS[-1], OVERFLOW)]
-)
-def test_an_update_that_is_not_finite_is_told_though_its_gradient_is(combination, settings):
-    run = build(load(arguments(combination, **settings)).config, jax.devices()[:1])
+def test_an_update_that_is_not_finite_is_told_though_its_gradient_is():
+    run = build(load(arguments(ALL_COMBINATIONS[-1], **ZERO_BY_ZERO)).config, jax.devices()[:1])
     state, batch = state_from(run, first_tree(run)), placed(run, packed_batch(run.config, run.rows))
     state, metrics = run.compile()(state, batch, ())
     assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
     assert (metrics["skipped"], metrics["finite"]) == (0, 0)
     assert names_not_finite(run, state)
+
+
+def test_an_update_that_overflows_is_told():
+    config = tiny_config("nnx", **OVERFLOW)
+    tx, tree = first_of_few(config)
+    tree, metrics = jax.jit(update_of(config, tx, tree, jnp.sin))(tree, packed_batch(config, 2))
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["learning_rate"]]).all()
+    assert (metrics["skipped"], metrics["finite"]) == (0, 0)
+    assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copied(tree.params)))
 
 
 def test_optimizer_state_that_is_not_finite_is_told():
@@ -285,17 +305,16 @@ def test_optimizer_state_that_is_not_finite_is_told():
 
 def test_finite_steps_are_those_of_the_optimizer_alone():
     """The select between the new and the old state changes no bit of an accepted step."""
-    run, tree = by_default()
-    tree = jax.tree.map(jnp.asarray, tree)
-    tx = make_optimizer(run.config, run.model.param_axes)
+    config = tiny_config("nnx")
+    tx, tree = first_of_few(config)
 
     def plain(tree, batch):
         grads = jax.tree.map(jnp.cos, tree.params)
         updates, opt_state = tx.update(grads, tree.opt_state, tree.params)
         return tree._replace(step=tree.step + 1, params=optax.apply_updates(tree.params, updates), opt_state=opt_state)
 
-    batch = packed_batch(run.config, 2)
-    update = update_of(run.config, tx, tree, jnp.sin)
+    batch = packed_batch(config, 2)
+    update = update_of(config, tx, tree, jnp.sin)
     (found, metrics), expected = (jax.jit(it, compiler_options=EXACT)(tree, batch) for it in (update, plain))
     assert metrics["skipped"] == 0
     assert_equal_bits(copied(found), copied(expected))
@@ -359,8 +378,7 @@ def test_no_remat_recomputes_no_product():
 def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
     """With gradients of 1, it is the amount that SGD subtracts."""
     config = tiny_config("nnx", opt_type="sgd", steps=8, warmup_steps_fraction=0.5, gradient_clipping_threshold=0)
-    tree = jax.tree.map(jnp.asarray, initial())
-    tx = make_optimizer(config, make_model(config).param_axes)
+    tx, tree = first_of_few(config)
     update = jax.jit(update_of(config, tx, tree, lambda leaf: leaf))
     rates = []
     for _ in range(4):
