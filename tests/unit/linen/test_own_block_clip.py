@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen
-from support import arguments, first_tree, packed_batch, state_from
+from support import arguments, packed_batch
 
 from trainer.config import UserError, load
 from trainer.ops.attention import Mask
@@ -58,7 +58,7 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
     )
     step = run.compile()
     batch = packed_batch(run.config, run.rows)
-    state, first = step(state_from(run, first_tree(run)), placed(run, batch), ())
+    state, first = step(run.init(), placed(run, batch), ())
     for _ in range(1 + mtp_num_layers):
         state, _ = step(state, placed(run, batch), ())
     _, last = step(state, placed(run, batch), ())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import random_params, tiny_config
+from support import tiny_config
 
 from trainer.backends import make_model
 from trainer.models.families import axis_rules
@@ -33,9 +33,10 @@ def loss_and_gradients(tied, devices):
             logits = model.apply(params, {}, hidden, method="head")[0]
         return -jax.nn.log_softmax(logits)[..., 5].mean()
 
+    params = jax.jit(model.init)(jax.random.key(0))[0]
     params = jax.tree.map(
         lambda leaf, names: jax.device_put(leaf, named_sharding(mesh, names, leaf.shape, rules)),
-        random_params(model.abstract[0]),
+        params,
         model.param_axes,
     )
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

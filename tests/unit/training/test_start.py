@@ -60,6 +60,25 @@ def save(folder, this, updates, fingerprint=None, documents=None):
     return state
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Returns a run's folder, and the states of its two checkpoints."""
+    folder = tmp_path_factory.mktemp("other")
+    return folder, {updates: copied(save(folder, run(), updates)) for updates in (5, 10)}
+
+
+@pytest.fixture
+def given(tmp_path, other):
+    """Returns a function that copies a checkpoint of `other` into the test's folder and returns its state."""
+
+    def copy(updates):
+        checkpoint = f"checkpoints/{updates}"
+        shutil.copytree(other[0] / checkpoint, tmp_path / checkpoint)
+        return other[1][updates]
+
+    return copy
+
+
 def begin(this, folder=None, lines=None, schedule_given=False):
     """Calls `start` in a run's folder, or without checkpoints."""
     say = (lambda line: None) if lines is None else lines.append
@@ -80,9 +99,9 @@ def test_a_new_run_has_the_initial_state(tmp_path):
         assert_equal(run(), begun.state, run().init())
 
 
-def test_its_own_newest_checkpoint(tmp_path):
-    save(tmp_path, run(), 5)
-    state = save(tmp_path, run(), 10)
+def test_its_own_newest_checkpoint(tmp_path, given):
+    given(5)
+    state = given(10)
     lines = []
     begun = begin(run(), tmp_path, lines)
     assert begun[1:4] == (10, position_after(run(), 10), True)
@@ -122,21 +141,21 @@ def test_its_own_checkpoint_beats_the_sources_that_the_command_names(tmp_path):
     assert_equal(this, begun.state, state)
 
 
-def test_a_schedule_that_follows_steps_is_a_warning(tmp_path):
-    save(tmp_path, run(), 5)
+def test_a_schedule_that_follows_steps_is_a_warning(tmp_path, given):
+    given(5)
     lines = []
     assert begin(run(steps=30), tmp_path, lines).updates == 5
     assert lines[0] == "warning: the learning rate schedule follows steps: learning_rate_schedule_steps: 20 -> 30"
 
 
-def test_steps_below_the_checkpoint(tmp_path):
-    save(tmp_path, run(), 15)
-    with pytest.raises(UserError, match=r"steps=10: .*/15 holds 15 updates already; give steps=15 or more"):
-        begin(run(steps=10), tmp_path)
+def test_steps_below_the_checkpoint(tmp_path, given):
+    given(10)
+    with pytest.raises(UserError, match=r"steps=8: .*/10 holds 10 updates already; give steps=10 or more"):
+        begin(run(steps=8), tmp_path)
 
 
-def test_another_configuration_and_other_data(tmp_path):
-    save(tmp_path, run(), 5)
+def test_another_configuration_and_other_data(tmp_path, given):
+    given(5)
     with pytest.raises(UserError, match=r'checkpoints/5 was saved with another .*\n  opt_type: "adamw" -> "sgd"'):
         begin(run(opt_type="sgd"), tmp_path)
     save(tmp_path, run(), 10, fingerprint="0123456789abcdef")
@@ -145,13 +164,6 @@ def test_another_configuration_and_other_data(tmp_path):
     save(tmp_path, run(), 15, documents="a book")
     with pytest.raises(UserError, match=r"checkpoints/15: .* belongs to other data: the training documents was a book"):
         begin(run(), tmp_path)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    """Returns a run's folder, and the states of its two checkpoints."""
-    folder = tmp_path_factory.mktemp("other")
-    return folder, {updates: copied(save(folder, run(), updates)) for updates in (5, 10)}
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/10", "checkpoints/5"])
@@ -175,17 +187,17 @@ def test_the_full_state_of_nothing(tmp_path):
             begin(run(load_full_state_path=str(tmp_path / name)))
 
 
-def test_a_damaged_full_state(tmp_path):
-    save(tmp_path, run(), 5)
+def test_a_damaged_full_state(tmp_path, given):
+    given(5)
     (tmp_path / "checkpoints/5/run/data.json").write_text("{}")
     with pytest.raises(UserError, match=r"checkpoints/5 is damaged: run/data\.json has 2 bytes of"):
         begin(run(load_full_state_path=str(tmp_path)))
 
 
-def test_a_full_state_that_has_all_updates(tmp_path):
-    save(tmp_path, run(), 20)
-    with pytest.raises(UserError, match=r"steps=20: load_full_state_path=.*/20 holds 20 updates already"):
-        begin(run(load_full_state_path=str(tmp_path)))
+def test_a_full_state_that_has_all_updates(tmp_path, given):
+    given(10)
+    with pytest.raises(UserError, match=r"steps=10: load_full_state_path=.*/10 holds 10 updates already"):
+        begin(run(load_full_state_path=str(tmp_path), steps=10))
 
 
 def test_other_data_begin_at_their_start(tmp_path):
@@ -197,8 +209,8 @@ def test_other_data_begin_at_their_start(tmp_path):
 
 
 @pytest.mark.parametrize(("own", "opt_type"), [(False, "adamw"), (False, "sgd"), (True, "lion")])
-def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, own, opt_type):
-    state = run().codec.unpack(save(tmp_path, run(), 5))
+def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_path, given, own, opt_type):
+    state = run().codec.unpack(given(5))
     path = {} if own else {"load_full_state_path": str(tmp_path)}
     this = run(reset_optimizer=True, opt_type=opt_type, **path)
     lines = []
@@ -228,8 +240,8 @@ def test_a_fresh_optimizer_keeps_step_parameters_and_the_schedules_place(tmp_pat
     this.step.trace(begun.state, *this.abstract_args()[1:])
 
 
-def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path):
-    save(tmp_path, run(), 5)
+def test_without_a_fresh_optimizer_another_one_is_refused(tmp_path, given):
+    given(5)
     path = str(tmp_path)
     with pytest.raises(UserError, match=r"/5 holds the optimizer state of adamw, and this command has opt_type=nadamw"):
         begin(run(load_full_state_path=path, opt_type="nadamw"))
@@ -250,14 +262,14 @@ def test_the_same_command_resumes_what_it_reset(tmp_path):
     ]
 
 
-def test_another_model_is_refused(tmp_path):
-    save(tmp_path, run(), 5)
+def test_another_model_is_refused(tmp_path, given):
+    given(5)
     with pytest.raises(UserError, match=r"has another model: params/.* float32\[.*\] there and float32\[.*\] in this"):
         begin(run(load_full_state_path=str(tmp_path), base_mlp_dim=48))
 
 
-def test_the_other_run_may_go_away_afterwards(tmp_path):
-    state = save(tmp_path, run(), 5)
+def test_the_other_run_may_go_away_afterwards(tmp_path, given):
+    state = given(5)
     this = run(load_full_state_path=str(tmp_path))
     begun = begin(this)
     shutil.rmtree(tmp_path)
