@@ -101,6 +101,34 @@ def compiled(fn: Any, *args: Any) -> Any:
     return jax.jit(fn).lower(*args).compile()
 
 
+def first_tree(run: Any, params: Any = None) -> Any:
+    """Returns the canonical first state of `run` with these parameters, or with random ones. It is made on the host:
+    `run.init` takes half as long to compile as a step. Not for state that does not begin with zeros, such as an average
+    of parameters."""
+    import jax
+
+    tree = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.codec.unpack(run.abstract_state))
+    params = random_params(tree.params) if params is None else params
+    if hasattr(tree, "inner_state"):  # every island begins at the outer parameters
+        inner = tree.inner_state
+        islands = jax.tree.map(lambda leaf, of: np.broadcast_to(leaf.astype(of.dtype), of.shape), params, inner.params)
+        tree = tree._replace(inner_state=inner._replace(params=islands))
+    return tree._replace(params=params)
+
+
+def random_params(abstract: Any) -> Any:
+    """Returns random parameters with the shapes and dtypes of `abstract`, on the host."""
+    import jax
+
+    rng = np.random.default_rng(0)
+
+    def drawn(path: Any, leaf: Any) -> Any:
+        is_scale = path[-1].key == "scale"
+        return (rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5 + is_scale).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(drawn, abstract)
+
+
 def state_from(run: Any, tree: Any) -> Any:
     """Returns the native train state of `run` with the leaves of the TrainTree `tree`, without compiling anything."""
     import jax

@@ -110,11 +110,12 @@ class StateCodec:
         dtypes, and `rest` if given. What is not given has its initial value, drawn from `key`. With `step`, the state
         continues there, and so does the learning-rate schedule; all else of the optimizer and of the update rules is
         initial.
-
-        Call it under jit: an eager call computes initial values even if they are given.
         """
-        drawn, initial = self.model.init(key)
-        params = drawn if params is None else jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, drawn)
+        abstract, initial = self.model.abstract
+        drawn = None
+        if params is None or (rest is None and jax.tree.leaves(initial)):
+            drawn, initial = self.model.init(key)
+        params = drawn if params is None else jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
         rest = initial if rest is None else rest
         opt_state = self.tx.init(params)
         if step is not None:

@@ -43,6 +43,7 @@ class DiLoCoTrainState(NamedTuple):
     in_flight: Any = None
 
 
+@jax.jit
 def mean_of_islands(leaf: jax.Array) -> jax.Array:
     """Returns the mean of an array of `rest` over the islands, its first axis. Integers are those of the first island.
 

@@ -32,7 +32,9 @@ def test_bijection_for_every_optimizer(config, model, name):
     own = Config({**config, "opt_type": name.partition("=")[2]})
     tx = OPTIMIZERS.get(name) or make_optimizer(own, model.param_axes)
     codec = StateCodec(model, tx)
-    native = jax.eval_shape(codec.init, jax.random.key(0))
+    # The model makes its parameters in the same way for all optimizers, so they are traced for one of them.
+    params = () if name == next(iter(OPTIMIZERS)) else model.abstract
+    native = jax.eval_shape(codec.init, jax.random.key(0), *params)
     assert {type(leaf) for leaf in jax.tree.leaves(codec.abstract)} == {jax.ShapeDtypeStruct}
     assert jax.tree.structure(codec.abstract) == jax.tree.structure(native)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(codec.abstract)] == [

@@ -21,49 +21,20 @@ from trainer.checkpoint.sidecar import SidecarFiles
 from trainer.config import UserError
 
 
-def in_process_of_its_own(program, **names):
-    """Returns the output of a process that runs `program`, with each of `names` replaced by its value."""
-    head = """
-        import sys
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """Returns a folder and the output of a process that ended after the saves in it failed."""
+    folder = tmp_path_factory.mktemp("failed")
+    program = """
+        import resource, signal, sys
         from pathlib import Path
         sys.path.insert(0, "TESTS")
         from trainer.checkpoint import CheckpointManager
         from trainer.config import UserError
         from manager_cases import SIDECAR, saved, settings, small_tree
-    """
-    program = textwrap.dedent(head) + textwrap.dedent(program)
-    for name, value in ({"TESTS": Path(__file__).parents[2]} | names).items():
-        program = program.replace(name, str(value))
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ, timeout=120
-    )
 
-
-def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(tmp_path):
-    """A process that may not write files above 1 MB simulates a full disk."""
-    program = """
-        import resource, signal
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        saved(Path("RUN"), 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        try:
-            saved(Path("RUN"), 2, small_tree(width=2048))
-        except UserError as error:
-            print("error:", error)
-    """
-    done = in_process_of_its_own(program, RUN=tmp_path)
-    assert f"error: cannot write a checkpoint below {tmp_path}/checkpoints: File too large; the" in done.stdout
-    assert "are intact: free disk space and run the same command again" in done.stdout
-    assert done.stderr == ""
-    assert newest(tmp_path) == tmp_path / "checkpoints/1"
-    assert inspect(tmp_path / "checkpoints/1") == SIDECAR
-
-
-def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path):
-    """A thread of Orbax that waits for the folder would keep the process alive."""
-    program = """
         for background in (True, False):
-            run = Path("RUN") / str(background)
+            run = Path("FOLDER") / str(background)
             try:
                 how = settings(async_checkpointing=background)
                 with CheckpointManager(run, how, say=print) as manager:
@@ -74,11 +45,38 @@ def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(tmp_path)
                     manager.save(2, small_tree(), SIDECAR, {})
             except UserError as error:
                 print("error:", error)
+        # A process that may not write files above 1 MB simulates a full disk.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        run = Path("FOLDER") / "full"
+        saved(run, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            saved(run, 2, small_tree(width=2048))
+        except UserError as error:
+            print("error:", error)
     """
-    done = in_process_of_its_own(program, RUN=tmp_path)
+    for name, value in {"TESTS": Path(__file__).parents[2], "FOLDER": folder}.items():
+        program = program.replace(name, str(value))
+    words = [sys.executable, "-c", textwrap.dedent(program)]
+    return folder, subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ, timeout=120)
+
+
+def test_a_full_disk_is_one_message_and_the_last_checkpoint_stays(failed):
+    folder, done = failed
+    here = folder / "full" / "checkpoints"
+    assert f"error: cannot write a checkpoint below {here}: File too large; the" in done.stdout
+    assert "are intact: free disk space and run the same command again" in done.stdout
+    assert done.stderr == ""
+    assert newest(folder / "full") == here / "1"
+    assert inspect(here / "1") == SIDECAR
+
+
+def test_a_process_ends_after_a_save_for_which_no_folder_could_be_made(failed):
+    """A thread of Orbax that waits for the folder would keep the process alive."""
+    folder, done = failed
     for background in (True, False):
-        assert f"error: {tmp_path}/{background}/checkpoints was renamed, removed or replaced while" in done.stdout
-        assert inspect(tmp_path / f"{background}/moved/1") == SIDECAR
+        assert f"error: {folder}/{background}/checkpoints was renamed, removed or replaced while" in done.stdout
+        assert inspect(folder / f"{background}/moved/1") == SIDECAR
     assert done.stderr == ""
 
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,14 +44,15 @@ def test_the_spike_rule_accepts_a_step_like_the_first_only_with_both_statistics(
     )
     rule = spikes.skip_spikes(config)
 
-    def seen(step):
-        return Seen(jnp.float32(LOSS), jnp.float32(NORM), jnp.int32(step))
+    @jax.jit
+    def observe(window, step):
+        return rule.observe(window, Seen(jnp.float32(LOSS), jnp.float32(NORM), step))
 
-    first, _ = rule.observe(rule.init({}), seen(0))
+    first, _ = observe(jax.tree.map(np.asarray, rule.init({})), np.int32(0))
     prefix = f"opt_state/rules/{spikes.NAME}/"
     later = midway({prefix + name: leaf for name, leaf in first._asdict().items()}, config)
-    window = spikes.Window(**{name.removeprefix(prefix): jnp.array(leaf) for name, leaf in later.items()})
-    after, reasons = rule.observe(window, seen(STEPS // 2))
+    window = spikes.Window(**{name.removeprefix(prefix): leaf for name, leaf in later.items()})
+    after, reasons = observe(window, np.int32(STEPS // 2))
     assert not any(reasons.values())
     assert after.accepted == STEPS // 2 + interval + 1
     for values, own in ((later[prefix + "loss"], LOSS), (later[prefix + "grad_norm"], NORM)):

@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+import jax
+import numpy as np
 from compiler import exact
 from run_cases import RUN, SETTINGS, arrays_of, killed_at, rows_of, train
+from support import pinned
+
+from trainer.config import load
+from trainer.data import open_dataset
+from trainer.ops.paths import by_name
+from trainer.training import build, start
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 # Without clipping: the global norm is summed in the order of parameter names, which change here.
@@ -12,6 +20,7 @@ KEYS = SETTINGS | {
     "eval_interval": -1,
     "dropout_rate": 0.0,
     "gradient_clipping_threshold": 0,
+    "opt_type": "lion",  # compiles in half of AdamW's time
 }
 
 
@@ -30,18 +39,28 @@ def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, m
     assert code == 0, output
     half = killed_at(10, whole, tmp_path / "half")
     keys |= {"decoder_block": "team_block:NNXBlock", "load_full_state_path": half}
-    for reset in (False, True):
-        code, output = train(tmp_path, f"run_name={reset}", combination="nnx", **keys | {"reset_optimizer": reset})
-        assert code == 0, output
-        assert f"starting from {half}/checkpoints/10: 10 updates, " in output
-    carried, fresh = (tmp_path / "runs" / name for name in ("False", "True"))
+    code, output = train(tmp_path, combination="nnx", **keys)
+    assert code == 0, output
+    assert f"starting from {half}/checkpoints/10: 10 updates, " in output
+    carried = tmp_path / RUN
     assert losses_of(carried) == losses_of(whole)[10:]
-    assert losses_of(fresh)[0] == losses_of(whole)[10]  # the same parameters and the same batch
-    assert losses_of(fresh)[5] != losses_of(whole)[15]
 
-    found, expected = (arrays_of(run / "checkpoints/20") for run in (carried, whole))
-    assert len(found) == len(expected) > 30
-    for name, array in expected.items():
+    def renamed(name):
         for ours, theirs in NNXBlock.PARAMETER_NAMES.items():
             name = name.replace(theirs, ours)
-        assert array.tobytes() == found[name].tobytes(), name
+        return name
+
+    found, expected = (arrays_of(run / "checkpoints/20") for run in (carried, whole))
+    assert len(found) == len(expected) > 25
+    for name, array in expected.items():
+        assert array.tobytes() == found[renamed(name)].tobytes(), name
+
+    words = (f"{key}={value}" for key, value in (keys | pinned("nnx") | {"reset_optimizer": True}).items())
+    run = build(load(["base.yml", *words]).config, jax.devices()[:1])
+    begun = start(run, open_dataset(run.config, print), None, print, schedule_given=True)
+    assert (begun.updates, begun.position["row"]) == (10, 10 * run.rows)
+    fresh = run.codec.unpack(begun.state)
+    before = {renamed(name): array for name, array in arrays_of(half / "checkpoints/10").items()}
+    for name, array in by_name(fresh.params).items():
+        assert before[f"params/{name}"].tobytes() == np.asarray(array).tobytes(), name
+    assert not any(np.any(np.asarray(array)) for array in jax.tree.leaves(fresh.opt_state) if array.ndim)

@@ -20,6 +20,7 @@ KEYS = {
     "qk_clip_threshold": 0.01,
     "opt_type": "sgd",
     "learning_rate": 0,
+    "gradient_clipping_threshold": 0,
     "decoder_block": "own:Block",
 }
 
@@ -55,7 +56,7 @@ def test_its_heads_come_down_to_the_threshold(scan_layers, mtp_num_layers, monke
         load(arguments("linen", **KEYS, scan_layers=scan_layers, mtp_num_layers=mtp_num_layers)).config,
         jax.devices()[:1],
     )
-    step = run.step.lower(*run.abstract_args()).compile()
+    step = run.compile()
     batch = packed_batch(run.config, run.rows)
     state, first = step(run.init(), placed(run, batch), ())
     for _ in range(1 + mtp_num_layers):

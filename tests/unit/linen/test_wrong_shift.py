@@ -16,7 +16,7 @@ def test_parity_names_a_wrong_shift_in_a_module(capsys, monkeypatch):
 
     monkeypatch.setattr(mtp, "run_mtp", wrong)
     words = ("left=nnx", "right=bridged,linen", "--json")
-    code, out, _ = parity(capsys, *words, only_forward=True, mtp_num_layers=2)
+    code, out, _ = parity(capsys, *words, only_forward=True, mtp_num_layers=1)
     right, faulty = json.loads(out)["comparisons"]
     assert (code, right["bits"]) == (1, True)
     assert faulty["first"] == "activations: mtp_block/mtp_layer_1/mtp_1_projection"

@@ -1,6 +1,7 @@
 """Fragments of the parameters."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -40,19 +41,26 @@ def numbered(config):
 def test_each_parameter_is_in_one_fragment(count, family, sequential):
     config = made(count, use_sequential_layers=sequential, **family)
     tree, found = numbered(config), fragments(config)
-    parts = [jax.tree.map(np.asarray, it.part(tree)) for it in found]
+    islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), tree)
+
+    @jax.jit
+    def results():
+        parts = [fragment.part(tree) for fragment in found]
+        negated = [it.put(tree, jax.tree.map(jnp.negative, part)) for it, part in zip(found, parts, strict=True)]
+        of_islands = [fragment.part(islands, 1) for fragment in found]
+        put = [it.put(islands, part, 1) for it, part in zip(found, of_islands, strict=True)]
+        return parts, negated, of_islands, put
+
+    parts, negated, of_islands, put = jax.tree.map(np.asarray, results())
     assert len(parts) == count
     numbers = np.concatenate([leaf.ravel() for part in parts for leaf in jax.tree.leaves(part)])
     assert sorted(numbers) == list(range(len(numbers)))
     assert all(len(jax.tree.leaves(part)) for part in parts)
-    for fragment, part in zip(found, parts, strict=True):
-        negated = fragment.put(tree, jax.tree.map(np.negative, part))
+    for i, part in enumerate(parts):
         expected = jax.tree.map(lambda leaf, part=part: np.where(np.isin(leaf, list(_all(part))), -leaf, leaf), tree)
-        assert_equal_bits(jax.tree.map(np.asarray, negated), expected)
-        islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), tree)
-        of_islands = jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), part)
-        assert_equal_bits(jax.tree.map(np.asarray, fragment.part(islands, 1)), of_islands)
-        assert_equal_bits(jax.tree.map(np.asarray, fragment.put(islands, of_islands, 1)), islands)
+        assert_equal_bits(negated[i], expected)
+        assert_equal_bits(of_islands[i], jax.tree.map(lambda leaf: np.stack([leaf, leaf + 1000]), part))
+        assert_equal_bits(put[i], islands)
 
 
 def test_modules_within_others_may_be_called_as_the_stacks_are():

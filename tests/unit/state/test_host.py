@@ -3,7 +3,7 @@ testable."""
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from
 
 from trainer.config import UserError, load
 from trainer.state.host import check_host_memory
@@ -13,19 +13,17 @@ BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": 
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}
 
 
-def trained(combination, tree=None, **overrides):
-    """Returns the run, its first state (that of `tree` if given), and the state after two steps with accumulation.
+def trained(combination, **overrides):
+    """Returns the run and the state after two steps with accumulation.
 
     Compiled without EXACT: programs that differ only by copies to another memory have the same fusions.
     """
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
-    step = run.step.lower(*run.abstract_args()).compile()
-    state = state_from(run, tree) if tree else run.init()
-    first = copied(run.codec.unpack(state))
+    step, state = run.compile(), state_from(run, first_tree(run))
     for i in range(2):
         state, _ = step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
-    return run, first, state
+    return run, state
 
 
 def kinds(tree):
@@ -39,11 +37,11 @@ def kinds(tree):
 )
 def test_the_same_bits_and_the_state_waits_on_the_host(combination, zero1, opt_type):
     keys = {"shard_optimizer_over_data": zero1, "opt_type": opt_type, "adafactor_min_dim_size_to_factor": 4}
-    run, first, state = trained(combination, **keys, **BOTH)
+    run, state = trained(combination, **keys, **BOTH)
     tree = run.codec.unpack(state)
     assert kinds(tree.params) == kinds(tree.opt_state) == {"pinned_host"}
     assert tree.step.sharding.memory_kind == "device"
-    plain_run, _, plain = trained(combination, first, **keys)
+    plain_run, plain = trained(combination, **keys)
     assert kinds(plain_run.codec.unpack(plain).params) == {"device"}
     assert_equal_bits(copied(tree), copied(plain_run.codec.unpack(plain)))
 

@@ -17,8 +17,7 @@ KEYS = {
     "base_num_decoder_layers": 8,
     "per_device_batch_size": 2,
     "sharding_tolerance": 1,
-    "opt_type": "adafactor",
-    "adafactor_min_dim_size_to_factor": 8,
+    "opt_type": "lion",
 }
 
 
@@ -65,7 +64,8 @@ KERNEL = "params/decoder/layers/mlp/wo/kernel"
 
 def test_a_state_by_layer_and_back():
     """Six layers are in the pipeline and two are not: eight, which lie on the two stages."""
-    config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **{"pipeline_parallel_layers": 6})
+    factored = {"opt_type": "adafactor", "adafactor_min_dim_size_to_factor": 16}
+    config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **factored, pipeline_parallel_layers=6)
     assert_equal_bits(by_layer, to_layers(stacks(config), before))
     assert specs[KERNEL][0] == "stage"
 
@@ -84,7 +84,7 @@ def test_layers_that_the_stages_do_not_divide():
 
 
 def test_islands():
-    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "opt_type": "adamw"}
+    islands = {"enable_diloco": True, "ici_diloco_parallelism": 2}
     _, _, by_layer, specs = converted(ici_pipeline_parallelism=4, **islands)
     kernel = by_name(by_layer)[f"inner_state/{KERNEL}"]
     assert kernel.shape == (2, 8, 32, 16)

@@ -67,8 +67,9 @@ def test_without_a_data_axis_nothing_changes():
 def laid_out(combination, name):
     """Returns rows of (tensor, leaf, storage sharding, sharding without Zero-1)."""
     own = {"opt_type": name.partition("=")[2], **MOMENTA} if name in REGISTERED else {}
-    config = tiny_config(combination, devices=8, **AXES, base_num_decoder_layers=3, **own)
-    model = model_of(config)
+    keys = AXES | {"base_num_decoder_layers": 3}
+    model = model_of(tiny_config(combination, devices=8, **keys))  # the same for every optimizer
+    config = tiny_config(combination, devices=8, **keys, **own) if own else model.config
     codec = StateCodec(model, make_optimizer(config, model.param_axes) if own else OPTIMIZERS[name])
     native = codec.abstract
     mesh, rules = get_mesh_from_config(config), make_rules(config.logical_axis_rules)

@@ -13,6 +13,7 @@ from trainer.training import build, compiled, compiled_step, loaded_step
 
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
     keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", "ici_fsdp_parallelism": 2}
+    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
     programs, said = [], []
     for dump_hlo in (False, True):  # the second compilation would find the first one's program in the cache
         run = build(load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config, jax.devices()[:2])

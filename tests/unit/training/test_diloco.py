@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arguments, assert_equal_bits, copied, packed_batch, tiny_config
+from support import arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from, tiny_config
 
 from trainer.aot.cost import analyze
 from trainer.backends import TrainTree
@@ -41,6 +41,7 @@ EVERYTHING = {
 }
 # Few of them, which compile in a third of the time.
 FEW = {name: EVERYTHING[name] for name in ("parameter_metrics_period", "dropout_rate", "warmup_steps_fraction")}
+FEW |= {"opt_type": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "gradient_clipping_threshold": 0}
 FEATURES = {"few": FEW | {"per_device_batch_size": 2, "base_num_decoder_layers": 1}, "everything": EVERYTHING}
 FEW_COVER_IT = pytest.mark.rest(
     covered_by="few features; unit/training/test_experts.py traces more", cases=("everything",)
@@ -49,10 +50,6 @@ FEW_COVER_IT = pytest.mark.rest(
 
 def made(devices, **overrides):
     return build(load(arguments("nnx", **overrides)).config, jax.devices()[:devices])
-
-
-def compiled(run):
-    return run.compile()
 
 
 def batch_of(run, i, empty_from=None):
@@ -65,7 +62,7 @@ def batch_of(run, i, empty_from=None):
 
 def steps_of(run, step, batches):
     """Returns the canonical states and the metrics after each of `batches`."""
-    state, found = run.init(), []
+    state, found = state_from(run, first_tree(run)), []
     for i, batch in enumerate(batches):
         state, metrics = step(state, placed(run, batch), ())
         found.append((copied(run.codec.unpack(state)), run.computation.read(metrics, i)))
@@ -102,9 +99,9 @@ def islands_and_plain_runs(features):
     half = alone.rows
     assert together.rows == 2 * half
     batches = [batch_of(together, i, half if i == 2 else None) for i in range(3)]
-    step = compiled(alone)
+    step = alone.compile()
     parts = [[{k: v[part] for k, v in batch.items()} for batch in batches] for part in (slice(half), slice(half, None))]
-    return together, steps_of(together, compiled(together), batches), [steps_of(alone, step, part) for part in parts]
+    return together, steps_of(together, together.compile(), batches), [steps_of(alone, step, part) for part in parts]
 
 
 @FEW_COVER_IT
@@ -175,7 +172,7 @@ def data_parallel_and_diloco():
         batches = [batch_of(run, i) for i in range(2)]
         for batch in batches:  # each island has the same number of tokens
             batch["targets_segmentation"][:] = 1
-        step = compiled(run)
+        step = run.compile()
         texts.append(step.as_text())
         found.append(steps_of(run, step, batches))
     return runs, texts, found
@@ -221,13 +218,13 @@ def test_a_step_is_finite_only_if_it_is_on_every_island():
 def test_one_island_is_an_outer_nesterov_around_a_plain_run():
     """Compares with the plain run's own step, which continues from the outer parameters. The last step also
     synchronizes."""
-    settings = SGD | {"opt_type": "adamw", "steps": 5, "base_num_decoder_layers": 1}
+    settings = SGD | {"opt_type": "lion", "steps": 5, "base_num_decoder_layers": 1}
     outer = {"diloco_sync_period": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.8}
     run, plain = made(1, **settings, **ISLANDS | outer | {"ici_diloco_parallelism": 1}), made(1, **settings)
     batches = [batch_of(run, i) for i in range(5)]
-    found = steps_of(run, compiled(run), batches)
-    step, state = compiled(plain), plain.init()
-    params = copied(plain.codec.unpack(state).params)
+    found = steps_of(run, run.compile(), batches)
+    step, begin = plain.compile(), first_tree(plain)
+    state, params = state_from(plain, begin), begin.params
     velocity = jax.tree.map(np.zeros_like, params)
     for i, batch in enumerate(batches):
         state, _ = step(state, placed(plain, batch), ())

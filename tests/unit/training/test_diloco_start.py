@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, tiny_config
 
 from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
 from trainer.config import UserError, load, to_yaml
@@ -28,10 +28,16 @@ PLAIN = {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4}
 BUFFERS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}  # a model with variables in `rest`
 
 
+KEYS = TIMES | {"steps": 20, "opt_type": "lion"}
+ONLY_START = {"load_full_state_path", "load_parameters_path", "reset_optimizer"}  # what reads these keys
+
+
 @functools.cache
 def made(combination="nnx", /, **overrides):
-    config = load(arguments(combination, steps=20, diloco_sync_period=4, **overrides)).config
-    return build(config, jax.devices()[:4])
+    built = {key: value for key, value in overrides.items() if key not in ONLY_START}
+    if built != overrides:
+        return made(combination, **built)._replace(config=tiny_config(combination, devices=4, **KEYS | overrides))
+    return build(load(arguments(combination, **KEYS | overrides)).config, jax.devices()[:4])
 
 
 def drawn(run, updates):
@@ -198,8 +204,7 @@ def test_another_number_of_islands_is_refused(tmp_path, own):
 def test_another_timetable_is_refused_where_a_fragment_may_be_in_flight(tmp_path, change, named):
     """Islands would never take the fragment over."""
     save(tmp_path, made(**ISLANDS, **STREAMING), 6)
-    config = load(arguments("nnx", steps=20, load_full_state_path=tmp_path, **ISLANDS | STREAMING | TIMES | change))
-    run = build(config.config, jax.devices()[:4])
+    run = made(**ISLANDS | STREAMING | {"load_full_state_path": tmp_path} | change)
     with pytest.raises(UserError, match=f"another schedule they never would, {named}: .*reset_optimizer=true"):
         begin(run)
 

@@ -60,12 +60,12 @@ def test_no_tokens_at_all_are_no_perfect_model(sums):
 
 def test_evaluation_is_the_same_program_with_any_z_loss():
     programs = []
-    for multiplier in (0.0, 1e-4, 100.0):
+    for multiplier in (0.0, 100.0):
         run = build(load(arguments("nnx", z_loss_multiplier=multiplier)).config, jax.devices()[:1])
         state, _, frozen = run.abstract_args()
         lengths = jax.ShapeDtypeStruct((run.config.vocab_size,), "int32", sharding=run.replicated)
         programs.append(run.eval_step.lower(state, run.abstract_batch(run.eval_rows), frozen, lengths).as_text())
-    assert programs[0] == programs[1] == programs[2]
+    assert programs[0] == programs[1]
 
 
 def test_the_sums_hold_the_cross_entropy_alone():
@@ -142,8 +142,13 @@ def test_the_sums_are_those_of_the_loss_bearing_tokens():
     batch["targets_segmentation"][:, ::3] = 0  # targets without loss, although their inputs are real
     params = tree.params
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-    hidden, _, _ = codec.model.apply(params, {}, *inputs)
-    logits = np.asarray(codec.model.apply(params, {}, hidden, method="head")[0], np.float64)
+
+    @jax.jit
+    def logits_of(params):
+        hidden, _, _ = codec.model.apply(params, {}, *inputs)
+        return codec.model.apply(params, {}, hidden, method="head")[0]
+
+    logits = np.asarray(logits_of(params), np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     real = batch["targets_segmentation"] != 0
     found = step(batch)

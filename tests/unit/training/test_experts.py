@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, copied, model_of, packed_batch, state_from, tiny_config
+from support import ALL_COMBINATIONS, arguments, copied, first_tree, model_of, packed_batch, state_from, tiny_config
 
 from trainer.aot import dump
 from trainer.aot.collectives import collectives
@@ -26,6 +26,7 @@ EXPERTS = {
     "base_moe_mlp_dim": 32,
     "base_num_decoder_layers": 1,
     "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
     "learning_rate": 0.1,
     "sharding_tolerance": 0.05,
 }
@@ -45,7 +46,7 @@ def made(combination=ALL_COMBINATIONS[0], devices=1, **overrides):
 def plain(**keys):
     """A state of one device, and what a step makes of it."""
     run = made(**keys)
-    tree = copied(run.codec.unpack(run.init()))
+    tree = first_tree(run)
     return tree, step_of(run, tree)
 
 

@@ -1,5 +1,6 @@
 """The whole training step with the fused kernels, lowered on a CPU mesh for absent platforms."""
 
+import functools
 import importlib
 import itertools
 import re
@@ -33,23 +34,21 @@ FORWARD = {"tpu": ["fwd"], "gpu": ["ScaleBiasSoftmax"]}
 BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
 
 
-@pytest.fixture
-def kernels(monkeypatch):
+@functools.cache
+def kernels(combination, platform, **overrides):
     """Returns the kernel calls in the lowered step of a combination, resolved for a platform with eight devices."""
-    # Lowering for a GPU asks for the version of the installed library, but none is installed.
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
 
-    def found(combination, platform, **overrides):
-        def resolve_elsewhere(config, **here):
-            return resolve(config, **here | {"platform": platform})
+    def resolve_elsewhere(config, **here):
+        return resolve(config, **here | {"platform": platform})
 
-        monkeypatch.setattr(building, "resolve", resolve_elsewhere)
+    with pytest.MonkeyPatch.context() as patch:
+        # Lowering for a GPU asks for the version of the installed library, but none is installed.
+        patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+        patch.setattr(building, "resolve", resolve_elsewhere)
         run = building.build(load(arguments(combination, **SIZES | overrides)).config, jax.devices())
         assert (run.mesh.shape["fsdp"], run.mesh.shape["tensor"]) == (4, 2)
         step = run.step.trace(*run.abstract_args()).lower(lowering_platforms=(LOWERED_AS[platform],))
-        return sorted(re.findall(CALL[platform], step.as_text()))
-
-    return found
+    return sorted(re.findall(CALL[platform], step.as_text()))
 
 
 # Both platforms with a rolled and an unrolled loop, each with another combination, because all have the same program
@@ -61,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("combination", "platform", "scan_layers"), CASES)
-def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platform, scan_layers):
+def test_the_step_lowers_with_the_platforms_kernel(combination, platform, scan_layers):
     found = kernels(combination, platform, scan_layers=scan_layers, base_num_decoder_layers=1, remat_policy="none")
     assert found == sorted(FORWARD[platform] + BACKWARD[platform])
 
@@ -76,18 +75,18 @@ def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platfor
         ("gpu", "none", 1),
     ],
 )
-def test_context_spares_the_second_run_of_splash_alone(kernels, platform, policy, forward_runs):
+def test_context_spares_the_second_run_of_splash_alone(platform, policy, forward_runs):
     found = kernels(ALL_COMBINATIONS[0], platform, remat_policy=policy)
     assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
 
 
 @pytest.mark.parametrize("platform", CALL)
-def test_qk_clip_runs_beside_the_kernels(kernels, platform):
+def test_qk_clip_runs_beside_the_kernels(platform):
     found = kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context", use_qk_clip=True)
     assert found == kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context")
 
 
-def test_the_keys_of_splash_reach_its_kernels(kernels):
+def test_the_keys_of_splash_reach_its_kernels():
     tiles = {"max_target_length": 256, "sa_block_kv_dkv": 128, "sa_use_fused_bwd_kernel": True}
     assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]
     assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles | {"sa_use_fused_bwd_kernel": False}) == ["dkv", "dq", "fwd"]

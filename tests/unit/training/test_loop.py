@@ -1,6 +1,7 @@
 """The loop around a step, with steps and evaluations that compute nothing."""
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from manager_cases import SIDECAR, small_tree
-from support import arguments
+from support import arguments, tiny_config
 
 from trainer.checkpoint import CheckpointManager
 from trainer.checkpoint.save import is_due
@@ -27,15 +28,19 @@ from trainer.training.reports import earlier_evaluations
 STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
 
 
+@functools.cache
+def built():
+    return build(load(arguments("nnx")).config, jax.devices()[:1])
+
+
 class Loop:
     """Runs `fit` with a tiny configuration. Every step takes STEP seconds, every evaluation batch EVALUATION
     seconds."""
 
     def __init__(self, monkeypatch, **keys):
-        config = load(arguments("nnx", **keys)).config
         self.clock, self.batches, self.losses = 0.0, 0, itertools.count(5)
         self.steps, self.evaluations, self.saved = [], [], {}
-        self.run = build(config, jax.devices()[:1])._replace(eval_step=self._eval_step)
+        self.run = built()._replace(config=tiny_config("nnx", **keys), eval_step=self._eval_step)
         self.dataset = open_dataset(self.run.config, print)
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._now))
         monkeypatch.setattr(module, "maybe_save_checkpoint", self._save)

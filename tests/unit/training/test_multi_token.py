@@ -15,8 +15,11 @@ from support import (
     assert_equal_bits,
     compiled,
     copied,
+    first_tree,
     lowered_update,
+    model_of,
     packed_batch,
+    random_params,
     tiny_config,
 )
 
@@ -29,6 +32,7 @@ from trainer.models.mtp import Ahead, run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
 from trainer.objectives import MultiToken, make_objective
 from trainer.objectives.forward import ahead_of
+from trainer.ops.random import seed_key
 from trainer.optim import make_optimizer
 from trainer.products import Context
 from trainer.state import ParamShardings
@@ -59,10 +63,10 @@ def given(config, batch):
 
 
 @functools.cache
-def initial(combination, **keys):
-    """Returns parameters and `rest`. They do not depend on dropout, microbatches or the loop over layers."""
-    model = make_model(tiny_config(combination, **(KEYS | keys)))
-    return compiled(model.init, jax.random.key(0))(jax.random.key(0))
+def parameters(**keys):
+    """Returns parameters on a device. They are the same for every combination and however they are computed with."""
+    model = model_of(tiny_config(ALL_COMBINATIONS[0], **(KEYS | keys)))
+    return jax.device_put(random_params(model.abstract[0]), jax.devices()[0])
 
 
 @functools.cache
@@ -70,8 +74,8 @@ def program(combination, *, microbatches=1, capture=(), **keys):
     """Returns the configuration, `gradients` of a state and 8 rows, not compiled, and the initial state."""
     config = tiny_config(combination, gradient_accumulation_steps=microbatches, **(KEYS | keys))
     model = make_model(config)
-    params, rest = initial(combination, **{key: value for key, value in keys.items() if key == "mtp_num_layers"})
-    tree = TrainTree(jnp.zeros((), jnp.int32), params, None, rest)
+    params = parameters(**{key: value for key, value in keys.items() if key == "mtp_num_layers"})
+    tree = TrainTree(np.int32(0), params, None, {})
     return config, make_gradients(config, make_objective(config, model), shardings(params), capture), tree
 
 
@@ -185,7 +189,8 @@ def test_the_acceptance_rate_is_that_of_a_second_implementation():
     params, batch, lengths = dict(tree.params), rows(config, 8), np.zeros(64, np.int32)
     # Before training, a greedy module and a greedy model rarely agree. They do in a model with few tokens.
     table = params["token_embedder"]["embedding"]
-    params["token_embedder"] = {"embedding": jnp.where(jnp.arange(64)[:, None] < 3, table * 9, table * 0.1)}
+    few = np.where(np.arange(64)[:, None] < 3, np.float32(9), np.float32(0.1))
+    params["token_embedder"] = {"embedding": jax.device_put(np.asarray(table) * few, table.sharding)}
     config = tiny_config(ALL_COMBINATIONS[0], mtp_eval_target_module=2, **KEYS)
     fn = make_evaluation(make_objective(config, make_model(config)), shardings(params))
     args = params, tree.rest, batch, (), lengths
@@ -213,14 +218,14 @@ def test_terms_and_names():
 
 @pytest.mark.rest(covered_by="its loss, by a second implementation")
 def test_one_seed_gives_the_same_modules_in_every_combination():
-    first, *others = (program(combination, mtp_num_layers=1)[2].params for combination in ALL_COMBINATIONS)
+    models = (make_model(tiny_config(combination, mtp_num_layers=1)) for combination in ALL_COMBINATIONS)
+    first, *others = (compiled(model.init, seed_key(0))(seed_key(0))[0] for model in models)
     for params in others:
         assert_equal_bits(params, first)
 
 
-@pytest.mark.parametrize("keys", [{"scan_layers": False}, {"num_vocab_tiling": 4}], ids=str)
-def test_how_it_is_computed_does_not_matter(keys):
-    found = gradients(**keys)
+def test_tiles_of_tokens_do_not_matter():
+    found = gradients(num_vocab_tiling=4)
     np.testing.assert_allclose(found.loss, gradients().loss, rtol=1e-6)
     close(found.grads, gradients().grads)
 
@@ -232,9 +237,10 @@ def close(found, expected):
 
 
 def test_accumulation_gives_the_same_gradients_and_terms():
-    """The gradients of the modules' own parameters come only from their own term."""
+    """Also without a loop over the layers. The gradients of the modules' own parameters come only from their own
+    term."""
     microbatches = 4
-    whole, parts = gradients(), gradients(microbatches=microbatches)
+    whole, parts = gradients(), gradients(microbatches=microbatches, scan_layers=False)
     tokens = (rows(program(ALL_COMBINATIONS[0])[0], 8)["targets_segmentation"] != 0).sum(1)
     assert len({tokens[j::microbatches].sum() for j in range(microbatches)}) > 1, "unequal microbatches"
     for name in whole.means:
@@ -352,6 +358,7 @@ def test_dropout_keys_are_the_modules_own():
 @pytest.mark.rest(covered_by="its loss, by a second implementation")
 def test_the_heads_of_modules_are_clipped_too():
     keys = KEYS | {"use_qk_clip": True, "qk_clip_threshold": 1e-3, "opt_type": "sgd", "learning_rate": 0.0}
+    keys |= {"gradient_clipping_threshold": 0}
 
     def lowered(combination):
         run = build(load(arguments(combination, **keys)).config, jax.devices()[:1])
@@ -359,8 +366,7 @@ def test_the_heads_of_modules_are_clipped_too():
 
     run, update = lowered(ALL_COMBINATIONS[0])
     assert lowered(ALL_COMBINATIONS[-1])[1].as_text() == update.as_text()
-    params, rest = initial(ALL_COMBINATIONS[0])
-    tree = TrainTree(jnp.zeros((), jnp.int32), params, compiled(run.codec.tx.init, params)(params), rest)
+    tree = first_tree(run)
     after, metrics = update.compile()(tree, rows(run.config, 4), ())
     assert metrics["clipped_heads"] == 4 * (2 + 2)
     for k in (1, 2):
@@ -391,11 +397,11 @@ def test_routers_of_modules_count_the_tokens_whose_successors_are_in_their_segme
     model, batch = make_model(config), given(config, packed_batch(config, 4))
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 
-    def counts(key):
+    def counts(params):
         types = MtpHidden, RouterCount
-        return model.apply(*model.init(key), *inputs, capture=types, ahead=ahead_of(batch))[1]["RouterCount"]
+        return model.apply(params, {}, *inputs, capture=types, ahead=ahead_of(batch))[1]["RouterCount"]
 
-    found = jax.device_get(jax.jit(counts)(jax.random.key(0)))
+    found = jax.device_get(jax.jit(counts)(random_params(model.abstract[0])))
     documents = [
         size for row in batch["inputs_segmentation"] for size in np.bincount(row, minlength=1)[1:].tolist() if size
     ]

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, EVERY_MATRIX, arguments, assert_equal_bits, copied, packed_batch
+from support import (
+    ALL_COMBINATIONS,
+    EVERY_MATRIX,
+    arguments,
+    assert_equal_bits,
+    copied,
+    first_tree,
+    packed_batch,
+    state_from,
+)
 
 from trainer.checkpoint import CheckpointManager, Sidecar
 from trainer.config import load, to_yaml
@@ -27,11 +36,28 @@ def made(combination="nnx", devices=1, /, **keys):
 
 def trained(run, steps):
     """Returns the canonical states before and after `steps` updates with one batch, and the metrics of the last."""
-    state, batch, step = run.init(), placed(run, packed_batch(run.config, run.rows)), run.compile()
-    before = copied(run.codec.unpack(state))
+    before = first_tree(run)
+    state, batch, step = state_from(run, before), placed(run, packed_batch(run.config, run.rows)), run.compile()
     for _ in range(steps):
         state, metrics = step(state, batch, ())
     return before, copied(run.codec.unpack(state)), metrics
+
+
+def random_tree(run, dtype="float32"):
+    """Returns a canonical state of `run` with random numbers that `dtype` can hold, and counts of 5."""
+    rng = np.random.default_rng(0)
+
+    def one(leaf):
+        counts = np.issubdtype(leaf.dtype, np.integer)
+        values = np.full(leaf.shape, 5) if counts else rng.normal(size=leaf.shape).astype(dtype)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(one, run.codec.unpack(run.abstract_args()[0]))
+
+
+def cast(tree, dtypes):
+    """Returns `tree` on its devices, with every float in the dtype of its leaf in `dtypes`."""
+    return jax.tree.map(lambda leaf, to: jax.device_put(np.asarray(leaf).astype(to), leaf.sharding), tree, dtypes)
 
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
@@ -75,17 +101,13 @@ def test_programs_without_narrow_trained_parameters_do_not_measure_them(keys):
 def test_outer_parameters_are_float32_and_their_rounding_is_no_step_of_an_island():
     """With a rate of nearly 0 no island moves, so the outer parameters stay where they are, between two numbers of
     bfloat16."""
-    run = made("nnx", 2, **ISLANDS, opt_type="sgd", learning_rate=1e-30)
-    tree = run.codec.unpack(run.init())
-    assert {leaf.dtype.name for leaf in jax.tree.leaves((tree.params, tree.outer_opt_state))} == {"float32"}
-    tree = tree._replace(params=jax.tree.map(lambda leaf: leaf * (1 + 2**-12), tree.params))
-    islands = jax.tree.map(
-        lambda p, i: jnp.broadcast_to(p.astype(i.dtype), i.shape), *(tree.params, tree.inner_state.params)
-    )
-    tree = tree._replace(inner_state=tree.inner_state._replace(params=islands))
-    before = copied(tree)
-    state = jax.device_put(run.codec.pack(tree), run.states.shardings)
-    after = copied(run.codec.unpack(run.compile()(state, placed(run, packed_batch(run.config, run.rows)), ())[0]))
+    run = made("nnx", 2, **ISLANDS, opt_type="sgd", learning_rate=1e-30, gradient_clipping_threshold=0)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), first_tree(run).params)
+    before = first_tree(run, jax.tree.map(lambda leaf: leaf * np.float32(1 + 2**-12), rounded))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(run.codec.unpack(run.abstract_state).params)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(before.outer_opt_state)} == {"float32"}
+    batch = placed(run, packed_batch(run.config, run.rows))
+    after = copied(run.codec.unpack(run.compile()(state_from(run, before), batch, ())[0]))
     for name, leaf in by_name(after.params).items():
         np.testing.assert_allclose(leaf, by_name(before.params)[name], rtol=0, atol=1e-20, err_msg=name)
     kernel = "decoder/layers/mlp/wo/kernel"
@@ -96,13 +118,13 @@ def test_lost_updates_are_below_half_the_spacing():
     """Compared with a sum in float64 that is rounded to the nearest number; zeros are neither lost nor moved."""
     rng = np.random.default_rng(0)
     params = {
-        "a": jnp.asarray(rng.normal(size=(64, 32)), "bfloat16"),
-        "b": jnp.zeros(()),
-        "c": jnp.asarray(-1.5, "bfloat16"),
+        "a": rng.normal(size=(64, 32)).astype(jnp.bfloat16),
+        "b": np.float32(0),
+        "c": np.array(-1.5, jnp.bfloat16),
     }
-    updates = {"a": rng.normal(size=(64, 32)).astype(np.float32) * 2e-3, "b": jnp.ones(()), "c": jnp.float32(2**-9)}
+    updates = {"a": rng.normal(size=(64, 32)).astype(np.float32) * 2e-3, "b": np.float32(1), "c": np.float32(2**-9)}
     updates["a"][:8] = 0
-    found = float(lost_updates(params, updates)["lost_updates"])
+    found = float(jax.jit(lost_updates)(params, updates)["lost_updates"])
     exact = np.asarray(params["a"], np.float64)
     spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
     lost = ((np.abs(updates["a"]) < spacing / 2) & (updates["a"] != 0)).sum() + 1
@@ -116,43 +138,36 @@ def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
     config = made(weight_stochastic_rounding=True).config
     size, spacing = 40_000, 2.0**-7
     params = {
-        "a": jnp.ones(size, "bfloat16"),
-        "d": jnp.ones(size, "bfloat16"),
-        "b": jnp.ones(3),
-        "c": jnp.full(size, -0.3, "bfloat16"),
+        "a": np.ones(size, jnp.bfloat16),
+        "d": np.ones(size, jnp.bfloat16),
+        "b": np.ones(3, np.float32),
+        "c": np.full(size, -0.3, jnp.bfloat16),
     }
-    updates = {
-        "a": jnp.full(size, spacing / 4),
-        "d": jnp.full(size, spacing / 4),
-        "b": jnp.full(3, 1e-6),
-        "c": jnp.zeros(size).at[:2].set([jnp.inf, jnp.nan]),
-    }
-    found, again, later = (jax.tree.map(np.asarray, applied(config, params, updates, step)) for step in (0, 0, 1))
+    changes = {"a": np.full(size, spacing / 4), "d": np.full(size, spacing / 4), "b": np.full(3, 1e-6)}
+    updates = jax.tree.map(np.float32, changes | {"c": np.r_[np.inf, np.nan, np.zeros(size - 2)]})
+    update = jax.jit(functools.partial(applied, config))
+    found, again, later = (copied(update(params, updates, step)) for step in (0, 0, 1))
     assert_equal_bits(found, again)
     up = found["a"] == np.float32(1 + spacing)
     assert np.all(up | (found["a"] == 1))
     assert abs(up.mean() - 0.25) < 0.01
     assert np.mean(later["a"] == found["a"]) < 0.8
     assert np.mean(found["d"] == found["a"]) < 0.8  # each parameter has noise of its own
-    assert_equal_bits(found["b"], np.asarray(params["b"] + updates["b"]))
+    assert_equal_bits(found["b"], params["b"] + updates["b"])
     assert np.isinf(found["c"][0])
     assert np.isnan(found["c"][1])
-    assert_equal_bits(found["c"][2:], np.asarray(params["c"][2:]))
+    assert_equal_bits(found["c"][2:], params["c"][2:])
 
 
 def test_stochastic_rounding_moves_kernels_alike_in_both_train_states_on_a_mesh_with_zero1():
-    keys = {"learning_rate": 1e-5, "weight_stochastic_rounding": True, "opt_type": "lion"}
+    keys = {"learning_rate": 3e-5, "weight_stochastic_rounding": True, "opt_type": "lion"}
+    keys |= {"gradient_clipping_threshold": 0, "trainable_parameters_mask": "[mlp/wo, norm]"}
     mesh = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True, "per_device_batch_size": 1}
-    runs = (
-        made(**keys, per_device_batch_size=2),
-        made(ALL_COMBINATIONS[-1], **keys, per_device_batch_size=2),
-        made("nnx", 2, **keys, **mesh),
-    )
-    (before, one, metrics), (_, other, _), (_, sharded, _) = (trained(run, 1) for run in runs)
-    assert_equal_bits(one.params, other.params)
+    runs = made(ALL_COMBINATIONS[-1], **keys, per_device_batch_size=2), made("nnx", 2, **keys, **mesh)
+    (before, one, metrics), (_, sharded, _) = (trained(run, 1) for run in runs)
     kernel = "decoder/layers/mlp/wo/kernel"
-    moved, first, on_mesh = (by_name(tree.params)[kernel] for tree in (before, one, sharded))
-    assert 0.01 < np.mean(moved != first) < 0.5
+    begin, first, on_mesh = (by_name(tree.params)[kernel] for tree in (before, one, sharded))
+    assert 0.01 < np.mean(begin != first) < 0.5
     assert np.mean(first == on_mesh) > 0.99, "the noise is the same; gradients differ in their last bits"
     assert "lost_updates" not in metrics
 
@@ -163,26 +178,18 @@ def test_stochastic_rounding_moves_kernels_alike_in_both_train_states_on_a_mesh_
 def test_a_checkpoint_with_every_float_in_bfloat16_resumes_with_one_line(tmp_path, combination, more):
     """Versions before saved norms, adapters and second moments in weight_dtype."""
     run = made(combination, **more)
-    rng = np.random.default_rng(0)
-
-    def before(leaf):
-        counts = jnp.issubdtype(leaf.dtype, jnp.integer)
-        return jnp.asarray(5, leaf.dtype) if counts else jnp.asarray(rng.normal(size=leaf.shape), "bfloat16")
-
-    tree, dataset, lines = (
-        jax.tree.map(before, run.codec.unpack(run.abstract_state)),
-        open_dataset(run.config, print),
-        [],
-    )
+    wanted = jax.tree.map(lambda leaf: leaf.dtype, run.codec.unpack(run.abstract_state))
+    narrow = jax.tree.map(lambda dtype: dtype if np.issubdtype(dtype, np.integer) else jnp.dtype("bfloat16"), wanted)
+    tree = cast(random_tree(run), narrow)
+    dataset, lines = open_dataset(run.config, print), []
     sidecar = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
     with CheckpointManager(tmp_path, run.config, print) as manager:
         manager.save(5, tree, sidecar, {})
         manager.wait()
         begun = start(run, dataset, manager, lines.append, schedule_given=False)
     found = run.codec.unpack(begun.state)
-    wanted = jax.tree.map(lambda leaf: leaf.dtype, run.codec.unpack(run.abstract_state))
     assert jax.tree.map(lambda leaf: leaf.dtype, found) == wanted
-    assert_equal_bits(copied(found), copied(jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), tree, wanted)))
+    assert_equal_bits(copied(found), copied(cast(tree, wanted)))
     widened, done = lines
     assert "params/decoder/decoder_norm/scale and " in widened
     assert widened.endswith("more: saved in bfloat16, and float32 in this run: their values stay the same")
@@ -191,17 +198,16 @@ def test_a_checkpoint_with_every_float_in_bfloat16_resumes_with_one_line(tmp_pat
 
 def test_outer_parameters_of_earlier_versions_resume(tmp_path):
     run, lines = made("nnx", 2, **ISLANDS), []
-    tree, dataset = run.codec.unpack(run.init()), open_dataset(run.config, print)
-    old = tree._replace(params=jax.tree.map(lambda leaf: leaf.astype("bfloat16"), tree.params))
+    tree, dataset = random_tree(run, "bfloat16"), open_dataset(run.config, print)
+    old = tree._replace(params=cast(tree.params, jax.tree.map(lambda leaf: jnp.dtype("bfloat16"), tree.params)))
     sidecar = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
     with CheckpointManager(tmp_path, run.config, print) as manager:
-        manager.save(0, old, sidecar, {})
+        manager.save(5, old, sidecar, {})
         manager.wait()
         begun = start(run, dataset, manager, lines.append, schedule_given=False)
     assert_equal_bits(copied(run.codec.unpack(begun.state)), copied(tree))
     assert sum("saved in bfloat16" in line for line in lines) == 1
     other = made(load_full_state_path=str(tmp_path), per_device_batch_size=2)
     state = start(other, open_dataset(other.config, print), None, print, schedule_given=False).state
-    assert_equal_bits(
-        copied(other.codec.unpack(state).params), copied(jax.tree.map(lambda x: x[0], tree.inner_state.params))
-    )
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, tree.inner_state.params)
+    assert_equal_bits(copied(other.codec.unpack(state).params), copied(cast(tree.params, dtypes)))

@@ -15,12 +15,15 @@ from support import (
     arguments,
     assert_equal_bits,
     copied,
+    first_tree,
+    model_of,
     packed_batch,
+    random_params,
     state_from,
     tiny_config,
 )
 
-from trainer.backends import TrainTree, make_model
+from trainer.backends import make_model
 from trainer.backends.base import tree_mode
 from trainer.checkpoint import CheckpointManager, Sidecar, restore
 from trainer.config import UserError, load
@@ -32,7 +35,6 @@ from trainer.models.llama2 import block as llama2
 from trainer.objectives import NextToken
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits
-from trainer.ops.random import seed_key
 from trainer.ops.rope import Rope
 from trainer.optim.qk_clip import scaled
 from trainer.products import Context
@@ -45,6 +47,7 @@ KEYS = {
     "use_qk_clip": True,
     "qk_clip_threshold": TAU,
     "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
     "learning_rate": 0,
     "per_device_batch_size": 8,
 }
@@ -61,17 +64,15 @@ def at(tree, path):
 
 def heated(params):
     """Returns `params` with large queries in one head of one layer, and small ones everywhere else."""
-    params = jax.tree.map(lambda leaf: leaf, params)
-    attention = params["decoder"]["layers"]["self_attention"]
-    kernel = attention["query"]["kernel"] * 0.1
-    attention["query"]["kernel"] = kernel.at[HOT[0], :, HOT[1]].multiply(200.0)
+    kernel = at(params, QUERY)
+    kernel *= np.float32(0.1)
+    kernel[HOT[0], :, HOT[1]] *= 200
     return params
 
 
 @functools.cache
 def initial():
-    params, rest = jax.jit(make_model(tiny_config("nnx")).init)(seed_key(0))
-    return copied((heated(params), rest))
+    return heated(random_params(model_of(tiny_config("nnx")).abstract[0]))
 
 
 def steps_of(combination, count=2, devices=1, **keys):
@@ -80,9 +81,8 @@ def steps_of(combination, count=2, devices=1, **keys):
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
     assert run.rows == ROWS
     step = run.step.lower(*run.abstract_args()).compile()
-    params, rest = initial()
-    state = state_from(run, TrainTree(jnp.zeros((), jnp.int32), params, run.codec.tx.init(params), rest))
-    trees, metrics = [copied(run.codec.unpack(state))], []
+    trees, metrics = [first_tree(run, initial())], []
+    state = state_from(run, trees[0])
     for _ in range(count):
         state, found = step(state, placed(run, packed_batch(run.config, ROWS)), ())
         trees.append(copied(run.codec.unpack(state)))
@@ -99,9 +99,9 @@ MAX_LOGIT = "decoder/layers/self_attention/max_logit"
 
 
 @functools.cache
-def sown(combination):
+def sown():
     """Returns a function from parameters to the largest logits [layers, heads] of the model."""
-    run, _, (tree, *_), _ = trained(combination)
+    run, _, (tree, *_), _ = trained(ALL_COMBINATIONS[0])
     objective = NextToken(run.model.apply)
     batch = packed_batch(run.config, ROWS)
     found = jax.jit(lambda params: objective.sums(params, tree.rest, batch, None, (MaxLogit,)).sown)
@@ -114,7 +114,7 @@ def sown(combination):
 def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination):
     _, _, trees, metrics = trained(combination)
     assert_equal_bits((trees, metrics), trained(ALL_COMBINATIONS[0])[2:])
-    before, after = (sown(combination)(tree.params) for tree in trees[:2])
+    before, after = (sown()(tree.params) for tree in trees[:2])
     assert before[HOT] > 4 * TAU
     assert (np.delete(before.ravel(), np.ravel_multi_index(HOT, before.shape)) < TAU).all()
     # The clip reduced the logit that the first step measured, and the second step no longer clips.
@@ -171,14 +171,20 @@ def test_below_the_threshold_a_step_is_that_without_it():
         return one.lower(old, packed_batch(run.config, ROWS)).as_text()
 
     assert gradients((MaxLogit,), [rule]) == gradients((), [])
-    new = old._replace(params=jax.tree.map(lambda leaf: 1.1 * leaf, old.params))
-    for largest, heads in ((TAU, 0), (1.1 * TAU, LAYERS * HEADS)):
+    new = old._replace(params=jax.tree.map(lambda leaf: np.float32(1.1) * leaf, old.params))
+
+    @jax.jit
+    def clipped(largest):
         measured = {"MaxLogit": {MAX_LOGIT: jnp.full((LAYERS, HEADS), largest)}}
         state, kept = rule.update(rule.init(old.params), old, new, measured)
-        assert rule.metrics(state)["clipped_heads"] == heads
-        assert np.array_equal(at(kept.params, QUERY), at(new.params, QUERY)) == (heads == 0)
+        return rule.metrics(state)["clipped_heads"], kept.params
+
+    for largest, heads in ((TAU, 0), (1.1 * TAU, LAYERS * HEADS)):
+        found, kept = copied(clipped(largest))
+        assert found == heads
+        assert np.array_equal(at(kept, QUERY), at(new.params, QUERY)) == (heads == 0)
         if not heads:
-            assert_equal_bits(kept.params, new.params)
+            assert_equal_bits(kept, new.params)
 
 
 def test_a_checkpoint_of_one_combination_goes_on_in_another(tmp_path):
@@ -228,7 +234,7 @@ def test_a_skipped_step_clips_nothing():
     tree.params["decoder"]["decoder_norm"]["scale"] *= np.nan
     params = copied(tree.params)
     batch = placed(run, packed_batch(run.config, ROWS))
-    state, metrics = step(run.codec.pack(jax.tree.map(jnp.array, tree)), batch, ())
+    state, metrics = step(state_from(run, tree), batch, ())
     assert (metrics["skipped"], metrics["clipped_heads"]) == (1, 0)
     assert_equal_bits(copied(run.codec.unpack(state).params), params)
 
@@ -248,23 +254,28 @@ def test_every_heads_logits_scale_by_exactly_its_own_factor(heads, kv_heads, lea
         name: {"kernel": rng.normal(size=(*lead, 12, n, 8)), "bias": rng.normal(size=(*lead, n, 8))}
         for name, n in (("query", heads), ("key", kv_heads))
     }
-    params = jax.tree.map(jnp.float32, params) | {"value": "untouched"}
+    params = jax.tree.map(np.float32, params)
     eta = rng.uniform(0.01, 1, (*lead, heads)).astype(np.float32)
     x = rng.normal(size=(7, 12)).astype(np.float32)
 
     def logits(params):
         query, key = (
-            jnp.einsum("te,...ehd->...thd", x, params[name]["kernel"]) + params[name]["bias"][..., None, :, :]
+            np.einsum("te,...ehd->...thd", x, params[name]["kernel"]) + params[name]["bias"][..., None, :, :]
             for name in ("query", "key")
         )
-        return np.asarray(jnp.einsum("...thd,...shd->...hts", query, jnp.repeat(key, heads // kv_heads, axis=-2)))
+        return np.einsum("...thd,...shd->...hts", query, np.repeat(key, heads // kv_heads, axis=-2))
 
-    new = scaled(params, layer.logit_factors, eta)
-    assert new["value"] == "untouched"
+    @jax.jit
+    def clipped(params, eta):
+        new = scaled(params | {"value": "untouched"}, layer.logit_factors, eta)
+        assert new.pop("value") == "untouched"
+        return new
+
+    new = copied(clipped(params, eta))
     expected = logits(params) * eta[..., None, None]
     np.testing.assert_allclose(logits(new), expected, atol=1e-5 * np.abs(expected).max())
     # Without a clip no bit changes.
-    assert_equal_bits(scaled(params, layer.logit_factors, jnp.ones_like(eta)) | {"value": 0}, params | {"value": 0})
+    assert_equal_bits(clipped(params, np.ones_like(eta)), params)
 
 
 class Latent(nnx.Module):

@@ -5,7 +5,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch, state_from
+from support import (
+    ALL_COMBINATIONS,
+    arguments,
+    assert_equal_bits,
+    copied,
+    first_tree,
+    lowered_update,
+    packed_batch,
+    state_from,
+)
 
 from trainer.config import UserError, load
 from trainer.ops.paths import by_name
@@ -52,7 +61,7 @@ def made(combination=ALL_COMBINATIONS[0], devices=1, **overrides):
 def plain():
     """A run of one device, its compiled step, and its first state."""
     run = made()
-    return run, run.compile(), copied(run.codec.unpack(run.init()))
+    return run, run.compile(), first_tree(run)
 
 
 def batch_of(run, padding=False):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, LAST_CASE, compiled, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, LAST_CASE, compiled, packed_batch, random_params, tiny_config
 
 from trainer.backends import TrainTree, make_model
 from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_captured, sow
@@ -37,8 +37,8 @@ class Block(llama2.Block):
 def sown(combination, microbatches, capture):
     config = tiny_config(combination, decoder_block="sowing:Block", gradient_accumulation_steps=microbatches)
     model = make_model(config)
-    params, rest = model.init(jax.random.key(0))
-    tree = TrainTree(jnp.zeros((), jnp.int32), params, None, rest)
+    params = jax.device_put(random_params(model.abstract[0]), jax.devices()[0])
+    tree = TrainTree(np.int32(0), params, None, {})
     here = jax.tree.map(lambda leaf: leaf.sharding, params)
     gradients = make_gradients(config, NextToken(model.apply), ParamShardings(here, here), capture)
     batch = packed_batch(config, 8)

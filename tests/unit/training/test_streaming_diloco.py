@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from support import arguments, assert_equal_bits, copied, packed_batch
+from support import arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from
 
 from trainer.aot.cost import analyze
 from trainer.config import load
@@ -95,8 +95,9 @@ def test_fragments_that_arrive_late_against_numpy():
     for update, island in ((5, 1), (6, 0)):
         batches[update - 1]["targets_segmentation"][island] = 0  # no token with a loss
     together, alone = run.compile(), plain.compile()
-    state, parts = run.init(), [plain.init() for _ in range(2)]
-    params = copied(plain.codec.unpack(parts[0]).params)
+    params = first_tree(plain).params
+    state = state_from(run, first_tree(run, params))
+    parts = [state_from(plain, first_tree(plain, params)) for _ in range(2)]
     velocity, in_flight = jax.tree.map(np.zeros_like, params), None
     for i, batch in enumerate(batches):
         state, metrics = together(state, placed(run, batch), ())
