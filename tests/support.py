@@ -72,6 +72,20 @@ def model_of(config: Any) -> Any:
     return make_model(config)
 
 
+def random_variables(model: Any, scale: float = 0.3) -> Any:
+    """Returns (params, rest) of `model`, random on the host without compiling `init`, so large that tokens differ."""
+    import jax
+
+    rng = np.random.default_rng(0)
+
+    def random(leaf: Any) -> np.ndarray:
+        if leaf.dtype.kind in "iu":
+            return rng.integers(-7, 8, leaf.shape).astype(leaf.dtype)
+        return rng.normal(0, scale, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(random, model.abstract)
+
+
 def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     """Returns random rows of up to three segments and some padding: a batch like those of trainer.data."""
     rng = np.random.default_rng(seed)

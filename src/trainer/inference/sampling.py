@@ -97,6 +97,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
       keys_b: one key per row, see `sampling_key`.
     """
     temperature, top_k, nucleus_p = map(jnp.asarray, sampling)
+    fold_in = jax.vmap(jax.random.fold_in)
     size = logits_bv.shape[-1]
     top_k = jnp.where(top_k < size, top_k, 0)
     drawn, limited = temperature > 0, (top_k > 0) | (nucleus_p < 1)
@@ -104,35 +105,37 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     greedy = _first_of_largest(logits_bv, jnp.arange(size))
 
     # What a branch computes from the logits is in the branch, so that the others need not keep it in memory.
-    def from_candidates() -> tuple[jax.Array, jax.Array]:
+    def from_candidates(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits_bv.astype(jnp.float32)
         # -0 is as likely as 0, but top_k orders them.
         ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
         kept, enough = _kept_of_candidates(ranked, logits, top_k, nucleus_p)
-        noise = jax.vmap(gumbel_at)(_at(keys_b, position_b), candidates)
+        noise = jax.vmap(gumbel_at)(keys, candidates)
         scores = jnp.where(kept, ranked, -jnp.inf) / divisor + noise
         return _first_of_largest(scores, candidates), drawn & limited & enough
 
-    def from_all(missing: jax.Array) -> jax.Array:
+    def from_all(keys: jax.Array, logits: jax.Array) -> jax.Array:
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), mode="low"))(keys)
+        return _first_of_largest(logits / divisor + noise, jnp.arange(size))
+
+    def from_all_kept(keys: jax.Array, missing: jax.Array) -> jax.Array:
         logits = logits_bv.astype(jnp.float32)
         kept = _kept(logits, jnp.where(missing, top_k, 0), jnp.where(missing, nucleus_p, 1))
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, (size,), mode="low"))(_at(keys_b, position_b))
-        token = _first_of_largest(jnp.where(kept, logits, -jnp.inf) / divisor + noise, jnp.arange(size))
-        return jnp.where(missing, token, greedy)
+        return jnp.where(missing, from_all(keys, jnp.where(kept, logits, -jnp.inf)), greedy)
 
     def from_either() -> jax.Array:
-        token, found = from_candidates()
+        keys = fold_in(keys_b, position_b)
+        token, found = from_candidates(keys)
         missing = drawn & ~found
-        return jnp.where(found, token, jax.lax.cond(missing.any(), from_all, lambda _: greedy, missing))
+        others = jax.lax.cond(missing.any(), from_all_kept, lambda *_: greedy, keys, missing)
+        return jnp.where(found, token, others)
+
+    def without_limits() -> jax.Array:
+        return jnp.where(drawn, from_all(fold_in(keys_b, position_b), logits_bv.astype(jnp.float32)), greedy)
 
     # Where no token is drawn there is one conditional: a GPU waits for the host at each.
     which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
-    return jax.lax.switch(which, (lambda: greedy, lambda: from_all(drawn), from_either))
-
-
-def _at(keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
-    """Returns the keys of the positions [b]."""
-    return jax.vmap(jax.random.fold_in)(keys_b, position_b)
+    return jax.lax.switch(which, (lambda: greedy, without_limits, from_either))
 
 
 def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:

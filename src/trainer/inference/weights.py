@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer.inference.served import Served
 from trainer.layers.cache import Layers
@@ -35,7 +36,7 @@ def abstract_weights(served: Served) -> tuple[Any, Any]:
 def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     """Returns canonical variables in the form of `abstract_weights`, in its dtypes and shardings.
 
-    Leaves are converted one by one, so at most one leaf exists in both forms.
+    Leaves are converted one by one, so at most one leaf exists in both forms. Arrays of NumPy are cut on the host.
 
     Args:
       variables: (params, rest), arrays on these devices, on others or of NumPy.
@@ -43,8 +44,12 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     """
 
     def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:
-        placed = jax.device_put(array, like.sharding)
         cut = isinstance(held, Layers)
+        if isinstance(array, np.ndarray):
+            array = array.astype(like.dtype, copy=False)
+            if cut:
+                return Layers([jax.device_put(array[i], one.sharding) for i, one in enumerate(held.each)])
+        placed = jax.device_put(array, like.sharding)
         made = Layers([_layer(placed, i, one) for i, one in enumerate(held.each)]) if cut else placed.astype(like.dtype)
         if donate and (cut or placed.dtype != like.dtype):
             jax.block_until_ready(made)  # otherwise all leaves are under way at once

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, EVERY_MATRIX, pinned, tiny_config
+from support import ALL_COMBINATIONS, EVERY_MATRIX, model_of, pinned, random_variables, tiny_config
 
 from trainer.backends import make_model
 from trainer.config import UserError, load
 from trainer.config.capabilities.invariant_keys import TILE, compiler_options, unchecked
-from trainer.inference import Engine, MaxEngine, Sampling, Scheduler, canonical, max_engine
+from trainer.inference import Engine, MaxEngine, Sampling, Scheduler, max_engine
 from trainer.models.families import axis_rules
 from trainer.objectives import hidden_states, target_log_probs
 from trainer.ops.attention import Mask, dot_product_attention
@@ -54,11 +54,12 @@ def engine_of(*, devices=1, **keys):
     return MaxEngine(config, jax.devices()[:devices])
 
 
-def requests(count, seed=0):
-    """Returns prompts of 3 to 120 tokens, some of which begin with the same 70, and how many tokens follow each."""
+def requests(count, seed=0, shortest=3):
+    """Returns prompts of `shortest` to 120 tokens, some of which begin with the same 70, and how many tokens follow
+    each. Those above 64 tokens are prefilled by one program."""
     random = np.random.default_rng(seed)
     common = random.integers(0, VOCABULARY, 70).tolist()
-    prompts = [random.integers(0, VOCABULARY, random.integers(3, 120)).tolist() for _ in range(count)]
+    prompts = [random.integers(0, VOCABULARY, random.integers(shortest, 120)).tolist() for _ in range(count)]
     prompts[::3] = [common + prompt[:30] for prompt in prompts[::3]]
     return prompts, random.integers(3, 40, count).tolist()
 
@@ -76,7 +77,8 @@ def rollouts(engine, params, prompts, limits, adapters=()):
 
 
 def rows_of(texts, together):
-    """Returns a batch of training rows with `texts`, and the row and the place of each text's first token."""
+    """Returns a batch with a row for each of `texts`, which are alone in a row or `together` in the first ones, and the
+    row and the place of each text's first token."""
     rows, places = [], []
     for text in texts:
         pairs = len(text) - 1
@@ -87,13 +89,15 @@ def rows_of(texts, together):
         row["array"][:, start : start + pairs] = text[:-1], text[1:], np.arange(pairs), np.full(pairs, segment)
         row["end"] = -(-(start + pairs) // TILE) * TILE
         places.append((len(rows) - 1, start))
-    inputs, targets, positions, segments = map(jnp.asarray, np.stack([row["array"] for row in rows], axis=1))
-    batch = {"inputs": inputs, "targets": targets, "inputs_position": positions, "inputs_segmentation": segments}
-    return batch | {"row": jnp.arange(len(rows))}, places
+    empty = [np.zeros((4, LENGTH), np.int32)] * (len(texts) - len(rows))
+    fields = np.stack([*(row["array"] for row in rows), *empty], axis=1)
+    names = ("inputs", "targets", "inputs_position", "inputs_segmentation")
+    return dict(zip(names, fields, strict=True)) | {"row": np.arange(len(texts), dtype=np.int32)}, places
 
 
-def training_log_probs(model, params, batch, mesh=None, rules=None):
-    """Returns the log-probabilities of the targets in the forward pass of a training step: float32 [b, t]."""
+def training_log_probs(model, params, batches, mesh=None, rules=None):
+    """Returns the log-probabilities of the targets of each batch in the forward pass of a training step: float32
+    [b, t]."""
 
     def loss(params, rest, batch):
         hidden, _ = hidden_states(model.apply, params, rest, batch, None, ())
@@ -106,20 +110,21 @@ def training_log_probs(model, params, batch, mesh=None, rules=None):
         axes = model.param_axes, model.rest_axes
         place = lambda array, names: jax.device_put(array, named_sharding(mesh, names, array.shape, rules))  # noqa: E731
         params = jax.tree.map(place, params, axes)
-        batch = {name: place(it, ("activation_batch", None)[: it.ndim]) for name, it in batch.items()}
-    (_, found), _ = jax.jit(step, compiler_options=compiler_options(model.config, "cpu"))(*params, batch)
-    return np.asarray(found)
+        names = ("activation_batch", None)
+        batches = [{name: place(it, names[: it.ndim]) for name, it in batch.items()} for batch in batches]
+    step = jax.jit(step, compiler_options=compiler_options(model.config, "cpu"))
+    return [np.asarray(step(*params, batch)[0][1]) for batch in batches]
 
 
-def differing(model, params, prompts, found, together, **mesh):
-    """Returns how many log-probabilities of rollouts have other bits in training."""
+def differing(model, params, prompts, found, together=(True, False), **mesh):
+    """Returns how many log-probabilities of rollouts have other bits in training, in rows that are shared or not."""
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
-    batch, places = rows_of(texts, together)
-    log_probs = training_log_probs(model, params, batch, **mesh)
+    batches, all_places = zip(*(rows_of(texts, shared) for shared in together), strict=True)
     wrong = 0
-    for prompt, text, (_, drawn), (row, start) in zip(prompts, texts, found, places, strict=True):
-        expected = log_probs[row, start + len(prompt) - 1 : start + len(text) - 1]
-        wrong += np.sum(np.asarray(drawn, np.float32).view(np.int32) != expected.view(np.int32))
+    for places, log_probs in zip(all_places, training_log_probs(model, params, batches, **mesh), strict=True):
+        for prompt, text, (_, drawn), (row, start) in zip(prompts, texts, found, places, strict=True):
+            expected = log_probs[row, start + len(prompt) - 1 : start + len(text) - 1]
+            wrong += np.sum(np.asarray(drawn, np.float32).view(np.int32) != expected.view(np.int32))
     return wrong
 
 
@@ -131,14 +136,9 @@ def differing(model, params, prompts, found, together, **mesh):
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
     engine = engine_of(dtype=dtype, **KINDS[kind])
-    params, model = engine.load_params(say=print), engine.served.model
-    if kind == "lora":
-        change = lambda leaf: leaf + jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) / 8  # noqa: E731
-        params = jax.tree.map(change, params)
-    prompts, limits = requests(7)
-    found = rollouts(engine, params, prompts, limits)
-    for together in (True, False):
-        assert differing(model, canonical(params), prompts, found, together) == 0
+    variables, (prompts, limits) = random_variables(engine.served.model), requests(7, shortest=65)
+    found = rollouts(engine, engine.hold(*variables), prompts, limits)
+    assert differing(engine.served.model, variables, prompts, found) == 0
 
 
 @pytest.mark.rest(covered_by="its product; unit/inference/test_adapters.py")
@@ -146,11 +146,9 @@ def test_several_adapters_have_the_bits_of_their_training():
     keys, owners = {"enable_lora": True, "dtype": "bfloat16"}, np.repeat([1, 2], [4, 16])
     whole = engine_of(**keys, lora_rank=20, lora_alpha=20)
     engine = Engine(whole.served._replace(ranks=np.arange(3)[:, None] == owners))
-    change = lambda leaf: leaf + jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) / 8  # noqa: E731
-    params = jax.tree.map(change, whole.load_params(say=print))
-    prompts, limits = requests(6)
+    variables, (prompts, limits) = random_variables(whole.served.model), requests(6)
     adapters = [1, 2] * 3
-    found = rollouts(engine, params, prompts, limits, adapters)
+    found = rollouts(engine, engine.hold(*variables), prompts, limits, adapters)
 
     def own(path, leaf, ranks):
         leaf = leaf[..., ranks] if path[-1].key == "lora_a" else leaf
@@ -158,34 +156,40 @@ def test_several_adapters_have_the_bits_of_their_training():
 
     for number, rank in ((1, 4), (2, 16)):
         trained = make_model(tiny_config("nnx", **MODEL, **keys, lora_rank=rank, lora_alpha=rank))
-        held = jax.tree.map_with_path(functools.partial(own, ranks=owners == number), canonical(params))
+        held = jax.tree.map_with_path(functools.partial(own, ranks=owners == number), variables)
         mine = [i for i, adapter in enumerate(adapters) if adapter == number]
-        assert differing(trained, held, [prompts[i] for i in mine], [found[i] for i in mine], together=True) == 0
+        assert differing(trained, held, [prompts[i] for i in mine], [found[i] for i in mine], [True]) == 0
 
 
 @functools.cache
 def plain():
     engine = engine_of(dtype="float32")
-    return engine, engine.load_params(say=print)
+    variables = random_variables(engine.served.model)
+    return engine, engine.hold(*variables), variables
+
+
+@functools.cache
+def plain_rollouts():
+    """Returns requests for prompts of all lengths, and what follows them."""
+    (engine, params, _), asked = plain(), requests(7)
+    return asked, rollouts(engine, params, *asked)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_chunks_and_prefixes_leave_the_bits(how):
-    params, (prompts, limits) = plain()[1], requests(7)
-    expected = rollouts(plain()[0], params, prompts, limits)
-    assert rollouts(engine_of(dtype="float32", **HOW[how]), params, prompts, limits) == expected
+    asked, expected = plain_rollouts()
+    assert rollouts(engine_of(dtype="float32", **HOW[how]), plain()[1], *asked) == expected
 
 
 def test_a_request_is_the_same_alone_and_among_others():
-    engine, params = plain()
-    prompts, limits = requests(6, seed=1)
-    assert rollouts(engine, params, prompts, limits)[0] == rollouts(engine, params, prompts[:1], limits[:1])[0]
+    (engine, params, _), ((prompts, limits), expected) = plain(), plain_rollouts()
+    assert rollouts(engine, params, prompts[:1], limits[:1]) == expected[:1]
     one = engine_of(dtype="float32", per_device_batch_size=1)
-    assert rollouts(one, params, prompts[:1], limits[:1]) == rollouts(engine, params, prompts[:1], limits[:1])
+    assert rollouts(one, params, prompts[:1], limits[:1]) == expected[:1]
 
 
 def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
-    engine, params = plain()
+    engine, params, _ = plain()
     prompts = requests(2)[0]
     packed = engine.packed(prompts)
     assert packed.start_pos.tolist() == [0, TILE]
@@ -198,13 +202,12 @@ def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
 
 
 def test_devices_with_whole_rows_and_whole_matrices():
-    _, params = plain()
     keys = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 1, "per_device_batch_size": 1, "dtype": "float32"}
-    engine, (prompts, limits) = engine_of(devices=4, **keys), requests(6)
-    found = rollouts(engine, engine.load_params(params=canonical(params)[0]), prompts, limits)
-    assert found == rollouts(*plain(), prompts, limits)
+    engine, (_, params, variables), asked = engine_of(devices=4, **keys), plain(), requests(6, shortest=65)
+    found = rollouts(engine, engine.hold(*variables), *asked)
+    assert found == rollouts(plain()[0], params, *asked)
     training = mesh_of(ici_data_parallelism=2, ici_fsdp_parallelism=2)
-    assert differing(engine.served.model, canonical(params), prompts * 2, found * 2, together=False, **training) == 0
+    assert differing(engine.served.model, variables, asked[0] * 2, found * 2, [False], **training) == 0
     with pytest.raises(UserError, match="batch_invariant=true: fsdp has 4 devices, which would share the one row"):
         engine_of(devices=4)
 
@@ -219,40 +222,44 @@ def mesh_of(**keys):
 def test_without_the_key_bits_differ():
     """So the tests above compare something."""
     engine = engine_of(batch_invariant=False, dtype="bfloat16")
-    params, (prompts, limits) = engine.load_params(say=print), requests(7)
-    assert differing(engine.served.model, canonical(params), prompts, rollouts(engine, params, prompts, limits), True)
+    variables, (prompts, limits) = random_variables(engine.served.model), requests(7)
+    found = rollouts(engine, engine.hold(*variables), prompts, limits)
+    assert differing(engine.served.model, variables, prompts, found)
 
 
 def test_combinations_have_the_same_bits():
-    batch = rows_of([*requests(5)[0]], together=True)[0]
-    found = []
-    for combination in ALL_COMBINATIONS:
-        model = make_model(tiny_config(combination, **MODEL | {"dtype": "float32"}))
-        found.append(training_log_probs(model, jax.jit(model.init)(jax.random.key(0)), batch))
+    batch = rows_of(requests(1)[0], together=True)[0]
+    models = [model_of(tiny_config(it, **MODEL | {"dtype": "float32"})) for it in ALL_COMBINATIONS]
+    variables = random_variables(models[0])
+    found = [training_log_probs(model, variables, [batch]) for model in models]
     assert all(np.array_equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 20}, {"soft_cap": 5.0}, {"sinks": True}])
 def test_attention_is_that_of_the_reference(how):
-    keys = jax.random.split(jax.random.key(0), 5)
-    query, key = (jax.random.normal(k, (2, 150, heads, 8)) for k, heads in zip(keys, (4, 2), strict=False))
-    value, gradient = jax.random.normal(keys[2], (2, 150, 2, 6)), jax.random.normal(keys[3], (2, 150, 4, 6))
-    index = jnp.broadcast_to(jnp.arange(150), (2, 150))
+    rng = np.random.default_rng(0)
+    shapes = [(2, 150, 4, 8), (2, 150, 2, 8), (2, 150, 2, 6), (2, 150, 4, 6), (4,)]
+    query, key, value, gradient, sinks = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    index = np.broadcast_to(np.arange(150), (2, 150))
     mask = Mask(index % 64, index % 64, 1 + index // 64, 1 + index // 64)
-    how = how | ({"sinks": jax.random.normal(keys[4], (4,))} if "sinks" in how else {})
-    found, pull = jax.vjp(lambda *arrays: invariant_attention(*arrays, mask, **how), query, key, value)
-    expected, pull_expected = jax.vjp(lambda *arrays: dot_product_attention(*arrays, mask, **how), query, key, value)
+    how = how | ({"sinks": sinks} if "sinks" in how else {})
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pulled(attention, *arrays):
+        found, pull = jax.vjp(lambda *arrays: attention(*arrays, mask, **how), *arrays)
+        return found, pull(gradient)
+
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),  # sums in another order
-        (found, pull(gradient)),
-        (expected, pull_expected(gradient)),
+        pulled(invariant_attention, query, key, value),
+        pulled(dot_product_attention, query, key, value),
     )
 
 
 def test_a_rounded_product_is_rounded_before_it_is_added():
-    a, b, c = (jax.random.normal(key, (4096,)) for key in jax.random.split(jax.random.key(0), 3))
+    a, b, c = np.random.default_rng(0).normal(size=(3, 4096)).astype(np.float32)
     found = jax.jit(lambda a, b, c: rounded(a * b) + c)(a, b, c)
-    np.testing.assert_array_equal(found, np.asarray(a) * np.asarray(b) + np.asarray(c))
+    np.testing.assert_array_equal(found, a * b + c)
 
 
 @pytest.mark.parametrize(
