@@ -21,6 +21,7 @@ PAIRS = (
 )
 PAIRS |= {"eval_data_columns": "[prompt,chosen,rejected]", "held_out_share": 0.2, "eval_interval": 3}
 PAIRS |= {"checkpoint_period": 3, "max_num_checkpoints_to_keep": "none", "learning_rate": 0.003}
+PAIRS |= {"prompt": ""}
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 OF_TEXT = {"train_data_columns": "text", "eval_data_columns": "text"}
 COLORS = ("red", "blue", "green")
@@ -166,7 +167,7 @@ def test_what_it_shows_and_that_this_loads_no_jax():
         ({"weight_sparsity_n": 2, "weight_sparsity_m": 4}, "it moves masks of weights, which the reference"),
         ({"tokenize_train_data": False}, "tokenize_train_data=false: pairs are text"),
         (
-            {"max_target_length": 16, "use_truncation": False, "prompt": ""},
+            {"max_target_length": 16, "use_truncation": False},
             "pairs are longer than max_target_length=16 (longest ",
         ),
     ],

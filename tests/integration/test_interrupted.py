@@ -17,7 +17,7 @@ from trainer.data import eval_batches
 
 # Real processes and runs in this one. They run long enough to be interrupted; most of the time is start-up and
 # compilation.
-LONGER = {"steps": 300, "eval_interval": 100, "checkpoint_period": 50}
+LONGER = {"steps": 200, "eval_interval": 100, "checkpoint_period": 100}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
 
@@ -70,7 +70,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
         assert "run_name=run-0001: another process is running in runs/run-0001" in output
     interrupted_once(process, log)
     first = int(newest(run).name)
-    assert 12 < first < 300
+    assert 12 < first < 100
     assert not (run / "finished").exists()
 
     def interrupted(*args, **kwargs):
@@ -87,7 +87,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
 
     code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     assert code == 0, output
-    assert "checkpoints/100: 100 of 300 updates are done" in output
+    assert "checkpoints/100: 100 of 200 updates are done" in output
     (tmp_path / "undisturbed").mkdir()
     code, output = train(tmp_path / "undisturbed", **LONGER)
     assert code == 0, output

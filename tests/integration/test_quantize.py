@@ -116,13 +116,11 @@ def failure(capsys, command, *argv):
 
 def values_of(kernels, parts):
     """The floats that quantized kernels stand for."""
-    return {
-        name: dequantize(
-            with_arrays(name, kernel, {part: parts[part] for part in names_of(nested({name: kernel}))}),
-            jnp.dtype(jnp.float32),
-        )
+    stored = {
+        name: with_arrays(name, kernel, {part: parts[part] for part in names_of(nested({name: kernel}))})
         for name, kernel in kernels.items()
     }
+    return jax.jit(lambda found: {name: dequantize(one, jnp.dtype(jnp.float32)) for name, one in found.items()})(stored)
 
 
 @pytest.mark.rest(covered_by="llama2 and mixtral", cases=("deepseek", "gemma2"))

@@ -22,8 +22,11 @@ from trainer.products.dequantized import dequantize, float_shape, is_stored
 def stored_kernels(config: Config) -> dict[str, Any]:
     """Returns the kernels that a model of `config`, resolved, stores quantized, by canonical name: each a pytree of
     ShapeDtypeStructs."""
-    if not (config.checkpoint_is_quantized or config.lora_weight_qtype):
-        return {}
+    return {**_stored_kernels(config)} if config.checkpoint_is_quantized or config.lora_weight_qtype else {}
+
+
+@functools.lru_cache(maxsize=4)  # reading a checkpoint asks several times
+def _stored_kernels(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def visit(above: str, node: Any) -> None:
