@@ -6,6 +6,7 @@ from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
 from trainer import sharding
 from trainer.backends import make_model
+from trainer.config import Config
 from trainer.config.tensors import EVERY_MODEL, TENSORS, tensors_of
 from trainer.models import FAMILIES
 
@@ -63,7 +64,7 @@ def axes_of_tensors(monkeypatch, decoder_block: str) -> tuple[dict[str, tuple], 
 
 
 _KEYS = {"fused_qkv": True, "interleave_moe_layer_step": 1}
-DENSE = [name for name in FAMILIES if tensors_of({"decoder_block": name, **_KEYS}) == TENSORS]
+DENSE = [name for name in FAMILIES if tensors_of(Config({"decoder_block": name, **_KEYS})) == TENSORS]
 
 
 @pytest.mark.parametrize("decoder_block", DENSE)
@@ -78,7 +79,7 @@ def test_these_families_have_exactly_the_tensors_of_the_table(decoder_block, mon
 def test_a_family_with_experts_has_the_parameters_of_its_table():
     keys = {"decoder_block": "mixtral", "num_experts": 2, "num_experts_per_tok": 1, "base_moe_mlp_dim": 32}
     parameters = model_axes(ALL_COMBINATIONS[0], tied=False, **keys)
-    for tensor, axes in tensors_of(keys | {"interleave_moe_layer_step": 1}).items():
+    for tensor, axes in tensors_of(Config(keys | {"interleave_moe_layer_step": 1})).items():
         if "/" in tensor:
             assert {parameters[name] for name in parameters if name.endswith(tensor)} == {axes}, tensor
 
