@@ -85,13 +85,18 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, mo
     dtypes = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32")}
     settings = {"heads": 2, "kv_heads": 1, "head_dim": 4, "rope": Rope(1, 10000), "op": "blockwise"}
     layer = Attention(8, rngs=nnx.Rngs(0), **settings, **dtypes)
-    entries = jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, LENGTH))
-    position = jnp.tile(jnp.arange(3), (ROWS, 1))
-    context = Context(position, jnp.ones_like(position), jnp.arange(ROWS), None)
-    _, cache = layer(jnp.ones((ROWS, 3, 8)), Cache(entries, 0, filled=filled), context)
+    position = np.tile(np.arange(3), (ROWS, 1))
+    context = Context(position, np.ones_like(position), np.arange(ROWS), None)
+
+    @jax.jit
+    def filled_by(x):
+        entries = jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, LENGTH))
+        return layer(x, Cache(entries, 0, filled=filled), context)[1].entries
+
+    entries = filled_by(np.ones((ROWS, 3, 8), np.float32))
     assert calls == [("dot_product", LENGTH) if filled else ("blockwise", 3)]
-    assert isinstance(cache.entries, KVCache)
-    written = np.asarray(cache.entries.value).any(axis=(3, 4))
+    assert isinstance(entries, KVCache)
+    written = np.asarray(entries.value).any(axis=(3, 4))
     np.testing.assert_array_equal(written, np.tile(np.arange(LENGTH) < 3, (1, ROWS, 1)))
 
 
