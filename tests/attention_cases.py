@@ -34,9 +34,8 @@ def inputs(
     start = np.where(segment > 0, np.take_along_axis(ends, np.maximum(segment - 1, 0), axis=1), 0)
     position, segment = place - start, np.where(segment < 3, segment + 1, 0)
     ids = [x.astype(np.int32) for x in (position, position, segment, segment)]
-    return *map(jnp.asarray, (x.astype(dtype) for x in (query, key, value[..., :value_width]))), Mask(
-        *map(jnp.asarray, ids)
-    )
+    arrays = [x.astype(dtype) for x in (query, key, value[..., :value_width])]
+    return *map(jnp.asarray, arrays), Mask(*map(jnp.asarray, ids))
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:

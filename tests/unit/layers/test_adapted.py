@@ -1,5 +1,7 @@
 """Low-rank adapters of single products: values, gradients, and what is added to a matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,36 +23,55 @@ def adapted(kernel, inner=None, *, random=True):
     kind, plain = (GroupedAdapted, grouped_product) if kernel.groups else (Adapted, product)
     made = kind(inner or plain, kernel, rank=RANK, scale=SCALE, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     if random:
-        made.lora_b.set_value(jax.random.normal(jax.random.key(1), made.lora_b.get_value().shape))
+        made.lora_b.set_value(jnp.asarray(normal(*made.lora_b.get_value().shape, seed=1)))
     return made
 
 
+def normal(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def inputs(kernel):
-    rows = [*((kernel.groups,) if kernel.groups else ()), 7]
-    x = jax.random.normal(jax.random.key(2), (*rows, *kernel.in_shape))
     groups = (kernel.groups,) if kernel.groups else ()
-    return x, jax.random.normal(jax.random.key(3), (*groups, *kernel.in_shape, *kernel.out_shape))
+    x = normal(*groups, 7, *kernel.in_shape, seed=2)
+    return x, normal(*groups, *kernel.in_shape, *kernel.out_shape, seed=3)
 
 
-def called(made, kernel, x, weights, context=None):
-    return made(x, weights, None, context) if kernel.groups else made(x, len(kernel.in_shape), weights, None, context)
+def called(made, kernel, x, weights):
+    graph, state = nnx.split(made)
+
+    @jax.jit
+    def call(state, x, weights):
+        made = nnx.merge(graph, state)
+        return made(x, weights, None, None) if kernel.groups else made(x, len(kernel.in_shape), weights, None, None)
+
+    return call(state, x, weights)
+
+
+def plainly(kernel, x, weights):
+    """Returns the product without an adapter."""
+    plain = functools.partial(grouped_product, sizes=None) if kernel.groups else bare
+    return jax.jit(plain)(x, weights)
+
+
+def bare(x, weights):
+    return product(x, 2, weights)
 
 
 @pytest.mark.parametrize("kernel", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_a_zero_b_keeps_the_bits(kernel):
     made, (x, weights) = adapted(kernel, random=False), inputs(kernel)
-    bare = grouped_product(x, weights, None) if kernel.groups else product(x, len(kernel.in_shape), weights)
-    np.testing.assert_array_equal(called(made, kernel, x, weights), bare)
-    a, bound = made.lora_a.get_value(), 1 / np.sqrt(np.prod(kernel.in_shape))
+    np.testing.assert_array_equal(called(made, kernel, x, weights), plainly(kernel, x, weights))
+    a, bound = np.asarray(made.lora_a.get_value()), 1 / np.sqrt(np.prod(kernel.in_shape))
     assert 0.8 * bound < np.abs(a).max() <= bound
 
 
 @pytest.mark.parametrize("kernel", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_added_to_the_matrix_it_is_the_same_product(kernel):
     made, (x, weights) = adapted(kernel), inputs(kernel)
-    merged = weights + made.delta(weights.ndim)
-    bare = grouped_product(x, merged, None) if kernel.groups else product(x, len(kernel.in_shape), merged)
-    np.testing.assert_allclose(called(made, kernel, x, weights), bare, rtol=1e-5, atol=1e-6)
+    merged = weights + np.asarray(made.delta(weights.ndim))
+    expected = plainly(kernel, x, merged)
+    np.testing.assert_allclose(called(made, kernel, x, weights), expected, rtol=1e-5, atol=1e-6)
     if not kernel.groups:
         np.testing.assert_array_equal(made.array(weights, jnp.dtype("float32")), merged)
         assert made.array(weights, jnp.dtype("bfloat16")).dtype == "bfloat16"
@@ -58,16 +79,18 @@ def test_added_to_the_matrix_it_is_the_same_product(kernel):
 
 def test_sorted_rows_of_experts():
     made, (x, weights) = adapted(EXPERTS), inputs(EXPERTS)
-    rows, sizes = x.reshape(14, 6), jnp.array([9, 5])
-    expected = [rows[i] @ (weights + made.delta(3))[int(i >= 9)] for i in range(14)]
-    np.testing.assert_allclose(made(rows, weights, sizes), np.stack(expected), rtol=1e-5, atol=1e-5)
+    rows, sizes, merged = x.reshape(14, 6), np.array([9, 5]), weights + np.asarray(made.delta(3))
+    expected = [rows[i] @ merged[int(i >= 9)] for i in range(14)]
+    graph, state = nnx.split(made)
+    found = jax.jit(lambda state: nnx.merge(graph, state)(rows, weights, sizes))(state)
+    np.testing.assert_allclose(found, np.stack(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_in_closed_form():
     """Of sum(g y) with y = x W + s x a b, they are s x^T g b^T of a, s (x a)^T g of b, and g (W + s a b)^T of x."""
     made, (x, weights) = adapted(DENSE), inputs(DENSE)
     a, b = made.lora_a.get_value(), made.lora_b.get_value()
-    g = jax.random.normal(jax.random.key(4), (7, 5))
+    g = normal(7, 5, seed=4)
 
     def loss(a, b, x):
         here = adapted(DENSE)  # a trace changes only variables of its own
@@ -75,7 +98,7 @@ def test_gradients_in_closed_form():
         here.lora_b.set_value(b)
         return jnp.sum(g * here(x, 2, weights))
 
-    of_a, of_b, of_x = jax.grad(loss, (0, 1, 2))(a, b, x)
+    of_a, of_b, of_x = jax.jit(jax.grad(loss, (0, 1, 2)))(a, b, x)
     flat_x, flat_a, flat_w = (np.asarray(array, np.float64).reshape(*shape) for array, shape in _flat(x, a, weights))
     g, b = np.asarray(g, np.float64), np.asarray(b, np.float64)
     np.testing.assert_allclose(of_a.reshape(8, RANK), SCALE * flat_x.T @ g @ b.T, rtol=1e-5, atol=1e-5)
@@ -89,25 +112,25 @@ def _flat(x, a, weights):
 
 def test_each_row_uses_its_own_ranks():
     made, (_, weights) = adapted(DENSE), inputs(DENSE)
-    x = jax.random.normal(jax.random.key(5), (3, 2, 4, 2))
-    ranks = jnp.array([[True, False, False], [False, True, True], [False, False, False]])[:, None]
-    found = made(x, 2, weights, None, Context(None, None, None, None, ranks=ranks))
+    x = normal(3, 2, 4, 2, seed=5)
+    ranks = np.array([[True, False, False], [False, True, True], [False, False, False]])[:, None]
+    graph, state = nnx.split(made)
+    context = Context(None, None, None, None, ranks=ranks)
+    found = jax.jit(lambda state: nnx.merge(graph, state)(x, 2, weights, None, context))(state)
+    a, b = (np.asarray(it.get_value()) for it in (made.lora_a, made.lora_b))
     for row, used in enumerate(ranks[:, 0]):
-        own = (
-            weights
-            if not used.any()
-            else weights + delta(made.lora_a.get_value()[..., used], made.lora_b.get_value()[used], SCALE, 3)
-        )
-        np.testing.assert_allclose(found[row], product(x[row], 2, own), rtol=1e-5, atol=1e-5)
+        own = weights + np.asarray(delta(a[..., used], b[used], SCALE, 3)) if used.any() else weights
+        np.testing.assert_allclose(found[row], np.tensordot(x[row], own, 2), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_over_a_stored_kernel(kernel):
     inner = dequantized(Storage("nf4", (2, 1)), kernel, rngs=nnx.Rngs(0))
     made, (x, weights) = adapted(kernel, inner), inputs(kernel)
-    stored = made.store(weights)
-    found = called(made, kernel, x, stored) - called(adapted(kernel, inner, random=False), kernel, x, stored)
-    np.testing.assert_allclose(found, called(adapted(kernel), kernel, x, jnp.zeros_like(weights)), atol=1e-5)
+    stored = jax.jit(made.store)(weights)
+    both = (called(it, kernel, x, stored) for it in (made, adapted(kernel, inner, random=False)))
+    found, expected = np.subtract(*both), called(adapted(kernel), kernel, x, np.zeros_like(weights))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def tree(value, path):
@@ -118,7 +141,7 @@ def tree(value, path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adding_and_taking_away(dtype):
-    weights = inputs(DENSE)[1].astype(dtype)
+    weights = jnp.asarray(inputs(DENSE)[1].astype(jnp.dtype(dtype)))
     made = adapted(DENSE)
     factors = {"lora_a": made.lora_a.get_value(), "lora_b": made.lora_b.get_value()}
     base = tree({"kernel": weights, "bias": jnp.ones(5)}, "decoder/layers/self_attention/out")

@@ -31,7 +31,7 @@ def make(q_rank=5, **settings):
     rng = np.random.default_rng(0)
     for _, leaf in nnx.iter_graph(layer):
         if isinstance(leaf, nnx.Param) and leaf.ndim == 1:
-            leaf[...] = jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+            leaf.set_value(jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)))
     return layer
 
 
@@ -103,9 +103,11 @@ def test_halves_are_pairs_with_permuted_weights():
     """Hugging Face's other layout: (x[i], x[i + d / 2]) turn together, of columns that are ordered so."""
     pairs, halves = make(0), make(0, rope=YARN._replace(interleave=False))
     order = np.r_[0:ROPE:2, 1:ROPE:2]
-    query, latents = pairs.query.kernel[...], pairs.wkv_a.kernel[...]
-    halves.query.kernel[...] = jnp.concatenate([query[..., :NOPE], query[..., NOPE + order]], axis=-1)
-    halves.wkv_a.kernel[...] = jnp.concatenate([latents[:, :KV_RANK], latents[:, KV_RANK + order]], axis=-1)
+    query, latents = np.asarray(pairs.query.kernel[...]), np.asarray(pairs.wkv_a.kernel[...])
+    query = np.concatenate([query[..., :NOPE], query[..., NOPE + order]], axis=-1)
+    latents = np.concatenate([latents[:, :KV_RANK], latents[:, KV_RANK + order]], axis=-1)
+    halves.query.kernel.set_value(jnp.asarray(query))
+    halves.wkv_a.kernel.set_value(jnp.asarray(latents))
     np.testing.assert_allclose(run(halves)[0][0], run(pairs)[0][0], atol=1e-6)
 
 
@@ -118,11 +120,11 @@ def test_a_cache_of_latents_gives_what_a_whole_row_gives(how):
     length, first = 6, 3
     x = tokens(length)
     places = np.tile(np.arange(length), (2, 1))
-    entries = jax.tree.map(lambda array: array[None], layer.init_cache(2, length + 1))
+    entries = jax.jit(lambda: jax.tree.map(lambda array: array[None], layer.init_cache(2, length + 1)))()
     assert sum(leaf.size for leaf in entries) == 2 * (length + 1) * (KV_RANK + ROPE)
 
     def call(cache, x, places):
-        return layer(x, cache, context(places, jnp.ones_like(places)))
+        return layer(x, cache, context(places, np.ones(places.shape, int)))
 
     expected = jax.jit(call)(None, x, places)[0]
     out, cache = jax.jit(call)(Cache(entries, 0), x[:, :first], places[:, :first])
@@ -130,7 +132,7 @@ def test_a_cache_of_latents_gives_what_a_whole_row_gives(how):
     for t in range(first, length):
         out, cache = decode(Cache(cache.entries, 0, filled=True), x[:, t : t + 1], places[:, t : t + 1])
         parts.append(out)
-    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), expected, atol=2e-6)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=2e-6)
     if how == "absorbed":
         step = jax.make_jaxpr(call)(Cache(cache.entries, 0, filled=True), x[:, :1], places[:, :1])
         per_head = {(2, length + 1, HEADS, width) for width in (NOPE, VALUE, NOPE + VALUE)}
@@ -140,17 +142,20 @@ def test_a_cache_of_latents_gives_what_a_whole_row_gives(how):
 @pytest.mark.parametrize("q_rank", [0, 5])
 def test_qk_clip_scales_each_heads_logits_and_leaves_the_shared_key(q_rank):
     layer = make(q_rank)
-    eta = jnp.array([1.0, 0.25, 0.6])
+    eta = np.float32([1.0, 0.25, 0.6])
     graph, state = nnx.split(layer)
     before = nnx.to_pure_dict(state)
-    after = scaled(before, layer.logit_factors, eta)
+    after = jax.jit(lambda before: scaled(before, layer.logit_factors, jnp.asarray(eta)))(before)
+    before, after = jax.device_get((before, after))
     changed = {"/".join(path) for path, leaf in leaves(after) if (leaf != at(before, path)).any()}
     assert changed == {"wq_b/kernel" if q_rank else "query/kernel", "wkv_b/kernel"}
     np.testing.assert_array_equal(after["wkv_b"]["kernel"][..., NOPE:], before["wkv_b"]["kernel"][..., NOPE:])
     nnx.replace_by_pure_dict(state, after)
     (_, found), (_, expected) = run(nnx.merge(graph, state)), run(layer)
     # Every logit of head h is multiplied by eta_h, so its largest one is.
-    np.testing.assert_allclose(found["MaxLogit"]["max_logit"], eta * expected["MaxLogit"]["max_logit"], rtol=2e-6)
+    np.testing.assert_allclose(
+        found["MaxLogit"]["max_logit"], eta * np.asarray(expected["MaxLogit"]["max_logit"]), rtol=2e-6
+    )
     with pytest.raises(UserError, match="soft cap"):
         make(q_rank, soft_cap=5.0).logit_factors(eta)
 

@@ -75,8 +75,8 @@ def blocks():
 
 def inputs():
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), jnp.float32)
-    return x, jnp.zeros((LAYERS, ROWS)), jnp.float32(0.7), jnp.arange(ROWS)
+    x = rng.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)
+    return x, np.zeros((LAYERS, ROWS), np.float32), np.float32(0.7), np.arange(ROWS)
 
 
 def loop(context, types=()):
@@ -88,7 +88,7 @@ def step_of(scan, remat_policy, types=(Total,), *, keep=True):
     the parameters and the input. `keep`: what is sown is among the results."""
     graphdef, params = nnx.split(blocks())
     x, cache, scale, row = inputs()
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+    weight = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
 
     def run(params, x, key):
         def loss(params, x):

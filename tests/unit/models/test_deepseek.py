@@ -1,10 +1,8 @@
 """The family deepseek: its weights in and out, its groups of experts, its keys, its programs."""
 
-import functools
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_cases import abstract_of, assert_same, config_of, random_params, read_hf, shapes_of
@@ -137,20 +135,24 @@ def test_groups_choose_by_their_best_expert():
     experts, groups, kept, chosen = 12, 4, 2, 3
     logits = np.random.default_rng(0).normal(size=(5, 7, experts)).astype(np.float32)
     logits[0, 0] = 0.0  # ties: the first group, and the first expert, counts as larger
-    found = jax.jit(functools.partial(within_groups, chosen=chosen, groups=groups, kept=kept))(jnp.asarray(logits))
+
+    @jax.jit
+    def routings(logits):
+        of_groups = [within_groups(logits, chosen, groups=groups, kept=count) for count in (kept, groups)]
+        return *of_groups, *(score(logits, chosen) for score in (chosen_of_softmax, times(chosen_of_softmax, 4.0)))
+
+    found, one, plain, scaled = jax.device_get(routings(logits))
     size = experts // groups
     for at in np.ndindex(*logits.shape[:2]):
         score = logits[at]
         best = sorted(range(groups), key=lambda g: (-score[g * size : (g + 1) * size].max(), g))[:kept]
         among = [e for e in range(experts) if e // size in best]
         expected = sorted(among, key=lambda e: (-score[e], e))[:chosen]
-        assert list(np.asarray(found.expert[at])) == expected
+        assert list(found.expert[at]) == expected
         np.testing.assert_allclose(found.weight[at], np.exp(score[expected]) / np.exp(score).sum(), rtol=1e-5)
-    one = within_groups(jnp.asarray(logits), chosen, groups=groups, kept=groups)
-    plain = chosen_of_softmax(jnp.asarray(logits), chosen)
     assert isinstance(one, Routing)
     np.testing.assert_array_equal(one.expert, plain.expert)
-    np.testing.assert_allclose(times(chosen_of_softmax, 4.0)(logits, chosen).weight, 4 * plain.weight, rtol=1e-6)
+    np.testing.assert_allclose(scaled.weight, 4 * plain.weight, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

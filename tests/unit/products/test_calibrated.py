@@ -60,9 +60,8 @@ def rounded(kernel, how):
     """The kernel, or each of several, without calibration."""
     storage = Storage(how.dtype, (how.block, 1), how.method)
     groups = len(kernel) if kernel.ndim == 3 else 0
-    return storage.store(
-        Kernel(kernel.shape[-2:-1], kernel.shape[-1:], (None,) * kernel.ndim, groups), jnp.asarray(kernel)
-    )
+    of = Kernel(kernel.shape[-2:-1], kernel.shape[-1:], (None,) * kernel.ndim, groups)
+    return jax.jit(functools.partial(storage.store, of))(kernel)
 
 
 def test_the_scales_of_awq():
