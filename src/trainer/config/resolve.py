@@ -16,6 +16,7 @@ from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
+from trainer.config.keys import Config
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
@@ -65,7 +66,7 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
     return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
 
 
-def _misfits(config: Any, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
+def _misfits(config: Config, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
     """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
     failed = [(keys, said) for keys, problem in checks if (said := problem(config))]
     return [f"{' '.join(_shown(key, config[key]) for key in keys)}: {said}" for keys, said in failed]
