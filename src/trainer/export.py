@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "checkpoint_is_quantized out, or these"
         )
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
-    shapes, buffers = weights_of(config)
+    model = make_model(config)
+    shapes, buffers = weights_of(model)
     check_masks(config, checkpoint, shapes)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(visible(note))
         _write(partial, options, config, leaves, about)
         copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
-    _report(out, options, parameter_count(make_model(config).abstract[0]))
+    _report(out, options, parameter_count(model.abstract[0]))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
 

@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
+    from trainer.backends import make_model
     from trainer.calibration.quantize import Calibrated
     from trainer.models.matrices import quantized_kernels
     from trainer.models.quantization import storage_of
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stored = _configuration(
         config, ["dataset_type=synthetic", "checkpoint_is_quantized=true", "quantize_router_proj=false", *of_storage]
     )
-    shapes, buffers = weights_of(config)
+    shapes, buffers = weights_of(make_model(config))
     kernels, forms = quantized_kernels(stored, shapes), stored_kernels(stored)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.backends import make_model
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.sidecar import read_sidecar, saved_config
 from trainer.config import UserError
@@ -116,7 +117,7 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
         tensors = _in_tree(source.path / TREE)
         return Contents(str(source.path), "parameters only, of trainer.export", None, source.keys, tensors)
     config = model_config(source.keys, [], str(source.path))
-    shapes, buffers = weights_of(config)
+    shapes, buffers = weights_of(make_model(config))
     leaves = source.leaves(config, shapes)
     found = [_of_leaf(REST if name in buffers else PARAMS, name, leaf) for name, leaf in leaves.items()]
     kind = f"a {source.kind} directory"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from trainer.backends import make_model
+from trainer.backends import Model, make_model
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
@@ -176,11 +176,11 @@ def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
-    return weights_of(config)[0]
+    return weights_of(make_model(config))[0]
 
 
-def weights_of(config: Config) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+def weights_of(model: Model) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
     """Returns `weight_shapes`, and which of these weights are not parameters: the model's state without gradient."""
-    params, rest = make_model(config).abstract
+    params, rest = model.abstract
     shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
     return shapes, frozenset(names_of(rest))

@@ -251,10 +251,11 @@ refused = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Refuse())
 from trainer.config import load
 from trainer.data import open_dataset
-dataset = open_dataset(load(sys.argv[2:]).config, print)
-stream = dataset.train_stream(rows=2)
-next(stream)
-stream.close()
+for words in sys.argv[2:]:
+    dataset = open_dataset(load(words.split("\\n")).config, print)
+    stream = dataset.train_stream(rows=2)
+    next(stream)
+    stream.close()
 """
 
 
@@ -262,28 +263,32 @@ MOST = "tensorflow,jax,grain,datasets,sentencepiece,tiktoken"
 
 
 @pytest.mark.parametrize(
-    ("keys", "refused"),
+    ("refused", "runs"),
     [
-        ({"dataset_type": "synthetic"}, "tensorflow,tensorflow_datasets,jax,grain,tokenizers"),
-        ({"grain_file_type": "jsonl"}, f"{MOST},tensorflow_datasets,array_record,pyarrow.parquet"),
-        ({"grain_file_type": "tfrecord"}, MOST),
+        ("tensorflow,tensorflow_datasets,jax,grain,tokenizers", [{"dataset_type": "synthetic"}]),
+        (f"{MOST},tensorflow_datasets,array_record,pyarrow.parquet", [{"grain_file_type": "jsonl"}]),
+        (MOST, [{"grain_file_type": "tfrecord"}, {"dataset_type": "tfds"}]),
         (
-            {"grain_file_type": "arrayrecord", "data_pipeline": "streaming"},
             "tensorflow,datasets,sentencepiece,tiktoken",
+            [
+                {"grain_file_type": "arrayrecord", "data_pipeline": "streaming"},
+                {"dataset_type": "tfds", "data_pipeline": "streaming"},
+            ],
         ),
-        ({"dataset_type": "tfds"}, MOST),
-        ({"dataset_type": "tfds", "data_pipeline": "streaming"}, "tensorflow,datasets,sentencepiece,tiktoken"),
     ],
 )
-def test_tensorflow_is_never_imported_and_others_only_when_used(corpora, tmp_path: Path, keys: dict, refused: str):
-    keys = {"dataset_type": "grain", "vocab_size": VOCAB, "data_cache_directory": tmp_path / "cache"} | keys
-    keys |= {"max_target_length": LENGTH, "eval_interval": -1}
-    if keys["dataset_type"] == "grain":
-        keys["grain_train_files"] = f"{corpora(keys['grain_file_type'])}/*"
-    if keys["dataset_type"] == "tfds":
-        write_tfds(tmp_path / "data")
-        keys |= {"dataset_path": tmp_path / "data", "dataset_name": "tiny/made"}
-    command = [sys.executable, "-c", HOOK, refused, *(f"{key}={value}" for key, value in keys.items())]
+def test_tensorflow_is_never_imported_and_others_only_when_used(corpora, tmp_path: Path, refused: str, runs: list):
+    """In one process for all runs that may import the same packages."""
+    command = [sys.executable, "-c", HOOK, refused]
+    for keys in runs:
+        keys = {"dataset_type": "grain", "vocab_size": VOCAB, "data_cache_directory": tmp_path / "cache"} | keys
+        keys |= {"max_target_length": LENGTH, "eval_interval": -1}
+        if keys["dataset_type"] == "grain":
+            keys["grain_train_files"] = f"{corpora(keys['grain_file_type'])}/*"
+        else:
+            write_tfds(tmp_path / "data")
+            keys |= {"dataset_path": tmp_path / "data", "dataset_name": "tiny/made"}
+        command.append("\n".join(f"{key}={value}" for key, value in keys.items()))
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     )

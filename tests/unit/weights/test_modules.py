@@ -16,6 +16,7 @@ from checkpoint_cases import (
     maxtext_params,
     random_params,
     read_hf,
+    shapes_of,
     write_hf,
     write_maxtext,
 )
@@ -26,7 +27,7 @@ from trainer.config import UserError, load, resolve
 from trainer.leaves import names_of
 from trainer.training import build
 from trainer.training.start import start
-from trainer.weights import load_parameters, open_source, weight_shapes, write_huggingface
+from trainer.weights import load_parameters, open_source, write_huggingface
 from trainer.weights.maxtext.model_arguments import maxtext_keys
 from trainer.weights.model_keys import described, model_config
 
@@ -84,7 +85,7 @@ def test_the_published_layout(tmp_path, block, interleave):
 
     out = tmp_path / "ours"
     out.mkdir()
-    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, weight_shapes(cfg)), None)
+    write_huggingface(out, cfg, open_source(str(path)).leaves(cfg, shapes_of(cfg)), None)
     assert_same(read_hf(out), tensors)
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 2
 
@@ -109,7 +110,7 @@ def test_modules_are_left_out(tmp_path, modules):
     params = random_params(whole)
     path = write_hf(tmp_path / "theirs", whole, published(params))
     lines = []
-    wanted = {name: params[name] for name in weight_shapes(cfg)}
+    wanted = {name: params[name] for name in shapes_of(cfg)}
     assert_same(loaded(path, cfg, ["mtp_num_layers"], lines.append), wanted)
     assert lines == [f"{path} says mtp_num_layers=2; mtp_num_layers={modules} was given and takes precedence"]
     with pytest.raises(UserError, match="to load it, give: mtp_num_layers=2"):
@@ -170,7 +171,7 @@ def test_maxtext(tmp_path, scanned, own_norm):
     for modules, left in {0: "1, 2", 1: "2"}.items():
         lines = []
         cfg_of_fewer = config(mtp_num_layers=modules)
-        kept = {name: wanted[name] for name in weight_shapes(cfg_of_fewer)}
+        kept = {name: wanted[name] for name in shapes_of(cfg_of_fewer)}
         assert_same(loaded(path, cfg_of_fewer, say=lines.append), kept)
         assert any("before the final norm" in line for line in lines) == (modules > 0)
         assert lines[-1] == (

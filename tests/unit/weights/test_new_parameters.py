@@ -1,6 +1,7 @@
 """A base under new parameters: what a checkpoint may lack, and the families that read each other's parameters."""
 
 import dataclasses
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -92,8 +93,13 @@ def loaded(path, config, lines=None, given=()):
     return load_parameters(str(path), config, abstract_of(config), [].append if lines is None else lines.append, given)
 
 
-def drawn(config):
-    """Returns the initial weights of `config` by name."""
+DRAWN = ADAPTED | {"head_dim": 16, "init_weights_seed": 3}
+
+
+@functools.cache
+def drawn():
+    """Returns the initial weights of a model with DRAWN by name."""
+    config = config_of(**DRAWN)
     weights = jax.jit(lambda key: joined(*make_model(config).init(key)))(seed_key(config.init_weights_seed))
     return {name: np.asarray(value) for name, value in names_of(weights).items()}
 
@@ -124,12 +130,12 @@ def write_kind(kind, folder, config, params):
 @pytest.mark.parametrize("kind", ["hugging face", "maxtext", "ours"])
 def test_a_base_under_adapters_and_a_new_matrix(tmp_path, kind):
     # With head_dim=16, MaxText's scale of the queries is exact.
-    base, config = config_of(**LLAMA, head_dim=16), config_of(**ADAPTED, head_dim=16, rope_interleave=kind != "maxtext")
+    base, config = config_of(**LLAMA, head_dim=16), config_of(**DRAWN, rope_interleave=kind != "maxtext")
     params = random_params(base)
     path = write_kind(kind, tmp_path / "base", base, params)
     lines = []
     found = loaded(path, config, lines)
-    assert_same(found, drawn(config) | (in_pairs(params) if kind != "maxtext" else params))
+    assert_same(found, drawn() | (in_pairs(params) if kind != "maxtext" else params))
     loads = "decoder/decoder_norm, decoder/layers, decoder/logits_dense, token_embedder/embedding"
     kernels = (
         *("layers/gate", "layers/mlp/wi_0/product", "layers/mlp/wi_1/product", "layers/mlp/wo/product"),
@@ -202,18 +208,16 @@ def test_without_a_declaration_a_new_matrix_is_missing(tmp_path):
 @pytest.mark.rest(covered_by="nnx; initial values are equal", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", {ALL_COMBINATIONS[0]: None, ALL_COMBINATIONS[-1]: None})
 def test_a_run_starts_from_the_base_and_from_what_it_draws(tmp_path, combination):
-    params = random_params(config_of(**LLAMA))
-    path = write_hf(tmp_path / "base", config_of(**LLAMA), hf_tensors(params))
-    keys = ADAPTED | {"load_parameters_path": path, "init_weights_seed": 3, "sharding_tolerance": 1}
-    keys |= {"per_device_batch_size": 1}
+    base = config_of(**LLAMA, head_dim=16)
+    params = random_params(base)
+    path = write_hf(tmp_path / "base", base, hf_tensors(params))
+    keys = DRAWN | {"load_parameters_path": path, "sharding_tolerance": 1, "per_device_batch_size": 1}
     mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
     run = build(load(arguments(combination, **keys, **mesh)).config, jax.devices())
     begin = run.codec.unpack(start(run, None, None, [].append, schedule_given=False).state)
-    initial = run.codec.unpack(run.init())
-    assert_same(
-        begin.params, {name: params.get(name, np.asarray(leaf)) for name, leaf in names_of(initial.params).items()}
-    )
-    for leaf, other in zip(jax.tree.leaves(begin.params), jax.tree.leaves(initial.params), strict=True):
+    assert_same(begin.params, drawn() | params)
+    wanted = run.codec.unpack(run.abstract_args()[0]).params
+    for leaf, other in zip(jax.tree.leaves(begin.params), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding == other.sharding
 
 
