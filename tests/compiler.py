@@ -54,6 +54,18 @@ def exact() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Compiles without optimizations inside. Equal math then has equal bits, and it compiles sooner than with EXACT."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 def start_xla(devices: int) -> None:
     """Starts XLA in this process. XLA reads its flags only once. libtpu reads the variable when a test loads it, and
     would end the process at a flag that it does not know."""

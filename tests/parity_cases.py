@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import pytest
+from compiler import unoptimized
 from support import TINY, pinned
 
 from trainer import parity
@@ -28,15 +28,12 @@ def run(capsys: Any, *words: str, only_forward: bool = False, **keys: Any) -> tu
 def command(capsys: Any, *argv: str, only_forward: bool = False) -> tuple[int, str, str]:
     """Like `run`, with the complete command line `argv`."""
     code = 0
-    jax.config.update("jax_disable_most_optimizations", True)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, unoptimized():
         if only_forward:
             patch.setattr(programs, "MEASURES", programs.MEASURES[:2])
         try:
             parity.main(list(argv))
         except SystemExit as ended:
             code = int(str(ended.code))
-        finally:
-            jax.config.update("jax_disable_most_optimizations", False)
     said = capsys.readouterr()
     return code, said.out, said.err

@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from compiler import unoptimized
 from support import arguments
 
 from trainer.compare import BITS, compare_programs, measure, programs
@@ -19,11 +20,8 @@ def compared(measures, left, **rights):
 
 def test_a_program_equals_itself():
     """In all but the update, which tests/integration/test_parity.py compares."""
-    jax.config.update("jax_disable_most_optimizations", True)  # compiles quickly
-    try:
+    with unoptimized():
         (found,) = compared(programs.MEASURES[:3], {}, same={})
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
     assert found.bits
     assert found.first is None
     assert [it.name for it in found.quantities] == ["parameters", "activations", "loss", "gradients"]

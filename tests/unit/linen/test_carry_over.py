@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from compiler import exact
+from compiler import unoptimized
 from run_cases import RUN, SETTINGS, arrays_of, killed_at, rows_of, train
 from support import pinned
 
@@ -28,7 +28,7 @@ def losses_of(run):
     return [row["loss"] for row in rows_of(run)]
 
 
-@exact()
+@unoptimized()
 def test_parameters_optimizer_and_place_in_the_data_are_carried_over(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(GUIDES))
     from team_block import NNXBlock

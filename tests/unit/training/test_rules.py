@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiler import EXACT
+from compiler import unoptimized
 from support import (
     ALL_COMBINATIONS,
     arguments,
@@ -70,7 +70,8 @@ def initial():
 def trained():
     """Returns a run, its compiled step, and the train states, on the host, before and after each of three steps."""
     run = run_of(ALL_COMBINATIONS[0])
-    step = run.step.lower(*run.abstract_args()).compile(EXACT)
+    with unoptimized():
+        step = run.compile()
     state = state_from(run, initial())
     trees = [copied(run.codec.unpack(state))]
     for i in range(3):
