@@ -74,9 +74,11 @@ def test_a_row_draws_the_same_whatever_strategy_the_others_have():
     keys, position = keys_of(np.stack([np.arange(4), np.zeros(4, int)], axis=1)), np.arange(4)
     plain = Sampling(np.full(4, 0.9), np.zeros(4, int), np.ones(4))
     mixed = Sampling(np.array([0.9, 0.9, 0.0, 2.0]), np.array([0, 0, 0, 3]), np.array([1.0, 1.0, 1.0, 0.5]))
-    alone, among = draw(logits, plain, keys, position), np.asarray(draw(logits, mixed, keys, position))
-    np.testing.assert_array_equal(alone[:2], among[:2])
-    assert among[2] == logits[2].argmax()
+    alone = draw(logits, plain, keys, position)
+    for others in (mixed, mixed._replace(top_k=plain.top_k, nucleus_p=plain.nucleus_p)):
+        among = np.asarray(draw(logits, others, keys, position))
+        np.testing.assert_array_equal(alone[:2], among[:2])
+        assert among[2] == logits[2].argmax()
 
 
 def test_keys_of_seeds_samples_and_positions_differ():
