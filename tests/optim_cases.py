@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import optax
 from support import tiny_config
 
 from trainer.optim import make_optimizer
@@ -67,7 +66,7 @@ def trained_params(config, options=None):
     update = jax.jit(tx.update, compiler_options=options)
     for step in range(STEPS):
         updates, state = update(gradient(step), state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(lambda old, change: old + np.asarray(change), params, updates)
     return params, state
 
 

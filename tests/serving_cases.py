@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import http.client
 import json
 import threading
@@ -19,8 +20,9 @@ from trainer.serving import Model, Server, bound
 LENGTH, SLOTS, WAITING, BODY = 128, 3, 6, 20_000
 
 
+@functools.cache
 def tiny_engine():
-    """Returns an engine and its parameters."""
+    """Returns an engine and its parameters. It holds no state, so servers of a process may share it."""
     keys = {"max_target_length": LENGTH, "vocab_size": 257, "tokenizer_type": "bytes", "base_num_decoder_layers": 1}
     keys |= {"per_device_batch_size": SLOTS, "use_chunked_prefill": True, "prefill_chunk_size": 32}
     keys |= {"max_waiting_prompts": WAITING, "max_body_bytes": BODY, "receive_seconds": 1.0}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, copied, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, copied, packed_batch, random_variables, tiny_config
 
 from trainer.backends import make_model
 from trainer.calibration.layerwise import calibrate
@@ -16,7 +16,6 @@ from trainer.config import UserError
 from trainer.layers.dense import Dense
 from trainer.layers.sown import Activation
 from trainer.ops.paths import by_name
-from trainer.ops.random import seed_key
 
 ATTENTION = [f"self_attention/{name}/kernel" for name in ("query", "key", "value", "out")]
 LATENT_ATTENTION = [f"self_attention/{name}/kernel" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "out")]
@@ -76,7 +75,7 @@ def made(case, **keys):
     """Returns the model, initial variables, and two batches."""
     config = tiny_config(ALL_COMBINATIONS[0], dtype="float32", **CASES[case][0] | keys)
     model = make_model(config)
-    params, rest = copied(jax.jit(model.init)(seed_key(1)))
+    params, rest = random_variables(model)
     return model, params, jax.tree.map(lambda bias: BIAS, rest), [packed_batch(config, 2, seed) for seed in range(2)]
 
 

@@ -95,13 +95,21 @@ def rows_of(texts, together):
     return dict(zip(names, fields, strict=True)) | {"row": np.arange(len(texts), dtype=np.int32)}, places
 
 
+def log_probs_of(model):
+    """Returns `(params, rest, batch) -> the log-probabilities of the targets`, float32 [b, t]."""
+
+    def found(params, rest, batch):
+        hidden, _ = hidden_states(model.apply, params, rest, batch, None, ())
+        return target_log_probs(model.apply, params, rest, hidden, batch["targets"]).target
+
+    return found
+
+
 def training_log_probs(model, params, batches, mesh=None, rules=None):
-    """Returns the log-probabilities of the targets of each batch in the forward pass of a training step: float32
-    [b, t]."""
+    """Returns those of each batch in the forward pass of a training step."""
 
     def loss(params, rest, batch):
-        hidden, _ = hidden_states(model.apply, params, rest, batch, None, ())
-        found = target_log_probs(model.apply, params, rest, hidden, batch["targets"]).target
+        found = log_probs_of(model)(params, rest, batch)
         return jnp.sum(jnp.where(batch["inputs_segmentation"] != 0, found, 0)), found
 
     step = jax.value_and_grad(loss, has_aux=True)
@@ -228,11 +236,13 @@ def test_without_the_key_bits_differ():
 
 
 def test_combinations_have_the_same_bits():
+    """In the forward pass. test_five_combinations.py shows that gradients have one program."""
     batch = rows_of(requests(1)[0], together=True)[0]
     models = [model_of(tiny_config(it, **MODEL | {"dtype": "float32"})) for it in ALL_COMBINATIONS]
-    variables = random_variables(models[0])
-    found = [training_log_probs(model, variables, [batch]) for model in models]
-    assert all(np.array_equal(each, found[0]) for each in found)
+    variables, options = random_variables(models[0]), compiler_options(models[0].config, "cpu")
+    programs = [jax.jit(log_probs_of(model), compiler_options=options) for model in models]
+    expected, *others = [np.asarray(program(*variables, batch)) for program in programs]
+    assert all(np.array_equal(found, expected) for found in others)
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 20}, {"soft_cap": 5.0}, {"sinks": True}])

@@ -1,13 +1,13 @@
 """What requests of a server ask for: penalties, biases and log-probabilities, and a scheduler in a thread."""
 
+import functools
 import queue
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny_config
+from support import random_variables, tiny_config
 
 from trainer.config import UserError
 from trainer.inference import MaxEngine, Sampling, Scheduler, Service
@@ -15,8 +15,8 @@ from trainer.inference.controls import NOTHING, Asked, adjusted, check_asked, co
 from trainer.inference.service import warm_up
 
 VOCABULARY, SLOTS = 300, 3
-MODEL = {"max_target_length": 256, "vocab_size": VOCABULARY, "base_num_decoder_layers": 1, "use_chunked_prefill": True}
-MODEL |= {"prefill_chunk_size": 64, "per_device_batch_size": SLOTS}
+MODEL = {"max_target_length": 96, "vocab_size": VOCABULARY, "base_num_decoder_layers": 1, "use_chunked_prefill": True}
+MODEL |= {"prefill_chunk_size": 32, "per_device_batch_size": SLOTS}
 GREEDY, ALL = Sampling(0.0), Asked(log_probs=True, prompt_log_probs=True)
 
 
@@ -24,9 +24,16 @@ def engine_of(*, with_controls=True, **keys):
     return MaxEngine(tiny_config("nnx", **MODEL | keys), jax.devices()[:1], controls=with_controls)
 
 
-def prompts(count, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, rng.integers(2, 180)).tolist() for _ in range(count)]
+@functools.cache
+def made(**keys):
+    """Returns an engine with controls and its variables."""
+    engine = engine_of(**keys)
+    return engine, engine.hold(*random_variables(engine.served.model))
+
+
+def prompts(count, longest=80):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCABULARY, rng.integers(2, longest)).tolist() for _ in range(count)]
 
 
 def drawn(scheduler, rows, asked=NOTHING):
@@ -40,9 +47,8 @@ def drawn(scheduler, rows, asked=NOTHING):
 @pytest.mark.rest(covered_by="the case with prefixes", cases=("False",))
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_warm_engine_compiles_nothing_more(caching):
-    engine = engine_of(enable_prefix_caching=caching)
-    scheduler = Scheduler(engine, engine.load_params(say=lambda line: None))
-    lines = []
+    engine, params = made(enable_prefix_caching=caching)
+    scheduler, lines = Scheduler(engine, params), []
     warm_up(scheduler, say=lines.append)
     assert lines[0].startswith(f"compiled 1 of {len(lines)}: decode steps, and prompts of up to ")
     assert lines[-1].endswith(" s")
@@ -61,10 +67,10 @@ def test_a_warm_engine_compiles_nothing_more(caching):
 @pytest.mark.rest(covered_by="unit/inference/test_batch_invariant.py")
 def test_with_batch_invariant_all_bits_are_those_of_an_engine_without_controls():
     """Also the log-probabilities of prompts, in chunks of other lengths."""
-    keys = {"batch_invariant": True, "return_log_prob": True}
+    keys = {"batch_invariant": True, "return_log_prob": True, "max_target_length": 256, "prefill_chunk_size": 64}
     plain, engine = (engine_of(with_controls=with_controls, **keys) for with_controls in (False, True))
-    params = plain.load_params(say=lambda line: None)
-    rows = prompts(5)
+    params = plain.hold(*random_variables(plain.served.model))
+    rows = prompts(5, longest=180)
     expected = drawn(Scheduler(plain, params), rows)
     scheduler = Scheduler(engine, params)
     assert drawn(scheduler, rows, ALL) == drawn(scheduler, rows, Asked(log_probs=True)) == expected
@@ -79,16 +85,17 @@ def test_with_batch_invariant_all_bits_are_those_of_an_engine_without_controls()
 
 
 def test_adjusted_logits():
-    logits = jnp.asarray([[2.0, -1.0, 0.5, 0.0]] * 2)
+    logits = np.array([[2.0, -1.0, 0.5, 0.0]] * 2, np.float32)
     asked = Asked(presence=0.5, frequency=0.25, repetition=2.0, bias={3: 1.5})
-    it = jax.tree.map(lambda *rows: jnp.concatenate(rows), controls(asked, [1], 4), controls(NOTHING, [1], 4))
+    it = jax.tree.map(lambda *rows: np.concatenate(rows), controls(asked, [1], 4), controls(NOTHING, [1], 4))
+    count, change = jax.jit(counted), jax.jit(adjusted)
     for token in (0, 0, 2):
-        it = counted(it, jnp.asarray([token, token]), jnp.asarray([True, False]))
-    used = jnp.asarray([True, True])
+        it = count(it, np.array([token, token]), np.array([True, False]))
+    used = np.array([True, True])
     assert it.counts.tolist() == [[2, 0, 1, 0], [0] * 4]
-    assert adjusted(logits, it, used)[0].tolist() == [2.0 / 2 - 0.5 - 0.5, -2.0, 0.25 - 0.5 - 0.25, 1.5]
-    assert adjusted(logits, it, used)[1].tolist() == logits[1].tolist()
-    assert (adjusted(logits, it, ~used) == logits).all()
+    assert change(logits, it, used)[0].tolist() == [2.0 / 2 - 0.5 - 0.5, -2.0, 0.25 - 0.5 - 0.25, 1.5]
+    assert change(logits, it, used)[1].tolist() == logits[1].tolist()
+    assert (np.asarray(change(logits, it, ~used)) == logits).all()
 
 
 def test_what_may_be_asked_for():
@@ -112,8 +119,7 @@ def test_waiting_requests_of_any_length_are_cancelled():
 
 def test_threads_share_a_scheduler():
     """Each gets its own tokens; what is cancelled ends, and nobody else notices."""
-    engine = engine_of()
-    params = engine.load_params(say=lambda line: None)
+    engine, params = made(enable_prefix_caching=True)
     rows = prompts(12)
     expected = [[token for token, _ in pairs] for pairs in drawn(Scheduler(engine, params), rows)]
     events, ended, ready = queue.Queue(), queue.Queue(), threading.Event()
@@ -146,9 +152,9 @@ def test_threads_share_a_scheduler():
 
 
 def test_the_thread_ends_between_two_programs_while_it_compiles():
-    engine = engine_of(max_target_length=128)
+    engine, params = made.__wrapped__()
     ended = queue.Queue()
-    service = Service(Scheduler(engine, engine.load_params(say=lambda line: None)), ended.put, ended.put)
+    service = Service(Scheduler(engine, params), ended.put, ended.put)
     service.start()
     service.stop()
     assert ended.get(timeout=1) is None

@@ -8,7 +8,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from trainer.inference import MaxEngine, Scheduler
-from trainer.weights import load_model_keys, open_source
+from trainer.leaves import nested, parted
+from trainer.weights import load_model_keys, open_source, weight_shapes
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 # One of each family, and those whose cache or positions differ: windows of 5 positions, latents, YaRN.
@@ -57,7 +58,10 @@ def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
     words += ["decode_sampling_strategy=greedy", f"per_device_batch_size={len(tokens)}"]
     config = ConfigDict(load_model_keys(source.keys, words, case).config)
     engine = MaxEngine(config, jax.devices()[:1])
-    scheduler = Scheduler(engine, engine.load_params(say=lambda line: None))
+    leaves = source.leaves(engine.config, weight_shapes(engine.config))
+    weights = {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
+    variables = parted(nested(weights), engine.served.model.abstract[1])
+    scheduler = Scheduler(engine, engine.hold(*variables))
     numbers = [scheduler.submit(row[:PROMPT].tolist()) for row in tokens]
     found = {number: [] for number in numbers}
     for event in scheduler.run():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support import tiny_config
+from support import random_variables, tiny_config
 
 from trainer.inference import MaxEngine, Sampling, Scheduler
 
@@ -24,8 +24,9 @@ SAMPLING = Sampling(1.0, 5, 0.9)
 @functools.cache
 def made():
     keys = {"per_device_batch_size": SLOTS, "max_target_length": 40, "vocab_size": 64, "return_log_prob": True}
+    keys |= {"base_num_decoder_layers": 1}
     engine = MaxEngine(tiny_config("nnx", **keys), jax.devices()[:1])
-    return engine, engine.load_params(say=lambda line: None)
+    return engine, engine.hold(*random_variables(engine.served.model))
 
 
 def submitted(scheduler, seed, limit=None):

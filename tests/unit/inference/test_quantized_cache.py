@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, tiny_config
+from support import ALL_COMBINATIONS, random_variables, tiny_config
 
 from trainer.backends import make_model
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.inference import MaxEngine, Sampling, Scheduler
 from trainer.layers.cache import Cache
 from trainer.models.caches import PLACES, cache_axes, init_cache
 from trainer.ops.scaled import Scaled
@@ -112,8 +112,9 @@ def of_another_head(entries):
 
 
 def loss(logits, tokens):
-    log_probs = np.asarray(jax.nn.log_softmax(logits[:-1]))
-    return -np.take_along_axis(log_probs, tokens[1:, None], axis=-1).mean()
+    logits = logits[:-1]
+    likelihood = np.take_along_axis(logits, tokens[1:, None], axis=-1)[:, 0] - np.log(np.exp(logits).sum(axis=-1))
+    return -likelihood.mean()
 
 
 FAULTY = ("heads", "int8, dkv")
@@ -149,9 +150,10 @@ def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_wh
     parts = {"use_chunked_prefill": True, "prefill_chunk_size": 5, "enable_prefix_caching": True}
     config = tiny_config("nnx", devices=8, per_device_batch_size=1, **axes, **keys, **parts)
     engine = MaxEngine(config, jax.devices())
-    params = engine.load_params(say=lambda line: None)
     one = tiny_config("nnx", **keys)
-    model, alone = make_model(one), jax.device_get(canonical(params))
+    model = make_model(one)
+    alone = random_variables(model)
+    params = engine.hold(*alone)
 
     @jax.jit
     def whole(tokens):
@@ -187,8 +189,8 @@ def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_wh
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_every_combination_takes_and_returns_it(combination):
     config = tiny_config(combination, **MODEL, **FORMATS["int8, dkv"])
-    model, one = make_model(config), jnp.ones((ROWS, 1), jnp.int32)
-    cache = init_cache(config, ROWS, LENGTH)
+    model, one = make_model(config), np.ones((ROWS, 1), np.int32)
+    cache = jax.eval_shape(lambda: init_cache(config, ROWS, LENGTH))
     apply = lambda variables, cache: model.apply(*variables, one, one, one, one[:, 0], cache=cache)[2]  # noqa: E731
     after = jax.eval_shape(apply, model.abstract, cache)
     assert jax.tree.map(lambda it: (it.shape, it.dtype), after.entries) == jax.tree.map(

@@ -11,7 +11,7 @@ import pytest
 from support import tiny_config
 
 from trainer.inference import sampling as drawing
-from trainer.inference.sampling import CANDIDATES, Sampling, draw, sampling_key, sampling_of
+from trainer.inference.sampling import CANDIDATES, Sampling, request_keys, sampling_of, wrapped
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.5, -1.0, 1.5, -3.0])
 DRAWS = 20_000
@@ -28,6 +28,16 @@ KEPT = {"greedy": [0], "weighted": range(7), "topk": [0, 5, 1, 2], "nucleus": [0
 KEPT["composite"] = [0, 5]
 
 
+# One program for each shape; only the test of what is computed traces it anew.
+draw = jax.jit(drawing.draw)
+
+
+@jax.jit
+def keys_of(requests):
+    """Returns the keys of requests (seed, sample) [b, 2]."""
+    return wrapped(request_keys(requests))
+
+
 def settings(strategy):
     return sampling_of(tiny_config("nnx", decode_sampling_strategy=strategy, **KEYS[strategy]))
 
@@ -36,10 +46,12 @@ def settings(strategy):
 def drawn():
     """Draws of all strategies in one batch: rows of [strategies, DRAWS]."""
     rows = [settings(strategy) for strategy in KEYS]
-    sampling = Sampling(*(jnp.repeat(jnp.array(values), DRAWS) for values in zip(*rows, strict=True)))
+    types = np.float32, np.int32, np.float32
+    columns = zip(zip(*rows, strict=True), types, strict=True)
+    sampling = Sampling(*(np.repeat(np.array(values, dtype), DRAWS) for values, dtype in columns))
     count = len(KEYS) * DRAWS
-    keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(0), seed))(jnp.arange(count))
-    tokens = jax.jit(draw)(jnp.tile(LOGITS, (count, 1)), sampling, keys, jnp.full(count, 3))
+    keys = keys_of(np.stack([np.arange(count), np.zeros(count, int)], axis=1))
+    tokens = draw(np.tile(LOGITS, (count, 1)), sampling, keys, np.full(count, 3))
     return np.asarray(tokens).reshape(-1, DRAWS)
 
 
@@ -59,31 +71,34 @@ def test_tokens_have_the_probabilities_of_the_strategy(strategy):
 
 def test_a_row_draws_the_same_whatever_strategy_the_others_have():
     logits = np.random.default_rng(0).normal(size=(4, 50))
-    keys, position = jnp.stack([sampling_key(i) for i in range(4)]), jnp.arange(4)
-    plain = Sampling(jnp.full(4, 0.9), jnp.zeros(4, int), jnp.ones(4))
-    mixed = Sampling(jnp.array([0.9, 0.9, 0.0, 2.0]), jnp.array([0, 0, 0, 3]), jnp.array([1.0, 1.0, 1.0, 0.5]))
-    alone, among = draw(logits, plain, keys, position), draw(logits, mixed, keys, position)
-    np.testing.assert_array_equal(alone[:2], among[:2])
-    assert among[2] == logits[2].argmax()
+    keys, position = keys_of(np.stack([np.arange(4), np.zeros(4, int)], axis=1)), np.arange(4)
+    plain = Sampling(np.full(4, 0.9), np.zeros(4, int), np.ones(4))
+    mixed = Sampling(np.array([0.9, 0.9, 0.0, 2.0]), np.array([0, 0, 0, 3]), np.array([1.0, 1.0, 1.0, 0.5]))
+    alone = draw(logits, plain, keys, position)
+    for others in (mixed, mixed._replace(top_k=plain.top_k, nucleus_p=plain.nucleus_p)):
+        among = np.asarray(draw(logits, others, keys, position))
+        np.testing.assert_array_equal(alone[:2], among[:2])
+        assert among[2] == logits[2].argmax()
 
 
 def test_keys_of_seeds_samples_and_positions_differ():
     logits = np.zeros((6, 1000))
-    keys = [sampling_key(0), sampling_key(1), sampling_key(0, 1), sampling_key(0), sampling_key(0), sampling_key(0)]
-    position = jnp.array([0, 0, 0, 1, 2, 0])
-    tokens = draw(logits, Sampling(*map(jnp.full, [6] * 3, Sampling())), jnp.stack(keys), position).tolist()
+    keys = keys_of(np.array([[0, 0], [1, 0], [0, 1], [0, 0], [0, 0], [0, 0]]))
+    position = np.array([0, 0, 0, 1, 2, 0])
+    tokens = draw(logits, Sampling(*map(np.full, [6] * 3, Sampling())), keys, position).tolist()
     assert len(set(tokens)) == 5
     assert tokens[0] == tokens[5]
 
 
 def test_a_nucleus_ends_with_the_token_that_reaches_its_probability():
     """Four equally likely tokens: their probabilities and sums are exact in float32."""
-    count = 64
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(count))
-    for p, kept in ((0.25, 1), (0.375, 2), (0.5, 2), (0.75, 3), (0.875, 4)):
-        sampling = Sampling(jnp.ones(count), jnp.zeros(count, int), jnp.full(count, p))
-        tokens = draw(jnp.tile(jnp.array([0.0, 0, -jnp.inf, 0, 0]), (count, 1)), sampling, keys, jnp.zeros(count, int))
-        assert set(tokens.tolist()) == set([0, 1, 3, 4][:kept]), p
+    count, nuclei = 64, {0.25: 1, 0.375: 2, 0.5: 2, 0.75: 3, 0.875: 4}
+    rows = count * len(nuclei)
+    keys = keys_of(np.stack([np.zeros(rows, int), np.arange(rows)], axis=1))
+    sampling = Sampling(np.ones(rows), np.zeros(rows, int), np.repeat(np.array(list(nuclei)), count))
+    tokens = draw(np.tile(np.array([0.0, 0, -np.inf, 0, 0]), (rows, 1)), sampling, keys, np.zeros(rows, int))
+    for (p, kept), found in zip(nuclei.items(), np.asarray(tokens).reshape(-1, count), strict=True):
+        assert set(found.tolist()) == set([0, 1, 3, 4][:kept]), p
 
 
 def definition_of_kept(logits, top_k, nucleus_p):
@@ -99,12 +114,22 @@ def definition_of_kept(logits, top_k, nucleus_p):
 
 @jax.jit
 def definition(logits, sampling, keys, position):
-    """Draws noise for every token of every row, as `draw` did before it looked at candidates."""
-    logits = logits.astype(jnp.float32)
-    chosen = jnp.where(definition_of_kept(logits, sampling.top_k, sampling.nucleus_p), logits, -jnp.inf)
+    """Draws noise for every token of every row, as `draw` did before it looked at candidates. Returns the tokens, and
+    which ones may be drawn."""
+    kept = definition_of_kept(logits, sampling.top_k, sampling.nucleus_p)
+    chosen = jnp.where(kept, logits, -jnp.inf)
     scaled = chosen / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
     drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(keys, position), scaled)
-    return jnp.where(sampling.temperature > 0, drawn, logits.argmax(axis=-1))
+    return jnp.where(sampling.temperature > 0, drawn, logits.argmax(axis=-1)), kept
+
+
+@jax.jit
+def sets_of(logits, sampling):
+    """Returns which tokens are kept, [b, v]; the candidates, which of them are kept, [b, n], and whether no others
+    are."""
+    how = sampling.top_k, sampling.nucleus_p
+    ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, logits.shape[-1]))
+    return drawing._kept(logits, *how), candidates, *drawing._kept_of_candidates(ranked, logits, *how)
 
 
 def rows_of_settings(count, size, seed):
@@ -112,12 +137,11 @@ def rows_of_settings(count, size, seed):
     random = np.random.default_rng(seed)
     top_k = [0, 0, 1, 2, 50, CANDIDATES, CANDIDATES + 1, size - 1, size, size + 5, 2**31 - 1]
     sampling = Sampling(
-        jnp.asarray(random.choice([0, 2e-38, 0.3, 1, 2], count), jnp.float32),
-        jnp.asarray(random.choice(top_k, count), jnp.int32),
-        jnp.asarray(random.choice([1, 1e-6, 0.1013, 0.5037, 0.9013, 0.99], count), jnp.float32),
+        np.asarray(random.choice([0, 2e-38, 0.3, 1, 2], count), np.float32),
+        np.asarray(random.choice(top_k, count), np.int32),
+        np.asarray(random.choice([1, 1e-6, 0.1013, 0.5037, 0.9013, 0.99], count), np.float32),
     )
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(sampling_key(seed), jnp.arange(count))
-    return sampling, keys, jnp.arange(count) * 7
+    return sampling, keys_of(np.stack([np.full(count, seed), np.arange(count)], axis=1)), np.arange(count) * 7
 
 
 LOGITS_OF_ROWS = {
@@ -134,36 +158,34 @@ LOGITS_OF_ROWS = {
 
 @pytest.mark.parametrize("size", [7, CANDIDATES, 1000])
 def test_tokens_and_sets_are_those_of_the_definition_over_all_tokens(size):
-    random, count, compiled = np.random.default_rng(size), 64, jax.jit(draw)
+    random, count = np.random.default_rng(size), 64
     for (name, change), dtype in itertools.product(LOGITS_OF_ROWS.items(), (jnp.float32, jnp.bfloat16)):
         x = random.normal(size=(count, size)) * random.choice([0.1, 1, 5, 30], (count, 1))
-        logits = jnp.asarray(change(random, x), dtype)
+        given = change(random, x).astype(dtype)
+        logits, possible = given.astype(np.float32), np.isfinite(given)
         sampling, keys, position = rows_of_settings(count, size, len(name))
-        tokens = compiled(logits, sampling, keys, position)
-        np.testing.assert_array_equal(tokens, definition(logits, sampling, keys, position), name)
+        top_k = np.where(sampling.top_k < size, sampling.top_k, 0)
+        tokens, kept = jax.device_get(definition(logits, sampling, keys, position))
+        np.testing.assert_array_equal(draw(given, sampling, keys, position), tokens, name)
 
-        logits, possible = logits.astype(jnp.float32), np.isfinite(logits)
-        top_k = jnp.where(sampling.top_k < size, sampling.top_k, 0)
-        kept = np.asarray(definition_of_kept(logits, top_k, sampling.nucleus_p)) & possible
-        np.testing.assert_array_equal(drawing._kept(logits, top_k, sampling.nucleus_p) & possible, kept, name)
-        ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
-        found, enough = drawing._kept_of_candidates(ranked, logits, top_k, sampling.nucleus_p)
+        found, candidates, of_candidates, enough = jax.device_get(sets_of(logits, sampling._replace(top_k=top_k)))
+        kept = kept & possible
+        np.testing.assert_array_equal(found & possible, kept, name)
         at_tokens = np.zeros_like(kept)
-        np.put_along_axis(at_tokens, np.asarray(candidates), np.asarray(found), -1)
-        limited = np.asarray(enough & ((top_k > 0) | (sampling.nucleus_p < 1)))
+        np.put_along_axis(at_tokens, candidates, of_candidates, -1)
+        limited = enough & ((top_k > 0) | (sampling.nucleus_p < 1))
         assert limited.any() or not possible.any()
         np.testing.assert_array_equal((at_tokens & possible)[limited], kept[limited], name)
 
 
 def test_each_row_draws_what_it_draws_alone():
     """Rows without settings, and those whose candidates are not enough, make a batch look at all tokens."""
-    logits = jnp.asarray(np.random.default_rng(3).normal(size=(24, 1000)) * np.resize([1, 4, 30], (24, 1)), jnp.float32)
+    logits = np.random.default_rng(3).normal(size=(24, 1000)) * np.resize([1, 4, 30], (24, 1))
     sampling, keys, position = rows_of_settings(24, 1000, 3)
-    together = jax.jit(draw)(logits, sampling, keys, position)
-    one = jax.jit(draw)
+    together = draw(logits, sampling, keys, position)
     for i in range(24):
-        row = jax.tree.map(lambda array, i=i: array[i : i + 1], (logits, sampling, keys, position))
-        assert one(*row)[0] == together[i]
+        row = jax.tree.map(lambda array, i=i: array[i : i + 1], (logits, sampling, position))
+        assert draw(*row[:2], keys[i : i + 1], row[2])[0] == together[i]
 
 
 def test_only_what_the_rows_need_is_computed(monkeypatch):
@@ -179,9 +201,9 @@ def test_only_what_the_rows_need_is_computed(monkeypatch):
 
     monkeypatch.setattr(drawing, "gumbel_at", counted(drawing.gumbel_at))
     monkeypatch.setattr(jax.random, "gumbel", counted(jax.random.gumbel))
-    compiled = jax.jit(lambda *args: draw(*args))
-    logits = jnp.asarray(np.linspace(0, [40, 0.1], 1000).T, jnp.float32)  # a nucleus of few tokens, and of many
-    keys, position = jnp.stack([sampling_key(0)] * 2), jnp.zeros(2, int)
+    compiled = jax.jit(lambda *args: drawing.draw(*args))
+    logits = np.linspace(0, [40, 0.1], 1000).T  # a nucleus of few tokens, and of many
+    keys, position = keys_of(np.zeros((2, 2), int)), np.zeros(2, int)
     cases = [
         ([(0.0, 0, 1.0), (0.0, 5, 0.9)], set()),
         ([(1.0, 5, 1.0), (0.0, 0, 1.0)], {CANDIDATES}),
@@ -194,7 +216,7 @@ def test_only_what_the_rows_need_is_computed(monkeypatch):
     ]
     for rows, expected in cases:
         sizes.clear()
-        jax.block_until_ready(compiled(logits, Sampling(*map(jnp.array, zip(*rows, strict=True))), keys, position))
+        jax.block_until_ready(compiled(logits, Sampling(*map(np.array, zip(*rows, strict=True))), keys, position))
         jax.effects_barrier()
         assert set(sizes) == expected, rows
     assert compiled._cache_size() == 1
@@ -203,5 +225,5 @@ def test_only_what_the_rows_need_is_computed(monkeypatch):
 def test_nothing_sorts_the_vocabulary():
     """A CPU has a fast top_k, which XLA replaces by a sort if its results are used in certain ways."""
     sampling, keys, position = rows_of_settings(2, 1000, 0)
-    compiled = jax.jit(draw).lower(jnp.zeros((2, 1000)), sampling, keys, position).compile()
+    compiled = draw.lower(np.zeros((2, 1000)), sampling, keys, position).compile()
     assert " sort(" not in compiled.as_text()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import tiny_config
+from support import random_variables, tiny_config
 
 from trainer.backends import make_model
 from trainer.models.caches import init_cache
@@ -35,12 +35,11 @@ def logits_of(variant):
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
 
-    def both(key):
-        params, _ = model.init(key)
-        # Sharper scores, so that what a token sees makes a difference.
-        attention = params["decoder"]["layers"]["self_attention"]
-        attention["query"]["kernel"] *= 10
+    params, _ = random_variables(model)
+    # Sharper scores, so that what a token sees makes a difference.
+    params["decoder"]["layers"]["self_attention"]["query"]["kernel"] *= 10
 
+    def both(params):
         def logits(tokens, positions, cache, segments):
             hidden, _, cache = model.apply(
                 params, {}, tokens, positions, segments, jnp.zeros(1, jnp.int32), cache=cache
@@ -59,7 +58,7 @@ def logits_of(variant):
         together = logits(tokens, jnp.arange(LENGTH)[None], None, jnp.ones_like(tokens))[1]
         return jnp.concatenate([first[:3], alone]), together
 
-    return jax.device_get(jax.jit(both)(jax.random.key(0)))
+    return jax.device_get(jax.jit(both)(params))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,5 +1,6 @@
 """The objective of reinforcement learning against an implementation in NumPy, sequence by sequence."""
 
+import functools
 import itertools
 
 import jax
@@ -20,7 +21,7 @@ def apply(params, rest, x, *args, method="", capture=(), **_):
     """A model whose logits at a token depend on that token alone."""
     if method == "head":
         return x @ params["head"], {}, None
-    return params["embedding"][x], {kind.__name__: {} for kind in capture}, None
+    return jnp.asarray(params["embedding"])[x], {kind.__name__: {} for kind in capture}, None
 
 
 def policy(algorithm="grpo", aggregation="token-mean", beta=0.0, temperature=1.0):
@@ -30,7 +31,7 @@ def policy(algorithm="grpo", aggregation="token-mean", beta=0.0, temperature=1.0
 def parameters(seed):
     rng = np.random.default_rng(seed)
     embedding, head = rng.normal(size=(VOCABULARY, WIDTH)), rng.normal(size=(WIDTH, VOCABULARY))
-    return {"embedding": jnp.asarray(embedding, jnp.float32), "head": jnp.asarray(head, jnp.float32)}
+    return {"embedding": embedding.astype(np.float32), "head": head.astype(np.float32)}
 
 
 def log_probs(params, rollout, temperature):
@@ -110,25 +111,49 @@ CASES = [
 ]
 
 
+@jax.jit
+def found_of_all(params, reference, batch):
+    """Returns what is found for each case, over one and over two microbatches: one program for all."""
+    cases = itertools.product(CASES, (1, 2))
+    return {(case, parts): found(params, reference, batch, policy(*case), parts) for case, parts in cases}
+
+
 @pytest.mark.parametrize(("algorithm", "aggregation", "beta", "temperature"), CASES)
 def test_all_terms_are_those_of_numpy(algorithm, aggregation, beta, temperature):
-    objective = policy(algorithm, aggregation, beta, temperature)
+    case = algorithm, aggregation, beta, temperature
     params, reference = parameters(0), parameters(2)
     rollouts, gains, rewards = some_rollouts(temperature)
-    terms = found(params, reference, batch_of(rollouts, gains, rewards), objective)
-    wanted = expected(params, reference, rollouts, gains, rewards, objective)
-    assert {**dict.fromkeys(("kl", "kl_loss"), None), **terms}.keys() == wanted.keys()
-    for name, value in terms.items():
-        np.testing.assert_allclose(value, wanted[name], rtol=2e-5, err_msg=name)
-    assert terms["clip_fraction"] > 0.2
     # Rows without sequences, space between sequences and microbatches change nothing.
     sparse = batch_of(rollouts, gains, rewards, align=4, spare=2)
     rows = len(sparse["row"]) // 2 * 2
     assert rows >= 4
-    for parts in (1, 2):
-        cut = {name: array[:rows] for name, array in sparse.items()}
-        for name, value in found(params, reference, cut, objective, parts).items():
+    sparse = {name: array[:rows] for name, array in sparse.items()}
+    dense = batch_of(rollouts, gains, rewards)
+    dense = batch_of(rollouts, gains, rewards, spare=rows - len(dense["row"]))
+    results = found_of_all(params, reference, dense)
+    terms, wanted = results[case, 1], expected(params, reference, rollouts, gains, rewards, policy(*case))
+    assert {**dict.fromkeys(("kl", "kl_loss"), None), **terms}.keys() == wanted.keys()
+    for name, value in terms.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=2e-5, err_msg=name)
+    assert terms["clip_fraction"] > 0.2
+    others = found_of_all(params, reference, sparse)
+    for other in (others[case, 1], others[case, 2], results[case, 2]):
+        for name, value in other.items():
             np.testing.assert_allclose(value, terms[name], rtol=1e-5, err_msg=name)
+
+
+@functools.cache
+def gradients_of_all():
+    """Returns the gradients of each case: one program for all."""
+    batch = batch_of(*some_rollouts())
+
+    def loss(params, reference, case):
+        terms = found(params, reference, batch, policy(*case, 0.1))
+        return terms["policy_loss"] + terms["kl_loss"]
+
+    cases = list(itertools.product(("grpo", "gspo-token"), AGGREGATIONS))
+    grads = jax.jit(lambda *args: {case: jax.grad(loss)(*args, case) for case in cases})
+    return jax.device_get(grads(parameters(0), parameters(2)))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo-token"])
@@ -137,14 +162,8 @@ def test_the_gradient_is_that_of_finite_differences(algorithm, aggregation):
     objective = policy(algorithm, aggregation, 0.1)
     params, reference, direction = parameters(0), parameters(2), parameters(5)
     rollouts, gains, rewards = some_rollouts()
-    batch = batch_of(rollouts, gains, rewards)
-
-    def loss(params):
-        terms = found(params, reference, batch, objective)
-        return terms["policy_loss"] + terms["kl_loss"]
-
-    grads = jax.grad(loss)(params)
-    slope = sum(jnp.vdot(grads[name], direction[name]) for name in grads)
+    grads = gradients_of_all()[algorithm, aggregation]
+    slope = sum(np.vdot(grads[name], direction[name]) for name in grads)
 
     def at(step):
         moved = {
@@ -160,8 +179,7 @@ def test_first_updates_have_the_ratio_1_and_the_plain_policy_gradient():
     objective, params = policy(beta=0.2), parameters(0)
     rollouts, gains, rewards = some_rollouts(old=0)
     batch = batch_of(rollouts, gains, rewards)
-    exact = objective.sums(params, {}, batch, None, (Maximum,), frozen=params)
-    assert exact.sown["Maximum"][DRIFT] < 1e-6
+    assert jax.jit(lambda params: found(params, params, batch, objective))(params)[DRIFT] < 1e-6
     log_ratios = jax.jit(lambda params: objective._log_probs(params, {}, batch, None)[0])(params)
     batch["old_log_probs"] = np.where(batch["targets_segmentation"] != 0, log_ratios, 0)
     terms = jax.jit(lambda params: found(params, params, batch, objective))(params)
@@ -172,8 +190,8 @@ def test_first_updates_have_the_ratio_1_and_the_plain_policy_gradient():
 
 def test_evaluation_is_the_mean_reward():
     rollouts, gains, rewards = some_rollouts()
-    found = policy().evaluation({}, {}, batch_of(rollouts, gains, rewards, spare=1))
+    found = jax.jit(lambda batch: policy().evaluation({}, {}, batch))(batch_of(rollouts, gains, rewards, spare=1))
     assert found.tokens == sum(len(rollout.completion) for rollout in rollouts)
     np.testing.assert_allclose(-found.loss.total / found.loss.weight, rewards.mean(), rtol=1e-6)
     assert found.cross_entropy is None
-    assert_equal_bits(found.others["reward"].total, -found.loss.total)
+    assert_equal_bits(found.others["reward"].total, -np.asarray(found.loss.total))

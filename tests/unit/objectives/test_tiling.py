@@ -49,6 +49,7 @@ MESHES = {
 }
 
 
+@functools.cache
 def built(**keys):
     """Returns a run with a tiled loss that has every term, and rows of packed documents and padding."""
     devices = 8 if any("parallelism" in key for key in keys) else 1
@@ -91,10 +92,17 @@ def compiled(run, tiled, *args):
     return jax.jit(loss(run, tiled)).lower(*args).compile()
 
 
-def both(run):
+@functools.cache
+def program(tiled, **keys):
+    """Returns the compiled loss of the run with `keys`."""
+    run = built(**keys)
+    return compiled(run, tiled, *inputs(run))
+
+
+def both(**keys):
     """Returns the results of the tiled and of the plain loss, and which tokens have no loss, on the host."""
-    args = inputs(run)
-    results = [jax.device_get(compiled(run, tiled, *args)(*args)) for tiled in (True, False)]
+    args = inputs(built(**keys))
+    results = [jax.device_get(program(tiled, **keys)(*args)) for tiled in (True, False)]
     return *results, jax.device_get(args[2]["targets_segmentation"]) == 0
 
 
@@ -109,7 +117,7 @@ def assert_close(actual, expected, tolerance):
 def test_loss_and_gradients_equal_those_without_tiles(case):
     keys = (CASES | MESHES)[case]
     run = built(**keys)
-    ((value, (terms, found)), grads), ((plain, (plain_terms, plain_found)), plain_grads), without_loss = both(run)
+    ((value, (terms, found)), grads), ((plain, (plain_terms, plain_found)), plain_grads), without_loss = both(**keys)
     low = run.config.dtype == "bfloat16"
     assert set(terms) == {"lm_loss", "z_loss", "label_smoothing_loss"}
     # Each token is computed as without tiles, but XLA sums a smaller product in another order.
@@ -140,9 +148,8 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
 
     family = dataclasses.replace(llama2.FAMILY, products=lambda config: [("logits_dense", Adapter)])
     monkeypatch.setattr(llama2, "FAMILY", family)
-    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}
-    run = built(logits_via_embedding=False, **mesh)
-    (tiled, grads), (plain, plain_grads), _ = both(run)
+    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}  # of no other test
+    (tiled, grads), (plain, plain_grads), _ = both(logits_via_embedding=False, **mesh)
     assert_close(tiled, plain, 2e-6)
     assert_close(grads, plain_grads, 2e-6)
     head = grads[0]["decoder"]["logits_dense"]
@@ -155,8 +162,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once():
     tiles."""
     for mesh, in_loops in (("fsdp", False), ("fsdp x tensor, tied", True)):
         run = built(**MESHES[mesh])
-        program = compiled(run, True, *inputs(run))
-        found, notes = collectives(parse(program.as_text()), run.mesh)
+        found, notes = collectives(parse(program(True, **MESHES[mesh]).as_text()), run.mesh)
         assert not notes
         tensor = run.mesh.shape["tensor"]
         head = run.config.vocab_size * run.config.base_emb_dim * 4 // tensor
@@ -183,15 +189,15 @@ def test_compiled_memory_falls_to_the_logits_of_a_tile():
 
 def test_the_gradient_of_the_head_is_summed_in_float32():
     """64 tiles whose gradients have the same sign: a bfloat16 sum is wrong by 1.6 % of the largest entry."""
-    run = built(dtype="bfloat16", logits_via_embedding=False, num_vocab_tiling=64)
+    keys = {"dtype": "bfloat16", "logits_via_embedding": False, "num_vocab_tiling": 64}
+    run = built(**keys)
     params, hidden, batch = inputs(run)
-    hidden = jnp.abs(hidden)
-    batch["targets"] = jnp.zeros_like(batch["targets"])
-    batch["targets_segmentation"] = jnp.ones_like(batch["targets"])
-    exact = built(dtype="float32", logits_via_embedding=False)
+    hidden = np.abs(np.asarray(hidden))
+    changed = {"targets": np.zeros_like(batch["targets"]), "targets_segmentation": np.ones_like(batch["targets"])}
+    batch |= jax.device_put(changed, batch["targets"].sharding)
     results = []
-    for which, h in ((run, hidden), (exact, hidden.astype("float32"))):
-        grads = compiled(which, True, params, h, batch)(params, h, batch)[1][0]
+    for which, h in ((program(True, **keys), hidden), (program(True, **CASES["separate"]), hidden.astype("float32"))):
+        grads = which(params, jax.device_put(h, batch["targets"].sharding), batch)[1][0]
         results.append(np.asarray(grads["decoder"]["logits_dense"]["kernel"]))
     assert np.abs(results[0] - results[1]).max() < 2**-7 * np.abs(results[1]).max()
 

@@ -37,11 +37,11 @@ def drawn(seed, names=PARAMETERS):
 def trained(config, names=PARAMETERS):
     params = drawn(0, names)
     tx = make_optimizer(config, {name: AXES[name] for name in names})
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     update = jax.jit(tx.update)
     for step in range(STEPS):
         updates, state = update(drawn(step + 1, names), state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(lambda old, change: old + np.asarray(change), params, updates)
     return params, state
 
 

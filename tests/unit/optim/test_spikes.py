@@ -1,5 +1,6 @@
 """Compares with NumPy which steps are spikes."""
 
+import functools
 import itertools
 
 import jax
@@ -28,17 +29,24 @@ def simulated(losses, norms, interval, factor):
     return taken, kept
 
 
-def decided(losses, norms, first=0, interval=INTERVAL, factor=FACTOR):
-    """Returns the same computed by the rule, in steps starting with `first`."""
+@functools.cache
+def program(interval, factor):
+    """Returns `(losses, norms, steps) -> which steps are accepted, the last statistics`."""
     keys = {"skip_step_interval": interval, "skip_step_scaling_factor": factor, "skip_step_on_spikes": True}
     rule = skip_spikes(tiny_config("nnx", **keys))
-    observe = jax.jit(rule.observe)
-    state, taken = rule.init(None), []
-    for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        new, reasons = observe(state, Seen(jnp.asarray(loss), jnp.asarray(norm), jnp.asarray(first + i)))
-        taken.append(bool(np.isfinite(loss) and not any(reasons.values())))
-        state = new if taken[-1] else state  # as the step's select does
-    return taken, state
+
+    def one(state, seen):
+        new, reasons = rule.observe(state, seen)
+        taken = jnp.isfinite(seen.loss) & ~jnp.stack(list(reasons.values())).any()
+        return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state), taken  # as the step's select does
+
+    return jax.jit(lambda *each: jax.lax.scan(one, rule.init(None), Seen(*each)))
+
+
+def decided(losses, norms, first=0, interval=INTERVAL, factor=FACTOR):
+    """Returns the same computed by the rule, in steps starting with `first`."""
+    state, taken = program(interval, factor)(losses, norms, first + np.arange(len(losses), dtype=np.int32))
+    return taken.tolist(), state
 
 
 def noise(count, level=3.0, seed=0):

@@ -342,7 +342,7 @@ def metrics(port):
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
 
 
-@pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_of_the_engine_ends_the_server(made):
     """Requests get an error, and the exception is not lost."""
     engine, params, _ = made
