@@ -3,14 +3,13 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from support import ALL_COMBINATIONS, arguments, packed_batch
 
 from trainer.config import load
 from trainer.layers.sown import MaxLogit, RouterCount
 from trainer.models.families import stacks
-from trainer.models.stages import named_by_layer, to_layers, to_stages
+from trainer.models.stages import division, named_by_layer, to_layers, to_stages
 from trainer.ops.paths import by_name
 from trainer.training import build, placed
 from trainer.training.step import make_gradients
@@ -45,19 +44,24 @@ def measured(run):
     """
     abstract = run.codec.unpack(run.abstract_args()[0])
     found = stacks(run.config)
-    params = to_stages(found, drawn(jax.eval_shape(functools.partial(to_layers, found), abstract.params)))
-    given = abstract._replace(step=0, params=params, rest=jax.tree.map(jnp.zeros_like, abstract.rest), opt_state=None)
+    params = drawn(jax.eval_shape(functools.partial(to_layers, found), abstract.params))
+    in_stages = jax.jit(functools.partial(to_stages, found))(params) if division(found) else params
+    rest = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract.rest)
+    given = abstract._replace(step=0, params=in_stages, rest=rest, opt_state=None)
     held = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), given, abstract._replace(opt_state=None))
     batch = placed(run, packed_batch(run.config, run.rows))
     types = (MaxLogit, RouterCount)
     fn = make_gradients(run.config, run.objective, run.param_shardings, types)
     got = jax.device_get(jax.jit(run.sharded(fn))(held, batch))
-    sown = [named_by_layer(found, got.sown[kind.__name__]) for kind in types]
-    grads = by_name(to_layers(found, got.grads))
+
+    def by_layer(grads, sown):
+        return by_name(to_layers(found, grads)), [named_by_layer(found, sown[kind.__name__]) for kind in types]
+
+    grads, sown = (jax.jit(by_layer) if division(found) else by_layer)(got.grads, got.sown)
     return float(got.loss), {name: np.asarray(x) for part in (grads, *sown) for name, x in part.items()}
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _plain(items):
     return measured(made(**dict(items)))
 

@@ -24,7 +24,7 @@ KEYS = pinned("nnx") | {
     "grain_train_files": "chats.jsonl",
     "steps": 2,
 }
-KEYS |= {"per_device_batch_size": 2}
+KEYS |= {"per_device_batch_size": 2, "opt_type": "sgd"}
 KEYS |= {"train_data_columns": "messages", "enable_checkpointing": True, "enable_tensorboard": False}
 KEYS |= {"load_parameters_path": "base", "run_name": "r", "eval_interval": -1, "checkpoint_period": 1, "prompt": ""}
 KEYS |= {"max_target_length": 64, "max_num_checkpoints_to_keep": "none", "data_cache_directory": "cache"}

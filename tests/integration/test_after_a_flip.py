@@ -153,7 +153,7 @@ def test_a_subclass_of_param_is_trained_and_other_variables_are_refused(combinat
         params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), model.abstract[0])
         batch = packed_batch(config, 1)
         inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
-        grads = names_of(jax.grad(lambda params: jnp.sum(model.apply(params, {}, *inputs)[0]))(params))
+        grads = names_of(jax.jit(jax.grad(lambda params: jnp.sum(model.apply(params, {}, *inputs)[0])))(params))
         assert np.all(grads["decoder/layers/scale"] != 0)
     else:
         with pytest.raises(UserError, match=r"scale is a Scale.* type nnx.Param or Buffer, not of a subclass"):

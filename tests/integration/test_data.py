@@ -11,6 +11,7 @@ from support import TINY, pinned
 
 SMALL = TINY | pinned("nnx")
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
+SMALL |= {"prompt": "", "opt_type": "sgd"}
 
 
 def run(folder: Path, **keys) -> tuple[int, str]:
@@ -37,10 +38,10 @@ def test_a_mixture_of_files_trains(tmp_path: Path, way: str):
     assert 0 < evaluation["eval_bits_per_byte"] < 10
 
 
-def test_a_tfds_directory_trains_without_a_prompt(tmp_path: Path):
+def test_a_tfds_directory_trains(tmp_path: Path):
     write_tfds(tmp_path / "tfds")
     keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "tfds", "dataset_name": "tiny/made:1.2.3"}
-    code, output = run(tmp_path, **keys, tokenizer_type="bytes", prompt="")
+    code, output = run(tmp_path, **keys, tokenizer_type="bytes")
     assert code == 0, output
     assert "TFDS tiny/made:1.2.3: 20 documents" in output
     assert "held out 5 documents" in output
@@ -73,7 +74,7 @@ def mmap_keys(folder: Path) -> dict:
     for i, name in enumerate("ab"):
         write_indexed(folder / name, [[document] for document in documents_of(60, seed=i)], "u2")
     keys = {"dataset_type": "grain", "grain_file_type": "mmap", "grain_train_files": f"{folder}/a,0.7;{folder}/b,0.3"}
-    return keys | {"mmap_eod_id": 0, "eod_mask_loss": True, "held_out_share": 0.2, "prompt": "", "dropout_rate": 0.1}
+    return keys | {"mmap_eod_id": 0, "eod_mask_loss": True, "held_out_share": 0.2, "dropout_rate": 0.1}
 
 
 @pytest.mark.rest(covered_by="unit/data/test_megatron.py")

@@ -212,7 +212,7 @@ def test_a_run(tmp_path):
 
     exported = []
     for combination in sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}):
-        keys = {"steps": 2, "enable_checkpointing": True, "normalize_embedding_logits": False}
+        keys = {"steps": 2, "enable_checkpointing": True, "normalize_embedding_logits": False, "opt_type": "sgd"}
         keys |= {"base_output_directory": tmp_path, "run_name": combination, "per_device_batch_size": 1}
         train.main(arguments(combination, **keys))
         run, hf, params = tmp_path / combination, tmp_path / f"{combination}-hf", tmp_path / f"{combination}-params"

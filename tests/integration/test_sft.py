@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        code, said = command(MODEL | {"grain_train_files": "texts.jsonl", "run_name": "base", "steps": 3})
+        code, said = command(MODEL | {"grain_train_files": "texts.jsonl", "run_name": "base", "steps": 3, "prompt": ""})
         assert code == 0, said
         code, printed = command(CHATS | START, program=sft.main)
         assert code == 0, printed

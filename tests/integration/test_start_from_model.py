@@ -27,6 +27,7 @@ DATA = pinned("nnx") | {
     "per_device_batch_size": 2,
     "eval_interval": -1,
     "enable_tensorboard": False,
+    "opt_type": "sgd",
     "prompt": "",
 }
 RUN = {"steps": 2, "checkpoint_period": 1, "max_num_checkpoints_to_keep": "none", "run_name": "b"}

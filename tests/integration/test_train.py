@@ -109,10 +109,14 @@ def steps_of_profile(run_dir: Path) -> list[int]:
     return sorted(each["step_num"] for each in stats)
 
 
-def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
-    done = run_module(*(f"{k}={v}" for k, v in (TEXT | corpus).items()), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "run-0001" in done.stdout
+def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypatch, capsys):
+    found = jax.devices()[:1]
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(jax, "devices", lambda: found)
+        main([f"{k}={v}" for k, v in (TEXT | corpus).items()])
+    printed = capsys.readouterr().out
+    assert "run-0001" in printed
     run_dir = tmp_path / "runs" / "run-0001"
 
     steps, evaluations = rows_of(run_dir)
@@ -129,12 +133,12 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus):
         assert math.isclose(row["eval_perplexity"], math.exp(row["eval_loss"]))
         assert 0 < row["eval_bits_per_byte"] < 8
 
-    lines = [line for line in done.stdout.splitlines() if line.startswith("completed step")]
+    lines = [line for line in printed.splitlines() if line.startswith("completed step")]
     assert len(lines) == 12
     assert all(MAXTEXT_LINE.match(line) for line in lines)
-    assert "continues 'def '" in done.stdout
-    assert "bits per byte" in done.stdout
-    assert "training a BPE" in done.stdout
+    assert "continues 'def '" in printed
+    assert "bits per byte" in printed
+    assert "training a BPE" in printed
     (sample,) = map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines())
     assert (sample["step"], sample["prompt"]) == (12, "def ")
     assert sample["text"].startswith("def ")
@@ -299,6 +303,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     common |= {"decode_sampling_strategy": "composite", "decode_sampling_top_k": 5, "decode_sampling_nucleus_p": 0.9}
     common |= {"use_chunked_prefill": True, "prefill_chunk_size": 2, "enable_prefix_caching": True}
     common |= {"quantize_kvcache": True}
+    common |= {"base_num_decoder_layers": 1}
     common |= {"scan_layers": False}  # otherwise the sample copies the configuration, which reads every key
     main([f"{k}={v}" for k, v in common.items()])
     streaming = {"enable_diloco": True, "enable_streaming_diloco": True, "num_diloco_fragments": 3}
@@ -313,13 +318,14 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     quantized = {"quantization": "int8", "weight_sparsity_n": 2, "weight_sparsity_m": 4}
     stored = {"checkpoint_is_quantized": True, "quantization": "int8", "trainable_parameters_mask": "[embedding,norm]"}
     lora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0, "lora_weight_qtype": "nf4", "lora_tile_size": 2}
-    others = {"decoder_block": "qwen2", "attention_bias": True}, {"decoder_block": "smollm3", "nope_layer_interval": 2}
+    lora |= {"decoder_block": "smollm3", "nope_layer_interval": 2}
     pairs = {"use_dpo": True, "packing": False, "train_data_columns": "[a,b]", "eval_data_columns": "[a,b]"}
     rounds = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_strategy": "weighted"}
-    others += (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
-    stages = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
-    split = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1}
-    for keys in (streaming, experts, gpt3, latent, alternating, quantized, stored, lora, stages, split, *others):
+    others = (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
+    stages = gpt3 | {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
+    split = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1, "sharding_tolerance": 0.05}
+    split |= {"decoder_block": "qwen2", "attention_bias": True}
+    for keys in (streaming, experts, latent, alternating | quantized, stored, lora, stages, split, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys in (stages, split) else 1])
         token_order(run.config)
         state, *rest = run.abstract_args()

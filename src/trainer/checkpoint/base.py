@@ -79,17 +79,31 @@ def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     under "bfloat16". The first is left out if any is stored in bfloat16. Equal values have equal hashes on every
     mesh."""
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
-    return {kind: {"/".join(path): _text(_sums(leaf, kind)) for path, leaf in base.items()} for kind in kinds}
+    names, leaves = ["/".join(path) for path in base], [*base.values()]
+    # Arrays in host memory go to the devices one by one.
+    together = all(_on_device(leaf).memory_kind == leaf.sharding.memory_kind for leaf in leaves)
+    found = [_sums(group, kinds) for group in ([leaves] if together else [[leaf] for leaf in leaves])]
+    sums = [[words for group in found for words in group[i]] for i in range(len(kinds))]
+    return {kind: dict(zip(names, map(_text, of_kind), strict=True)) for kind, of_kind in zip(kinds, sums, strict=True)}
 
 
-def _sums(leaf: Any, kind: str, start: int = 0) -> np.ndarray:
-    """Returns `_words` of an array, which may be in host memory."""
-    if isinstance(leaf, jax.Array):
-        leaf = jax.device_put(leaf, resharded(leaf.sharding, leaf.ndim, lambda axes: axes))
-    return np.asarray(jax.device_get(_words(leaf, jnp.dtype(kind), np.uint32(start % (1 << 32)))))
+def _on_device(leaf: jax.Array) -> Any:
+    """Returns the sharding of `leaf`, in device memory."""
+    return resharded(leaf.sharding, leaf.ndim, lambda axes: axes)
 
 
+def _sums(leaves: Sequence[Any], kinds: tuple[str, ...], start: int = 0) -> list[list[np.ndarray]]:
+    """Returns `_words` of arrays, which may be in host memory, in each of the dtypes `kinds`."""
+    placed = [jax.device_put(leaf, _on_device(leaf)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    return jax.device_get(_all_words(placed, kinds, np.uint32(start % (1 << 32))))
+
+
+# One program for all leaves, which compiles much sooner than one for each shape.
 @functools.partial(jax.jit, static_argnums=1)
+def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.uint32) -> list[list[jax.Array]]:
+    return [[_words(leaf, jnp.dtype(kind), start) for leaf in leaves] for kind in kinds]
+
+
 def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     """Returns two sums of all bits of `leaf`, uint32 [2], each with other weights by position. Sums of integers do not
     depend on the order. `start`: the first position, if `leaf` is a part of an array."""
@@ -144,7 +158,7 @@ def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
     def same(i: int, value: Any) -> Any:
         exact = value.astype(np.float32) if value.dtype == np.float16 else value
         kind = _FLOATS[0] if _FLOATS[0] in kinds and exact.dtype != jnp.bfloat16 else _FLOATS[1]
-        sums[i] = _sums(exact, kind, i * (leaf.size // count))
+        ((sums[i],),) = _sums([exact], (kind,), i * (leaf.size // count))
         if len(sums) == count:
             if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
                 raise UserError(
