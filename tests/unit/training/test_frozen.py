@@ -130,12 +130,12 @@ def trained(run, step, batches):
     reference is the beginning of the run."""
     frozen, rows = run.frozen.make(), []
     before = copied(frozen)
-    leaves = jax.tree.leaves(state_from(run, first_tree(run, before)))
+    leaves, structure = jax.tree.flatten(state_from(run, first_tree(run, before)))
     for i, batch in enumerate(batches):
-        old = leaves
+        old = run.codec.unpack(structure.unflatten(leaves))
         leaves, metrics = step(leaves, placed(run, batch), frozen)
         rows.append(run.computation.read(metrics, i))
-        assert all(leaf.is_deleted() for leaf in old)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.params))
     return rows, before, frozen
 
 
