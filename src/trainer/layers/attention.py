@@ -87,8 +87,8 @@ class Scores(NamedTuple):
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # These two name it themselves, with the other residuals of their backward passes.
-        return attended if self.op == "splash" or in_blocks else checkpoint_name(attended, "context")
+        # Kernels and the ring name it themselves, with the other residuals of their backward passes.
+        return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
     def ring(self) -> int:

@@ -1,12 +1,13 @@
 """cuDNN's attention: the same call in XLA compared with the reference op, and its lowering for an absent GPU."""
 
 import functools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
-from jax._src.cudnn import fused_attention_stablehlo
 
 from trainer.ops.attention import Dropout, dot_product_attention
 from trainer.ops.cudnn import cudnn_attention
@@ -37,26 +38,57 @@ def test_what_cudnn_does_not_support_is_refused():
         in_xla(*inputs(1, 24, 1, 1, 8))
 
 
-def test_the_call_lowers_to_cudnn_kernels(monkeypatch):
-    # Lowering asks for the version of the installed library, but none is installed.
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+def calls(function, *args):
+    """Returns the calls of cuDNN in `function`, lowered for a GPU: (name, its operands' types, its configuration)."""
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = []
+    for name, config, types in re.findall(r'@(__cudnn\$\w+)\(.*backend_config = "(.*?)", .* : \((.*)\) ->', text):
+        config = json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]
+        found.append((name.removeprefix("__cudnn$fmha"), types.split(", "), config))
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_segments_are_a_bias_without_a_gradient(window):
     query, key, value, mask = inputs(2, 256, 4, 2, 64, dtype=jnp.bfloat16)
 
-    def text(window):
-        def loss(query, key, value, mask):
-            return cudnn_attention(query, key, value, mask, window=window).astype(jnp.float32).sum()
+    def loss(query, key, value, mask):
+        return cudnn_attention(query, key, value, mask, window=window).astype(jnp.float32).sum()
 
-        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        return step.trace(query, key, value, mask).lower(lowering_platforms=("cuda",)).as_text()
+    forward, backward = calls(jax.grad(loss, argnums=(0, 1, 2)), query, key, value, mask)
+    assert (forward[0], backward[0]) == ("ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward")
+    for _, types, config in (forward, backward):
+        assert "tensor<2x1x256x256xbf16>" in types
+        assert (config["mask_type"], config["sliding_window_length"]) == ("CAUSAL", window)
 
-    # With the bias that encodes the segments, forward and backward.
-    for window in (0, 100):
-        calls = [line for line in text(window).splitlines() if "custom_call @__cudnn$" in line]
-        assert [line.partition("@")[2].partition("(")[0] for line in calls] == [
-            "__cudnn$fmhaScaleBiasSoftmax",
-            "__cudnn$fmhaScaleBiasSoftmaxBackward",
-        ]
-        for line in calls:
-            assert "tensor<2x1x256x256xbf16>" in line
-            assert ("\\22sliding_window_length\\22: 100" in line) == (window == 100)
-            assert "CAUSAL" in line
+
+def test_mapped_over_an_axis_it_is_one_call():
+    """As over DiLoCo's islands, and over the stages of a pipeline."""
+    query, key, value, mask = inputs(6, 64, 4, 2, 64, dtype=jnp.bfloat16)
+
+    def loss(*args):
+        return jax.vmap(cudnn_attention)(*args).astype(jnp.float32).sum()
+
+    args = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), (query, key, value, mask))
+    for _, types, _ in calls(jax.grad(loss, argnums=(0, 1, 2)), *args):
+        assert types[0] == "tensor<6x64x4x64xbf16>"
+
+
+def test_what_the_backward_pass_needs_is_kept_once():
+    """By a policy that saves "context": the result and the statistics of the softmax."""
+    args = inputs(2, 64, 4, 2, 64, dtype=jnp.bfloat16)
+    weights = jnp.ones((4, 64, 8), jnp.bfloat16)
+
+    def layer(query, key, value, mask, weights):
+        return jnp.einsum("bthd,hde->bte", cudnn_attention(query, key, value, mask), weights)
+
+    policy = jax.checkpoint_policies.save_only_these_names("context")
+
+    def kept(policy):
+        kept = jax.eval_shape(lambda *args: jax.vjp(jax.checkpoint(layer, policy=policy), *args)[1], *args, weights)
+        return sorted((x.shape, str(x.dtype)) for x in jax.tree.leaves(kept))
+
+    added = kept(policy)
+    for shape in kept(jax.checkpoint_policies.nothing_saveable):
+        added.remove(shape)
+    assert added == [((2, 4, 64), "float32"), ((2, 64, 4, 64), "bfloat16")]

@@ -6,7 +6,6 @@ import re
 
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from support import ALL_COMBINATIONS, arguments
 
 from trainer.config import load, resolve
@@ -34,22 +33,29 @@ BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
 
 
 @pytest.fixture
-def kernels(monkeypatch):
-    """Returns the kernel calls in the lowered step of a combination, resolved for a platform with eight devices."""
-    # Lowering for a GPU asks for the version of the installed library, but none is installed.
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+def lowered(monkeypatch):
+    """Returns the lowered update of a combination, resolved for a platform with eight devices."""
 
-    def found(combination, platform, **overrides):
+    def text(combination, platform, **overrides):
         def resolve_elsewhere(config, **here):
             return resolve(config, **here | {"platform": platform})
 
         monkeypatch.setattr(building, "resolve", resolve_elsewhere)
         run = building.build(load(arguments(combination, **SIZES | overrides)).config, jax.devices())
         assert (run.mesh.shape["fsdp"], run.mesh.shape["tensor"]) == (4, 2)
-        step = run.step.trace(*run.abstract_args()).lower(lowering_platforms=(LOWERED_AS[platform],))
-        return sorted(re.findall(CALL[platform], step.as_text()))
+        state, *others = run.abstract_args()
+        update = jax.jit(run.computation.update).trace(run.codec.unpack(state), *others)
+        return update.lower(lowering_platforms=(LOWERED_AS[platform],)).as_text()
 
-    return found
+    return text
+
+
+@pytest.fixture
+def kernels(lowered):
+    """Returns the kernel calls in the lowered update."""
+    return lambda combination, platform, **keys: sorted(
+        re.findall(CALL[platform], lowered(combination, platform, **keys))
+    )
 
 
 # Both platforms with a rolled and an unrolled loop, each with another combination, because all have the same program
@@ -66,19 +72,30 @@ def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platfor
     assert found == sorted(FORWARD[platform] + BACKWARD[platform])
 
 
+OFFLOADED = {"remat_policy": "custom", "context": "offload"}
+
+
 @pytest.mark.parametrize(
-    ("platform", "policy", "forward_runs"),
+    ("platform", "keys", "forward_runs"),
     [
-        ("tpu", "minimal", 2),
-        ("tpu", "minimal_with_context", 1),
-        # cuDNN's own residuals have no name that a policy could save (base.yml says so).
-        ("gpu", "minimal_with_context", 2),
-        ("gpu", "none", 1),
+        ("tpu", {"remat_policy": "minimal"}, 2),
+        ("tpu", {"remat_policy": "minimal_with_context"}, 1),
+        ("gpu", {"remat_policy": "minimal"}, 2),
+        ("gpu", {"remat_policy": "minimal_with_context"}, 1),
+        ("gpu", {"remat_policy": "save_dot_with_context_except_mlp", "scan_layers": False}, 1),
+        ("gpu", OFFLOADED, 1),
+        ("gpu", {"remat_policy": "none"}, 1),
     ],
 )
-def test_context_spares_the_second_run_of_splash_alone(kernels, platform, policy, forward_runs):
-    found = kernels(ALL_COMBINATIONS[0], platform, remat_policy=policy)
-    assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
+def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, keys, forward_runs):
+    unrolled = 2 if "scan_layers" in keys else 1  # an unrolled loop has the kernels of both layers
+    found = kernels(ALL_COMBINATIONS[0], platform, **keys)
+    assert found == sorted((FORWARD[platform] * forward_runs + BACKWARD[platform]) * unrolled)
+
+
+def test_cudnn_in_every_combination_is_one_program(lowered):
+    texts = {lowered(combination, "gpu", base_num_decoder_layers=1, **OFFLOADED) for combination in ALL_COMBINATIONS}
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("platform", CALL)
