@@ -10,6 +10,7 @@ not choose the fastest kernel of each product, which it would measure. docs/benc
 
 import argparse
 import collections
+import importlib
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ from trainer.ops.attention import Mask
 from trainer.ops.cudnn import cudnn_attention
 from trainer.training import build
 
+# Devices of a topology do not list their memories. Those of a GPU have pinned host memory.
+importlib.import_module("trainer.training.build").check_offload = lambda *_: None
 # XLA's GpuTargetConfig of an H200, with the memory that its driver reports.
 H200 = """
 gpu_device_info {
@@ -72,7 +75,13 @@ def attention(device: Any) -> Iterator[tuple[str, ...]]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
     arrays = [shaped(ROWS, LENGTH, heads, WIDTH, dtype=jnp.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    for name, mask in {"as a bias": Mask(*[shaped(ROWS, LENGTH)] * 4)}.items():
+    segments = Mask(*[shaped(ROWS, LENGTH)] * 4)
+    masks = {"any number: a bias": segments}
+    masks |= {
+        name: segments._replace(documents=shaped(ROWS, most))
+        for name, most in {"one, and padding: lengths": 1, "one to the end: nothing": 0}.items()
+    }
+    for name, mask in masks.items():
         compiled = jax.jit(with_gradients(cudnn_attention)).lower(*arrays, mask).compile()
         yield name, kernels(compiled.as_text()), f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f}"
 

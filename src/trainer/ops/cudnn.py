@@ -26,7 +26,8 @@ def cudnn_attention(
     """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
-    belong to query i, and positions must grow by one along a segment. Segments are a bias on the scores: b t s bfloat16
+    belong to query i, and positions must grow by one along a segment. Segments are read as `mask.documents` if they are
+    given so; results of padding are then undefined, but finite. Otherwise they are a bias on the scores: b t s bfloat16
     numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads share one bias, so it is
     1 / h of the score matrix, and the compiler may share it between layers. The residuals of the backward pass are
     named "context" (`jax.ad_checkpoint.checkpoint_name`), so a rematerialization policy that saves "context" does not
@@ -43,12 +44,16 @@ def cudnn_attention(
         )
     if query.dtype != jnp.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
-    same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
-    scale = scale_of(scale, query.shape[-1])
+    scale, documents, same_segment = scale_of(scale, query.shape[-1]), mask.documents, None
+    if documents is None:
+        same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
+    elif not documents.shape[1]:
+        documents = None
     if implementation == "cudnn":
         # A finite number. Lower ones overflow in the kernel where two of them are subtracted (JAX has the same).
-        bias = jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
-        return fused_attention(Fused(scale, window), query, key, value, bias)
+        bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
+        return fused_attention(Fused(scale, window), query, key, value, bias, documents)
+    lengths = None if documents is None else documents[:, 0]
     attended = jax.nn.dot_product_attention(
         query,
         key,
@@ -56,6 +61,8 @@ def cudnn_attention(
         mask=same_segment,
         scale=scale,
         is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
         local_window_size=(window - 1, 0) if window else None,
         implementation="xla",
     )

@@ -24,14 +24,20 @@ class Fused(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fused_attention(
-    how: Fused, query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None
+    how: Fused,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    documents: jax.Array | None = None,
 ) -> jax.Array:
     """Computes causal attention by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
-    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. The residuals of the backward pass, the
+    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, 1]: the tokens of
+    each row before its padding; results of padding are zero, and it is no key. The residuals of the backward pass, the
     result and the statistics of its softmax, have the checkpoint name "context".
     """
-    (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias)
+    (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias, documents)
     return out
 
 
@@ -91,7 +97,7 @@ def _backward_kernel(
     return _jaxs()._dot_product_attention_bwd_p.bind(*arrays, **parameters)
 
 
-def _call(how: Fused, bias: jax.Array | None) -> tuple[list[jax.Array], dict[str, Any]]:
+def _call(how: Fused, bias: jax.Array | None, documents: jax.Array | None) -> tuple[list[jax.Array], dict[str, Any]]:
     """Returns the operands and the parameters that both primitives have."""
     jaxs = _jaxs()
     absent = jnp.zeros(0, jnp.bfloat16)
@@ -100,14 +106,15 @@ def _call(how: Fused, bias: jax.Array | None) -> tuple[list[jax.Array], dict[str
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # whether there is a bias, and whether its gradient is computed
-        "mask_type": jaxs.MaskType.CAUSAL,
+        "mask_type": jaxs.MaskType.CAUSAL if documents is None else jaxs.MaskType.PADDING_CAUSAL,
         "layout": jaxs.AttentionLayout.BTNH.value,
         "sliding_window_length": how.window or None,
     }
     if "score_mod_jaxpr" in inspect.signature(jaxs._dot_product_attention_fwd_cuda_lowering).parameters:
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
-    # The lengths and offsets of queries, those of keys, and two tables of pages.
-    return [absent if bias is None else bias, *[absent] * 6], parameters
+    lengths = absent if documents is None else documents[:, 0]
+    # Lengths of queries and keys, their offsets, and two tables of pages.
+    return [absent if bias is None else bias, lengths, lengths, *[absent] * 4], parameters
 
 
 def _jaxs() -> Any:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
 
-from trainer.ops.attention import Dropout, dot_product_attention
+from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.cudnn import cudnn_attention
+from trainer.ops.documents import lengths
 
 in_xla = functools.partial(cudnn_attention, implementation="xla")
 
@@ -48,14 +49,14 @@ def calls(function, *args):
     return found
 
 
+def summed(*args, **how):
+    return cudnn_attention(*args, **how).astype(jnp.float32).sum()
+
+
 @pytest.mark.parametrize("window", [0, 100])
 def test_segments_are_a_bias_without_a_gradient(window):
-    query, key, value, mask = inputs(2, 256, 4, 2, 64, dtype=jnp.bfloat16)
-
-    def loss(query, key, value, mask):
-        return cudnn_attention(query, key, value, mask, window=window).astype(jnp.float32).sum()
-
-    forward, backward = calls(jax.grad(loss, argnums=(0, 1, 2)), query, key, value, mask)
+    args = inputs(2, 256, 4, 2, 64, dtype=jnp.bfloat16)
+    forward, backward = calls(jax.grad(functools.partial(summed, window=window), argnums=(0, 1, 2)), *args)
     assert (forward[0], backward[0]) == ("ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward")
     for _, types, config in (forward, backward):
         assert "tensor<2x1x256x256xbf16>" in types
@@ -64,13 +65,8 @@ def test_segments_are_a_bias_without_a_gradient(window):
 
 def test_mapped_over_an_axis_it_is_one_call():
     """As over DiLoCo's islands, and over the stages of a pipeline."""
-    query, key, value, mask = inputs(6, 64, 4, 2, 64, dtype=jnp.bfloat16)
-
-    def loss(*args):
-        return jax.vmap(cudnn_attention)(*args).astype(jnp.float32).sum()
-
-    args = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), (query, key, value, mask))
-    for _, types, _ in calls(jax.grad(loss, argnums=(0, 1, 2)), *args):
+    args = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), inputs(6, 64, 4, 2, 64, dtype=jnp.bfloat16))
+    for _, types, _ in calls(jax.grad(lambda *args: jax.vmap(summed)(*args).sum(), argnums=(0, 1, 2)), *args):
         assert types[0] == "tensor<6x64x4x64xbf16>"
 
 
@@ -92,3 +88,34 @@ def test_what_the_backward_pass_needs_is_kept_once():
     for shape in kept(jax.checkpoint_policies.nothing_saveable):
         added.remove(shape)
     assert added == [((2, 4, 64), "float32"), ((2, 64, 4, 64), "bfloat16")]
+
+
+def one_document(rows, length, *, padding=True):
+    """Returns queries, keys, values, and the mask of rows of one document, with its lengths; see `inputs`."""
+    query, key, value, _ = inputs(rows, length, 4, 2, 8, dtype=jnp.bfloat16)
+    index = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    sizes = length - 7 * padding * jnp.arange(rows)[:, None]
+    segment = (index < sizes).astype(jnp.int32)
+    return query, key, value, Mask(index, index, segment, segment, lengths(segment, 1 if padding else 0))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("padding", [True, False])
+def test_lengths_equal_segments(padding, window):
+    args = one_document(3, 24, padding=padding)
+    expected = value_and_grads(dot_product_attention, args, window=window)
+    assert_close(value_and_grads(in_xla, args, window=window), expected, 0.02)
+
+
+@pytest.mark.parametrize(("padding", "mask_type", "operands"), [(True, "PADDING_CAUSAL", 2), (False, "CAUSAL", 0)])
+def test_a_row_of_one_document_has_no_bias(padding, mask_type, operands):
+    args = one_document(3, 64, padding=padding)
+    forward, backward = calls(jax.grad(summed, argnums=(0, 1, 2)), *args)
+    assert (forward[0], backward[0]) == ("Softmax", "SoftmaxBackward")
+    for _, types, config in (forward, backward):
+        assert types.count("tensor<3xi32>") == operands
+        assert config["mask_type"] == mask_type
+
+
+def test_a_row_of_padding_has_a_length():
+    assert lengths(jnp.zeros((1, 4), jnp.int32), 1).tolist() == [[1]]

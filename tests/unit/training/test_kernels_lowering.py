@@ -93,6 +93,11 @@ def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, 
     assert found == sorted((FORWARD[platform] * forward_runs + BACKWARD[platform]) * unrolled)
 
 
+def test_rows_of_one_document_need_no_bias(kernels):
+    found = kernels(ALL_COMBINATIONS[0], "gpu", packing=False, remat_policy="none")
+    assert found == ["Softmax", "SoftmaxBackward"]
+
+
 def test_cudnn_in_every_combination_is_one_program(lowered):
     texts = {lowered(combination, "gpu", base_num_decoder_layers=1, **OFFLOADED) for combination in ALL_COMBINATIONS}
     assert len(texts) == 1

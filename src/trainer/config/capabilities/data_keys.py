@@ -329,7 +329,7 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         "there is one column",
     ),
     (
-        tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling")),
+        tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling", "packing")),
         lambda c: c.dataset_type == "synthetic",
         "dataset_type=synthetic has no documents",
     ),

@@ -26,6 +26,7 @@ class Kernel:
     sinks: bool = True  # a learned logit of each head beside those of the keys
     unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
+    documents: bool = False  # whether it reads them as lengths, if their number is known (`capabilities.documents`)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -49,6 +50,7 @@ KERNELS = {
         soft_cap=False,
         sinks=False,
         unequal_widths=False,
+        documents=True,
         dtypes=("bfloat16",),
         length_multiple=2,
         head_dim_multiple=8,
