@@ -235,8 +235,8 @@ class Transformer(nnx.Module):
         """Returns the input of the head, [b, t, e], and the cache.
 
         Args:
-          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a cache,
-            rows have at most the documents that those of the configured data have.
+          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a
+            cache, rows have at most the documents that those of the configured data have.
           row: int [b], each row's index in the global batch.
           cache: holds earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.

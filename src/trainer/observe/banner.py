@@ -9,7 +9,7 @@ from typing import NamedTuple
 from trainer.config import Config, combination, global_batch_rows, mesh_axes
 from trainer.config.capabilities.diloco_keys import timetable
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
-from trainer.config.capabilities.kernels import why_no_kernel
+from trainer.config.capabilities.kernels import Capability, why_no_kernel
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.lora_keys import ALPHA, ENABLE, QTYPE, RANK
 from trainer.config.capabilities.sparsity_keys import START, M, N, is_sparse
@@ -57,6 +57,7 @@ def banner_rows(
     *,
     device_kind: str,
     platform: str,
+    capability: Capability | None = None,
     process_count: int,
     parameters: int,
     dataset: str,
@@ -68,7 +69,7 @@ def banner_rows(
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
-    reason = why_no_kernel(config, mesh_axes(config), platform)
+    reason = why_no_kernel(config, mesh_axes(config), platform, capability)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'position')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"

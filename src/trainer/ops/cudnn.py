@@ -34,14 +34,10 @@ def cudnn_attention(
     run the forward kernel a second time. `implementation="xla"` computes the same on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, sinks, values with a width other than the keys', or another dtype.
+      ValueError: dropout, a soft cap, sinks, or another dtype.
     """
     if dropout is not None or soft_cap or sinks is not None:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
-    if value.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"cudnn_attention takes values of the keys' width, not {value.shape[-1]} with keys of {key.shape[-1]}"
-        )
     if query.dtype != jnp.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
     scale, documents, same_segment = scale_of(scale, query.shape[-1]), mask.documents, None
@@ -54,10 +50,11 @@ def cudnn_attention(
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     lengths = None if documents is None else documents[:, 0]
+    narrower = key.shape[-1] - value.shape[-1]
     attended = jax.nn.dot_product_attention(
         query,
         key,
-        value,
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, max(narrower, 0)))),
         mask=same_segment,
         scale=scale,
         is_causal=True,
@@ -66,4 +63,4 @@ def cudnn_attention(
         local_window_size=(window - 1, 0) if window else None,
         implementation="xla",
     )
-    return checkpoint_name(attended, "context")
+    return checkpoint_name(attended[..., : value.shape[-1]], "context")

@@ -33,9 +33,9 @@ def fused_attention(
 ) -> jax.Array:
     """Computes causal attention by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
-    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, 1]: the tokens of
-    each row before its padding; results of padding are zero, and it is no key. The residuals of the backward pass, the
-    result and the statistics of its softmax, have the checkpoint name "context".
+    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, 1]: the tokens
+    of each row before its padding; results of padding are zero, and it is no key. The residuals of the backward pass,
+    the result and the statistics of its softmax, have the checkpoint name "context".
     """
     (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias, documents)
     return out

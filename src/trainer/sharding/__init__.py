@@ -1,6 +1,7 @@
 """Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config import make_rules
+from trainer.sharding.capability import hardware, slice_count
 from trainer.sharding.context import (
     MAPPED,
     constrain,
@@ -20,7 +21,7 @@ from trainer.sharding.context import (
 )
 from trainer.sharding.gradients import gathered_over_fsdp, reduce_gradient_early, with_gradient_over
 from trainer.sharding.lookup import take
-from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
+from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices
 from trainer.sharding.parts import LAYERS, STACKED, STAGES, axes_of_parts, kept_axes, leading, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec, without_fsdp
 
@@ -38,6 +39,7 @@ __all__ = [
     "for_product",
     "gathered_over_fsdp",
     "get_mesh_from_config",
+    "hardware",
     "inside_stages",
     "kept_axes",
     "leading",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
+from jax._src.cudnn import fused_attention_stablehlo
 
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.cudnn import cudnn_attention
@@ -33,10 +34,15 @@ def test_what_cudnn_does_not_support_is_refused():
         in_xla(*args, Dropout(jax.random.key(0), jnp.arange(1), 0.1))
     with pytest.raises(ValueError, match="soft cap"):
         in_xla(*args, soft_cap=1.0)
-    with pytest.raises(ValueError, match="not 4 with keys of 8"):
-        in_xla(*inputs(1, 24, 1, 1, 8, value_width=4, dtype=jnp.bfloat16))
     with pytest.raises(ValueError, match="bfloat16, not float32"):
         in_xla(*inputs(1, 24, 1, 1, 8))
+
+
+def test_values_may_be_narrower_than_keys():
+    args = inputs(2, 64, 2, 2, 24, value_width=16, dtype=jnp.bfloat16)
+    assert_close(value_and_grads(in_xla, args), value_and_grads(dot_product_attention, args), 0.02)
+    forward, backward = calls(jax.grad(summed, argnums=(0, 1, 2)), *args)
+    assert forward[1][:3] == backward[1][:3] == [f"tensor<2x64x2x{width}xbf16>" for width in (24, 24, 16)]
 
 
 def calls(function, *args):
@@ -51,6 +57,12 @@ def calls(function, *args):
 
 def summed(*args, **how):
     return cudnn_attention(*args, **how).astype(jnp.float32).sum()
+
+
+def test_jax_has_what_is_called():
+    names = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "_dot_product_attention_fwd_cuda_lowering")
+    lost = [name for name in (*names, "MaskType", "AttentionLayout") if not hasattr(fused_attention_stablehlo, name)]
+    assert not lost, "JAX moved private names: see how its dot_product_attention binds them, and adapt cudnn_kernels.py"
 
 
 @pytest.mark.parametrize("window", [0, 100])
