@@ -79,7 +79,12 @@ def attention(device: Any) -> Iterator[tuple[str, ...]]:
     masks = {"any number: a bias": segments}
     masks |= {
         name: segments._replace(documents=shaped(ROWS, most))
-        for name, most in {"one, and padding: lengths": 1, "one to the end: nothing": 0}.items()
+        for name, most in {
+            "up to 7: offsets": 8,
+            "up to 31: offsets": 32,
+            "one, and padding: lengths": 1,
+            "one to the end: nothing": 0,
+        }.items()
     }
     for name, mask in masks.items():
         compiled = jax.jit(with_gradients(cudnn_attention)).lower(*arrays, mask).compile()

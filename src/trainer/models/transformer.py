@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer import sharding
 from trainer.config import Config
-from trainer.config.capabilities.documents import most_documents
-from trainer.config.capabilities.kernels import KERNELS
+from trainer.config.capabilities.kernels import read_documents
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.loop import Loop
@@ -118,10 +118,10 @@ def first_input(config: Config, x_bte: jax.Array, positions: Callable[[], Any], 
 
 def make_context(config: Config, cache: Cache | None, positions: jax.Array, segments: jax.Array, *rest: Any) -> Context:
     """Returns the context of the decoder. `rest`: further fields of `Context`, up to `ranks`."""
-    context, documents = Context(positions, segments, *rest), None
-    if cache is None and KERNELS[config.attention].documents:
-        documents = most_documents(config)
-    return context if documents is None else context._replace(documents=lengths(segments, documents))
+    context, most = Context(positions, segments, *rest), None
+    if cache is None:
+        most = read_documents(config, sharding.capability_of_mesh())
+    return context if most is None else context._replace(documents=lengths(segments, most))
 
 
 def finish_logits(config: Config, logits_btv: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.ops.attention import Dropout, Mask, scale_of
 from trainer.ops.cudnn_kernels import Fused, fused_attention
+from trainer.ops.documents import part_of_token
 
 
 def cudnn_attention(
@@ -40,7 +41,7 @@ def cudnn_attention(
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
     if query.dtype != jnp.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
-    scale, documents, same_segment = scale_of(scale, query.shape[-1]), mask.documents, None
+    scale, documents, same_segment, length = scale_of(scale, query.shape[-1]), _readable(mask, query, value), None, None
     if documents is None:
         same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
     elif not documents.shape[1]:
@@ -49,7 +50,11 @@ def cudnn_attention(
         # A finite number. Lower ones overflow in the kernel where two of them are subtracted (JAX has the same).
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
-    lengths = None if documents is None else documents[:, 0]
+    if documents is not None and documents.shape[1] == 1:
+        length = documents[:, 0]
+    elif documents is not None:
+        part = part_of_token(documents, query.shape[1])
+        same_segment = part[:, None, :, None] == part[:, None, None, :]
     narrower = key.shape[-1] - value.shape[-1]
     attended = jax.nn.dot_product_attention(
         query,
@@ -58,9 +63,17 @@ def cudnn_attention(
         mask=same_segment,
         scale=scale,
         is_causal=True,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
+        query_seq_lengths=length,
+        key_value_seq_lengths=length,
         local_window_size=(window - 1, 0) if window else None,
         implementation="xla",
     )
     return checkpoint_name(attended[..., : value.shape[-1]], "context")
+
+
+def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
+    """Returns the documents of `mask`; None if the kernel cannot read several in a row, by their offsets: there is one
+    array of them, int32 and in entries, for queries and results, and one for keys and values."""
+    if mask.documents is None or mask.documents.shape[1] < 2:
+        return mask.documents
+    return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

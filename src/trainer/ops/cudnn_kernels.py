@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from trainer.ops.documents import packed
+
 
 class Fused(NamedTuple):
     """The static parameters: see `ops.attention`."""
@@ -33,9 +35,10 @@ def fused_attention(
 ) -> jax.Array:
     """Computes causal attention by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
-    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, 1]: the tokens
-    of each row before its padding; results of padding are zero, and it is no key. The residuals of the backward pass,
-    the result and the statistics of its softmax, have the checkpoint name "context".
+    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, n], are
+    those of `ops.documents`, n > 0. With n = 1 results of padding are zero. The residuals of the backward pass, the
+    result and the statistics of its softmax, have the checkpoint name "context". The statistics are float32 [b n, h, t]
+    with n documents: cuDNN has a row of them for each.
     """
     (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias, documents)
     return out
@@ -78,7 +81,7 @@ def _by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _forward_kernel(
     how: Fused, training: bool, query: jax.Array, key: jax.Array, value: jax.Array, *masks: jax.Array | None
 ) -> list[jax.Array]:
-    operands, parameters = _call(how, *masks)
+    operands, parameters = _call(how, query, key, *masks)
     return _jaxs()._dot_product_attention_fwd_p.bind(query, key, value, *operands, **parameters, is_training=training)
 
 
@@ -92,12 +95,14 @@ def _backward_kernel(
     value: jax.Array,
     *masks: jax.Array | None,
 ) -> list[jax.Array]:
-    operands, parameters = _call(how, *masks)
+    operands, parameters = _call(how, query, key, *masks)
     arrays = query, key, value, *operands, statistics, out, gradient
     return _jaxs()._dot_product_attention_bwd_p.bind(*arrays, **parameters)
 
 
-def _call(how: Fused, bias: jax.Array | None, documents: jax.Array | None) -> tuple[list[jax.Array], dict[str, Any]]:
+def _call(
+    how: Fused, query: jax.Array, key: jax.Array, bias: jax.Array | None, documents: jax.Array | None
+) -> tuple[list[jax.Array], dict[str, Any]]:
     """Returns the operands and the parameters that both primitives have."""
     jaxs = _jaxs()
     absent = jnp.zeros(0, jnp.bfloat16)
@@ -112,9 +117,16 @@ def _call(how: Fused, bias: jax.Array | None, documents: jax.Array | None) -> tu
     }
     if "score_mod_jaxpr" in inspect.signature(jaxs._dot_product_attention_fwd_cuda_lowering).parameters:
         parameters |= {"score_mod_name": None, "score_mod_jaxpr": None}
-    lengths = absent if documents is None else documents[:, 0]
+    lengths, offsets = absent, [absent, absent]
+    if documents is not None and documents.shape[1] == 1:
+        lengths = documents[:, 0]
+    elif documents is not None:
+        sizes, starts = packed(documents, query.shape[1])
+        lengths, starts = sizes.reshape(documents.shape), starts.reshape(len(documents), -1)
+        # In entries, not in tokens. JAX 0.10 would count the heads of queries for keys, too.
+        offsets = [starts * (x.shape[2] * x.shape[3]) for x in (query, key)]
     # Lengths of queries and keys, their offsets, and two tables of pages.
-    return [absent if bias is None else bias, lengths, lengths, *[absent] * 4], parameters
+    return [absent if bias is None else bias, lengths, lengths, *offsets, absent, absent], parameters
 
 
 def _jaxs() -> Any:

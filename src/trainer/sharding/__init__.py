@@ -4,6 +4,7 @@ from trainer.config import make_rules
 from trainer.sharding.capability import hardware, slice_count
 from trainer.sharding.context import (
     MAPPED,
+    capability_of_mesh,
     constrain,
     for_product,
     inside_stages,
@@ -34,6 +35,7 @@ __all__ = [
     "Rules",
     "axes_of",
     "axes_of_parts",
+    "capability_of_mesh",
     "constrain",
     "entry",
     "for_product",

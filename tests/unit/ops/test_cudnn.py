@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.cudnn import cudnn_attention
-from trainer.ops.documents import lengths
+from trainer.ops.documents import lengths, packed
 
 in_xla = functools.partial(cudnn_attention, implementation="xla")
 
@@ -131,3 +131,41 @@ def test_a_row_of_one_document_has_no_bias(padding, mask_type, operands):
 
 def test_a_row_of_padding_has_a_length():
     assert lengths(jnp.zeros((1, 4), jnp.int32), 1).tolist() == [[1]]
+
+
+def packed_rows(length=24):
+    """See `inputs`; the mask has the lengths of the documents, too."""
+    query, key, value, mask = inputs(3, length, 4, 2, 8, dtype=jnp.bfloat16)
+    return query, key, value, mask._replace(documents=lengths(mask.query_segment, 3))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_lengths_of_several_documents_equal_segments(window):
+    args = packed_rows()
+    expected = value_and_grads(dot_product_attention, args, window=window)
+    assert_close(value_and_grads(in_xla, args, window=window), expected, 0.02)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_several_documents_have_offsets_and_no_bias(window):
+    args = packed_rows()
+    forward, backward = calls(jax.grad(functools.partial(summed, window=window), argnums=(0, 1, 2)), *args)
+    assert (forward[0], backward[0]) == ("Softmax", "SoftmaxBackward")
+    for _, types, config in (forward, backward):
+        assert types[-4:] == ["tensor<3x4xi32>"] * 2 + ["tensor<3x5xi32>"] * 2  # lengths and offsets
+        assert (config["mask_type"], config["max_seg_per_batch"]) == ("PADDING_CAUSAL", 4)
+        assert config["sliding_window_length"] == window
+
+
+def test_documents_of_all_rows_lie_one_after_the_other():
+    documents = jnp.array([[3, 0, 0, 5], [0, 0, 0, 8], [2, 2, 4, 0]])
+    sizes, starts = packed(documents, 8)
+    assert sizes.tolist() == [3, 5, 8, 2, 2, 4, *[0] * 6]
+    assert starts.tolist() == [0, 3, 8, 16, 18, 20, *[24] * 9]
+
+
+def test_offsets_serve_one_width_alone():
+    """One array of offsets, in entries, is for keys and values."""
+    *arrays, mask = inputs(3, 24, 2, 2, 16, value_width=8, dtype=jnp.bfloat16)
+    mask = mask._replace(documents=lengths(mask.query_segment, 3))
+    assert [name for name, *_ in calls(summed, *arrays, mask)] == ["ScaleBiasSoftmax"]

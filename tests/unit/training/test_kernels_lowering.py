@@ -8,6 +8,7 @@ import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
+from trainer import sharding
 from trainer.config import load, resolve
 
 # The package exports a function with the same name as the module.
@@ -96,6 +97,13 @@ def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, 
 def test_rows_of_one_document_need_no_bias(kernels):
     found = kernels(ALL_COMBINATIONS[0], "gpu", packing=False, remat_policy="none")
     assert found == ["Softmax", "SoftmaxBackward"]
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "ScaleBiasSoftmax"), ((9, 0), "Softmax")])
+def test_a_bound_of_documents_spares_the_bias_from_hopper_on(kernels, monkeypatch, capability, name):
+    monkeypatch.setattr(sharding, "capability_of_mesh", lambda: capability)
+    found = kernels(ALL_COMBINATIONS[0], "gpu", remat_policy="none")  # synthetic rows have up to four documents
+    assert found == [name, f"{name}Backward"]
 
 
 def test_cudnn_in_every_combination_is_one_program(lowered):

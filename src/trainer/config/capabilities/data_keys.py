@@ -351,7 +351,7 @@ DATA_INERT: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
     ),
     (("grain_packing_type", "max_segments_per_seq"), lambda c: not c.packing, "packing=false"),
     (
-        ("max_segments_per_seq", "use_truncation"),
+        ("use_truncation",),
         lambda c: c.packing and c.grain_packing_type == "concat_then_split",
         "grain_packing_type=concat_then_split",
     ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.config.capabilities.context_keys import AXES, STRATEGY, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.documents import most_documents
 from trainer.config.capabilities.invariant_keys import KEY, OP
 from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
@@ -28,7 +29,7 @@ class Kernel:
     sinks: bool = True  # a learned logit of each head beside those of the keys
     unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
-    documents: bool = False  # whether it reads them as lengths, if their number is known (`capabilities.documents`)
+    documents: int | None = 0  # the most in a row that it reads as lengths (`capabilities.documents`); None: any number
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -61,15 +62,15 @@ KERNELS = {
         soft_cap=False,
         sinks=False,
         unequal_widths=False,
-        documents=True,
+        documents=1,
         dtypes=("bfloat16",),
         length_multiple=2,
         head_dim_multiple=8,
         head_dim_most=128,
         per_device=True,
         by_capability={
-            HOPPER: {"head_dim_most": 256, "unequal_widths": True},
-            BLACKWELL: {"unequal_widths": True, "further_widths": ((192, 128),)},
+            HOPPER: {"documents": None, "head_dim_most": 256, "unequal_widths": True},
+            BLACKWELL: {"documents": None, "unequal_widths": True, "further_widths": ((192, 128),)},
         },
     ),
 }
@@ -122,6 +123,15 @@ def choose_attention(
     what = name if asked == name else f"on {platform} this is {name}, which"
     advice = "choose attention=autoselected or blockwise"
     return name, [f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
+
+
+def read_documents(config: Config, capability: Capability | None) -> int | None:
+    """Returns the most documents in a row of the data of a resolved `config`, for a kernel that reads them as lengths;
+    None if it does not, or not so many."""
+    most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
+    if most is None or (reads is not None and (not reads or most > reads)):
+        return None
+    return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
