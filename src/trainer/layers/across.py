@@ -148,7 +148,8 @@ def _by_heads(
     if dropout is not None:
         first = dropout.first_query - at * queries.shape[1]
         dropout = dropout._replace(first_head=dropout.first_head + at * heads, first_query=first)
-    mask = Mask(*(jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in mask[:4]), mask.documents)
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
+    mask = mask._replace(**{name: gather(getattr(mask, name)) for name in Mask._fields if name != "documents"})
     queries, keys, values = map(to_heads, (queries, *(jnp.repeat(x, repeats, axis=2) for x in (keys, values))))
     out = run(queries, keys, values, mask, dropout, sinks=sinks)
     return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
