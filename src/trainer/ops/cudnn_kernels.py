@@ -2,7 +2,7 @@
 
 `jax.nn.dot_product_attention` calls the same kernels. It gives what they leave no name, so that no rematerialization
 policy can save it, and it always computes the gradient of the bias. Here JAX's primitives are called directly. They
-are private to JAX: everything that this project uses of them is in this file.
+are private to JAX: everything that this project uses of them is in this file (docs/decisions/0035-cudnn-kernels.md).
 """
 
 import functools
