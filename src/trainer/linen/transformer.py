@@ -11,14 +11,7 @@ from trainer.linen.stack import Stacks
 from trainer.models import transformer
 from trainer.models.mtp import Ahead, embedded
 from trainer.models.norms import make_norm
-from trainer.models.transformer import (
-    Types,
-    finish_logits,
-    first_input,
-    learned_positions,
-    make_context,
-    outer_dropout,
-)
+from trainer.models.transformer import Types, finish_logits, first_input, learned_positions, outer_dropout
 from trainer.products import Context
 
 
@@ -64,7 +57,7 @@ class Transformer(linen.Module):
         x, further = embedded(self.token_embedder, inputs, ahead)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        context = make_context(self.config, cache, position, segment, row, key, sampled, ranks)
+        context = transformer.make_context(self.config, cache, position, segment, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
         if ahead is not None:
             _sow_all(self, types, self.mtp_block(further, hidden, context, ahead, types))
