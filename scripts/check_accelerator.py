@@ -50,9 +50,10 @@ from trainer.data.synthetic import SyntheticRows
 from trainer.inference import MaxEngine, Sampling
 from trainer.layers.attention import OPS
 from trainer.ops.attention import Mask
+from trainer.ops.documents import lengths
 from trainer.ops.grouped import grouped_matmul, grouped_matmul_reference
 from trainer.ops.paths import by_name
-from trainer.sharding import slice_count
+from trainer.sharding import hardware, slice_count
 from trainer.training import Run, build, placed
 
 PLAIN = "dot_product"
@@ -188,6 +189,7 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
     shapes = [(rows, length, heads, width), *[(rows, length, kv_heads, width)] * 2]
     inputs = [jax.random.normal(key, shape, sizes.dtype) for key, shape in zip(keys, shapes, strict=False)]
     sinks = jax.random.normal(keys[3], (heads,), jnp.float32)
+    capability = hardware(jax.devices())["capability"]
     for variant, (segments, windowed, has_sinks) in VARIANTS.items():
         size = length // segments + 1
         ids = [jnp.broadcast_to(x, (rows, length)) for x in (jnp.arange(length) % size, jnp.arange(length) // size)]
@@ -202,6 +204,15 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
             own = sizes.dtype == "float32" and name == PLAIN  # beside itself
             if platform in kernel.platforms and (kernel.sinks or not has_sinks) and not own:
                 yield f"attention {name}, {variant}", functools.partial(beside, of(name), right, args, sizes.tolerance)
+            reads = kernel.on(capability).documents
+            for most in (0, 1) if segments == 1 else (segments,):
+                if platform in kernel.platforms and not has_sinks and (reads is None or 0 < max(most, 1) <= reads):
+                    op = of(name, mask._replace(documents=lengths(ids[1] + 1, most)))
+                    how = {0: "nothing", 1: "lengths"}.get(most, "offsets")
+                    yield (
+                        f"attention {name}, {variant}, {how}",
+                        functools.partial(beside, op, right, args, sizes.tolerance),
+                    )
     count, groups, k, n = sizes.grouped
     size_g = jnp.array([0, *[count // groups] * (groups - 2), count - count // groups * (groups - 2)])  # one is empty
     args = [

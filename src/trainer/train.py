@@ -311,6 +311,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.models.matrices import adapted_names, masked_kernels, quantized_and_float
     from trainer.models.stages import stage_text
     from trainer.observe import product_rows
+    from trainer.sharding import hardware
     from trainer.state import table
     from trainer.training import passes_text, run_work
 
@@ -319,6 +320,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         run.config,
         device_kind=device.device_kind,
         platform=device.platform,
+        capability=hardware(run.mesh.devices.ravel())["capability"],
         process_count=jax.process_count(),
         parameters=run.parameters,
         trained=run.trained_parameters,

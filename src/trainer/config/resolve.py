@@ -9,7 +9,7 @@ import ml_collections
 from trainer.config.capabilities.context_keys import CHECKS as CONTEXT_CHECKS
 from trainer.config.capabilities.context_keys import splits_rows, token_order
 from trainer.config.capabilities.invariant_keys import split_on
-from trainer.config.capabilities.kernels import choose_attention, shares_of_queries
+from trainer.config.capabilities.kernels import Capability, choose_attention, shares_of_queries
 from trainer.config.capabilities.pipeline_keys import CHECKS as PIPELINE_CHECKS
 from trainer.config.capabilities.pipeline_keys import STAGE, fewest, microbatches, stages
 from trainer.config.capabilities.splash_tiles import wrong_tiles
@@ -26,10 +26,18 @@ from trainer.config.sizes import too_large
 from trainer.config.tensors import DIMENSIONS, PROJECTED, dimension, tensors_of
 
 
-def resolve(config: Mapping[str, Any], *, device_count: int, platform: str, num_slices: int | None = None) -> Config:
+def resolve(
+    config: Mapping[str, Any],
+    *,
+    device_count: int,
+    platform: str,
+    num_slices: int | None = None,
+    capability: Capability | None = None,
+) -> Config:
     """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
-    `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`).
+    `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
+    lowest compute capability of GPUs of NVIDIA; None if it is not known.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -46,7 +54,7 @@ def resolve(config: Mapping[str, Any], *, device_count: int, platform: str, num_
         mistakes += _misfits(values, PIPELINE_CHECKS)
         uneven = [*_indivisible(values, mesh), *_uneven_rows(values, mesh)]
         mistakes += split_on(values, mesh) or [*_misfits(values, CONTEXT_CHECKS), *uneven] or choose_tiles(values)
-    values.attention, unsupported = choose_attention(values, mesh, platform)
+    values.attention, unsupported = choose_attention(values, mesh, platform, capability)
     if mesh:
         mistakes += too_large(values)
     mistakes += unsupported or _wrong_tiles(values)

@@ -195,12 +195,13 @@ def _synthetic(config: Config) -> Dataset:
 
     seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
     align = alignment(config)
-    settings = {"seed": seed, "align": align}
+    settings: dict[str, Any] = {"seed": seed, "align": align, "together": config.packing}
     train = SyntheticRows(length, vocab_size, **settings)
     evaluation = SyntheticRows(length, vocab_size, **settings, offset=EVAL_OFFSET, size=EVAL_ROWS)
+    alone = "" if config.packing else ", one in a row"
     identity = {
         "way": "prepared",
-        "documents": f"synthetic, vocab_size {vocab_size}" + (f", align {align}" if align > 1 else ""),
+        "documents": f"synthetic, vocab_size {vocab_size}" + (f", align {align}" if align > 1 else "") + alone,
         "length": length,
         "order": f"seed {seed}",
     }

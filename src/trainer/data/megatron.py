@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import Config, parse_mixture, split_ratios
+from trainer.config.capabilities.token_keys import shortest_segment
 from trainer.config.errors import UserError
 from trainer.config.paths import local_path
 from trainer.data.batches import Batch, make_batch
@@ -201,10 +202,8 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
 
 def boundaries(config: Config) -> dict[str, Any]:
     """Returns the arguments of TokenRows that say where documents end and what that means."""
-    most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
-    shortest = config.max_target_length // most if most > 0 and reset else 0
-    shortest *= shortest > 1  # MaxText, too, ignores a threshold of 1
-    return {"eod": config.mmap_eod_id, "reset": reset, "mask": config.eod_mask_loss, "shortest": shortest}
+    settings = {"eod": config.mmap_eod_id, "reset": config.reset_attention_mask, "mask": config.eod_mask_loss}
+    return settings | {"shortest": shortest_segment(config)}
 
 
 def _component(config: Config, pattern: str, key: str, say: Progress) -> list[IndexedFile]:

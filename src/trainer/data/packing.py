@@ -52,7 +52,10 @@ class Packing:
     def identity(self) -> dict[str, Any]:
         """A JSON-compatible value, equal for packings that make equal rows of equal documents. It has every field;
         `align` only if it is not 1, so that rows prepared before this field existed stay valid."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
+        found = {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
+        if self._concatenates and self.max_segments > 0:
+            found["kind"] += ", bounded"  # once, it ignored max_segments
+        return found
 
     def rows(
         self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
@@ -110,7 +113,7 @@ class _Row:
 def _concat(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Concatenates documents and cuts them into rows."""
+    """Concatenates documents and cuts them into rows. A row with the most segments ends there."""
     length = packing.length
     row = _Row(length, packing.align)
     for mark, document in documents:
@@ -122,7 +125,7 @@ def _concat(
             if stop < pairs:
                 counts.split += start == 0
             start = stop
-            if row.fill == length:
+            if row.fill == length or row.segments == packing.max_segments:
                 yield row.arrays, Resume(mark, start, 0)
                 row = _Row(length, packing.align)
     if row.fill:

@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from trainer.config.capabilities.documents import SYNTHETIC
 from trainer.data.batches import Batch, make_batch
 from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
 EVAL_OFFSET = 1 << 48  # index of its first row, which training never reaches
-_CUTS = 3  # a row has up to this many cuts and one segment more; fewer if cuts coincide
+_CUTS = SYNTHETIC - 1  # a row has up to this many cuts and one segment more; fewer if cuts coincide
 _STRIDE = 7  # the difference between consecutive tokens
 
 
@@ -16,13 +17,21 @@ class SyntheticRows:
 
     Up to four segments of unequal length share a row, and up to an eighth of it, at the end, is padding. A segment
     begins at a multiple of `align` tokens, with a random token, and continues with next = (token + 7) mod vocab_size, a
-    rule that any model can learn. `size` None is endless.
+    rule that any model can learn. `size` None is endless. `together`: whether a row may have several segments.
     """
 
     def __init__(
-        self, length: int, vocab_size: int, *, seed: int, offset: int = 0, size: int | None = None, align: int = 1
+        self,
+        length: int,
+        vocab_size: int,
+        *,
+        seed: int,
+        offset: int = 0,
+        size: int | None = None,
+        align: int = 1,
+        together: bool = True,
     ):
-        self.length, self.size, self._align = length, size, np.uint64(align)
+        self.length, self.size, self._align = length, size, np.uint64(align if together else length)
         self._vocab_size, self._seed, self._offset = vocab_size, seed, offset
 
     def rows(self, indices: np.ndarray) -> Batch:

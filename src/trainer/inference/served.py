@@ -16,7 +16,7 @@ from trainer.config.capabilities.pipeline_keys import SIZES
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
-from trainer.sharding import Rules, make_mesh, named_sharding, on_mesh, slice_count, spec
+from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights import Adapters
 
 # A row is not sharded: tokens are added to it one at a time. The axes that shard it in training shard rows instead.
@@ -104,11 +104,9 @@ def serve(
     """
     if staged := [f"{key}={config[key]}" for key in SIZES if config[key] != 1]:
         raise UserError(f"{' '.join(staged)}: generation has no pipeline; give data, fsdp or tensor the devices")
-    slices = slice_count(devices)
     # Modules of multi-token prediction are for training.
     values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}
-    config = resolve(values, device_count=len(devices), platform=devices[0].platform, num_slices=slices)
-    config = for_decoding(config, devices[0].platform)
+    config = for_decoding(resolve(values, **hardware(devices)), devices[0].platform)
     if not takes_cache(config):
         raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
     mesh, rules = make_mesh(config, devices), axis_rules(config)

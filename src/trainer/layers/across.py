@@ -23,7 +23,7 @@ KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
 QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 HEADS = sharding.Axes(("activation_heads",))
-MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
+_MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
 
 Attend = Callable[..., jax.Array]  # (queries, keys, values, mask, dropout, sinks=sinks) -> [b, t, h, d]
 Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values
@@ -37,6 +37,12 @@ class Across(NamedTuple):
 
 
 GATHERED = Across()
+
+
+def mask_axes(mask: Mask) -> Mask:
+    """Returns the logical axes of the arrays of `mask`."""
+    documents: Any = None if mask.documents is None else sharding.Axes(("activation_batch", None))
+    return _MASK._replace(documents=documents)
 
 
 def is_split() -> bool:
@@ -83,7 +89,7 @@ def attend(
         return run(*_gathered(length, arrays), here, sinks=sinks)
 
     of_drawn = (sharding.Axes(()), sharding.Axes(("activation_batch",)))[: len(drawn)]
-    names = (QUERIES, KEYS, KEYS, MASK), of_drawn, None if sinks is None else HEADS
+    names = (QUERIES, KEYS, KEYS, mask_axes(arrays[3])), of_drawn, None if sinks is None else HEADS
     return sharding.shard_mapped(on_device, names, QUERIES, check=not kernel)(arrays, drawn, sinks)
 
 
@@ -102,7 +108,7 @@ def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: j
         return jax.lax.pmax(here, (*rows, *length))
 
     queries, keys = jax.lax.stop_gradient((queries, keys))
-    names = QUERIES, KEYS, MASK, None if when is None else sharding.Axes(())
+    names = QUERIES, KEYS, mask_axes(mask), None if when is None else sharding.Axes(())
     return sharding.shard_mapped(on_device, names, HEADS, check=False)(queries, keys, mask, when)
 
 
@@ -142,7 +148,8 @@ def _by_heads(
     if dropout is not None:
         first = dropout.first_query - at * queries.shape[1]
         dropout = dropout._replace(first_head=dropout.first_head + at * heads, first_query=first)
-    mask = Mask(*(jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in mask))
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
+    mask = mask._replace(**{name: gather(getattr(mask, name)) for name in Mask._fields if name != "documents"})
     queries, keys, values = map(to_heads, (queries, *(jnp.repeat(x, repeats, axis=2) for x in (keys, values))))
     out = run(queries, keys, values, mask, dropout, sinks=sinks)
     return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)

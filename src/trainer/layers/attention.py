@@ -14,7 +14,7 @@ from trainer.config import UserError
 from trainer.config.capabilities.kernels import KERNELS
 from trainer.config.capabilities.splash_tiles import AUTOMATIC, Tiles
 from trainer.layers import across as split
-from trainer.layers.across import GATHERED, HEADS, KEYS, MASK, QUERIES, QUERY_ROWS, Across
+from trainer.layers.across import GATHERED, HEADS, KEYS, QUERIES, QUERY_ROWS, Across, mask_axes
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
 from trainer.layers.norm import RMSNorm
@@ -82,13 +82,13 @@ class Scores(NamedTuple):
             ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
             attended = split.attend(self.across, attend, arrays, drop, sinks, ring=ring, kernel=kernel)
         elif kernel:  # the compiler cannot shard it; it has no dropout
-            names = QUERIES, KEYS, KEYS, MASK, None if sinks is None else HEADS
+            names = QUERIES, KEYS, KEYS, mask_axes(mask), None if sinks is None else HEADS
             run = sharding.shard_mapped(lambda *args: attend(*args[:4], sinks=args[4]), names, QUERIES, check=False)
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # These two name it themselves, with the other residuals of their backward passes.
-        return attended if self.op == "splash" or in_blocks else checkpoint_name(attended, "context")
+        # Kernels and the ring name it themselves, with the other residuals of their backward passes.
+        return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
     def ring(self) -> int:

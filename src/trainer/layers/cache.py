@@ -155,7 +155,7 @@ class Cache:
 
 def own_mask(context: Context) -> Mask:
     """Returns the mask of the tokens of `context` over each other."""
-    return Mask(context.positions, context.positions, context.segments, context.segments)
+    return Mask(context.positions, context.positions, context.segments, context.segments, context.documents)
 
 
 def _is_scaled(held: Any) -> bool:

@@ -57,7 +57,7 @@ class Transformer(linen.Module):
         x, further = embedded(self.token_embedder, inputs, ahead)
         if Activation in types:
             _sow(self, Activation, "embedding", x)
-        context = Context(position, segment, row, key, sampled, ranks)
+        context = transformer.make_context(self.config, cache, position, segment, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
         if ahead is not None:
             _sow_all(self, types, self.mtp_block(further, hidden, context, ahead, types))

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainer import sharding
 from trainer.config import Config
+from trainer.config.capabilities.kernels import read_documents
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.loop import Loop
@@ -19,6 +21,7 @@ from trainer.models.families import family, stacks, with_products
 from trainer.models.mtp import Ahead, MtpBlock, Types, embedded, run_mtp
 from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
+from trainer.ops.documents import lengths
 from trainer.ops.dropout import dropout
 from trainer.products import Context
 
@@ -111,6 +114,14 @@ def first_input(config: Config, x_bte: jax.Array, positions: Callable[[], Any], 
     if learned_positions(config):
         x_bte = x_bte + positions()(context.positions)
     return outer_dropout(config, x_bte, context, EMBEDDING)
+
+
+def make_context(config: Config, cache: Cache | None, positions: jax.Array, segments: jax.Array, *rest: Any) -> Context:
+    """Returns the context of the decoder. `rest`: further fields of `Context`, up to `ranks`."""
+    context, most = Context(positions, segments, *rest), None
+    if cache is None:
+        most = read_documents(config, sharding.capability_of_mesh())
+    return context if most is None else context._replace(documents=lengths(segments, most))
 
 
 def finish_logits(config: Config, logits_btv: jax.Array) -> jax.Array:
@@ -224,7 +235,8 @@ class Transformer(nnx.Module):
         """Returns the input of the head, [b, t, e], and the cache.
 
         Args:
-          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch.
+          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a
+            cache, rows have at most the documents that those of the configured data have.
           row: int [b], each row's index in the global batch.
           cache: holds earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
@@ -234,7 +246,7 @@ class Transformer(nnx.Module):
         """
         x, further = embedded(self.token_embedder, inputs, ahead)
         sow(self, Activation, "embedding", x)
-        context = Context(inputs_position, inputs_segmentation, row, key, sampled, ranks)
+        context = make_context(self.config, cache, inputs_position, inputs_segmentation, row, key, sampled, ranks)
         hidden, cache = self.decoder(x, cache, context, types)
         if ahead is not None:
             part, run_block = self.mtp_block.part, self.decoder.run_block

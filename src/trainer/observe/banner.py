@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from trainer.config import Config, combination, global_batch_rows, mesh_axes
 from trainer.config.capabilities.diloco_keys import timetable
+from trainer.config.capabilities.documents import most_documents
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
-from trainer.config.capabilities.kernels import why_no_kernel
+from trainer.config.capabilities.kernels import KERNELS, Capability, read_documents, why_no_kernel
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.config.capabilities.windows import has_window, period
@@ -56,6 +57,7 @@ def banner_rows(
     *,
     device_kind: str,
     platform: str,
+    capability: Capability | None = None,
     process_count: int,
     parameters: int,
     dataset: str,
@@ -67,7 +69,7 @@ def banner_rows(
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
-    reason = why_no_kernel(config, mesh_axes(config), platform)
+    reason = why_no_kernel(config, mesh_axes(config), platform, capability) or _bias(config, capability)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'position')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
@@ -168,6 +170,19 @@ def _windows(config: Config) -> str:
     every = period(config)
     whole = f"; 1 layer in {every} attends to the whole document" if 1 < every <= config.base_num_decoder_layers else ""
     return f", sliding window of {counted(config.sliding_window_size, 'token')}{whole}"
+
+
+def _bias(config: Config, capability: Capability | None) -> str:
+    """Returns what it costs that a kernel does not know how many documents share a row; "" if it knows, or needs not.
+
+    All layers and heads can share one bias, which each reads twice.
+    """
+    kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
+    if kernel.documents == 0 or read_documents(config, capability) is not None:
+        return ""
+    bounded = "; max_segments_per_seq=N bounds the documents of a row" if kernel.documents is None else ""
+    cost = f"a bias of {si(2.0 * length * length, 'B').strip()} for a row, and no scores are skipped"
+    return f"documents share rows: {cost}{'' if most_documents(config) else bounded}"
 
 
 def _feed_forward(config: Config) -> str:

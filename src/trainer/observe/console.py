@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.config import Config
+from trainer.config.capabilities.kernels import Capability
 from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
 from trainer.observe.bar import BottomLine, bar
@@ -61,6 +62,7 @@ class Console:
         *,
         device_kind: str,
         platform: str,
+        capability: Capability | None = None,
         process_count: int,
         parameters: int,
         work: Work,
@@ -77,6 +79,7 @@ class Console:
         Args:
           config: resolved.
           device_kind, platform: of the mesh's devices, as named by JAX.
+          capability: see `config.resolve`.
           parameters: the number of parameters of the model.
           work: the work of one step, from `work_of`.
           dataset: one line on the data.
@@ -91,6 +94,7 @@ class Console:
                 config,
                 device_kind=device_kind,
                 platform=platform,
+                capability=capability,
                 process_count=process_count,
                 parameters=parameters,
                 dataset=dataset,

@@ -31,6 +31,9 @@ class Mask(NamedTuple):
     key_position: jax.Array  # [b, s] int
     query_segment: jax.Array  # [b, t] int
     key_segment: jax.Array  # [b, s] int
+    # [b, n] int, the same segments as lengths (`ops.documents`), for kernels that read them; None: there may be any
+    # number of them.
+    documents: jax.Array | None = None
 
 
 class Dropout(NamedTuple):

@@ -1,10 +1,14 @@
-"""Attention on NVIDIA GPUs: cuDNN's fused kernel, through `jax.nn.dot_product_attention`."""
+"""Attention on NVIDIA GPUs: cuDNN's fused kernels."""
 
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from trainer.ops.attention import Dropout, Mask, scale_of
+from trainer.ops.cudnn_kernels import Fused, fused_attention
+from trainer.ops.documents import part_of_token
 
 
 def cudnn_attention(
@@ -23,32 +27,53 @@ def cudnn_attention(
     """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
-    belong to query i, and positions must grow by one along a segment. JAX can pass segments to cuDNN only as a bias on
-    the scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens). The backward pass needs the same amount again
-    for the bias gradient, which cuDNN always writes. All heads share one bias, so it is 1 / h of the score matrix, and
-    the compiler may share it between layers. The softmax statistics for the backward pass have no `checkpoint_name`, so
-    a rematerialization policy that saves named tensors runs the forward pass again. `implementation="xla"` makes the
-    same call on any platform.
+    belong to query i, and positions must grow by one along a segment. Segments are read as `mask.documents` if they are
+    given so; results of padding are then undefined, but finite. Otherwise they are a bias on the scores: b t s bfloat16
+    numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads share one bias, so it is
+    1 / h of the score matrix, and the compiler may share it between layers. The residuals of the backward pass are
+    named "context" (`jax.ad_checkpoint.checkpoint_name`), so a rematerialization policy that saves "context" does not
+    run the forward kernel a second time. `implementation="xla"` computes the same on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, sinks, values with a width other than the keys', or another dtype.
+      ValueError: dropout, a soft cap, sinks, or another dtype.
     """
     if dropout is not None or soft_cap or sinks is not None:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
-    if value.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"cudnn_attention takes values of the keys' width, not {value.shape[-1]} with keys of {key.shape[-1]}"
-        )
-    if query.dtype != jax.numpy.bfloat16:
+    if query.dtype != jnp.bfloat16:
         raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
-    same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
-    return jax.nn.dot_product_attention(
+    scale, documents, same_segment, length = scale_of(scale, query.shape[-1]), _readable(mask, query, value), None, None
+    if documents is None:
+        same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
+    elif not documents.shape[1]:
+        documents = None
+    if implementation == "cudnn":
+        # A finite number. Lower ones overflow in the kernel where two of them are subtracted (JAX has the same).
+        bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
+        return fused_attention(Fused(scale, window), query, key, value, bias, documents)
+    if documents is not None and documents.shape[1] == 1:
+        length = documents[:, 0]
+    elif documents is not None:
+        part = part_of_token(documents, query.shape[1])
+        same_segment = part[:, None, :, None] == part[:, None, None, :]
+    narrower = key.shape[-1] - value.shape[-1]
+    attended = jax.nn.dot_product_attention(
         query,
         key,
-        value,
+        jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, max(narrower, 0)))),
         mask=same_segment,
-        scale=scale_of(scale, query.shape[-1]),
+        scale=scale,
         is_causal=True,
+        query_seq_lengths=length,
+        key_value_seq_lengths=length,
         local_window_size=(window - 1, 0) if window else None,
-        implementation=implementation,
+        implementation="xla",
     )
+    return checkpoint_name(attended[..., : value.shape[-1]], "context")
+
+
+def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
+    """Returns the documents of `mask`; None if the kernel cannot read several in a row, by their offsets: there is one
+    array of them, int32 and in entries, for queries and results, and one for keys and values."""
+    if mask.documents is None or mask.documents.shape[1] < 2:
+        return mask.documents
+    return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

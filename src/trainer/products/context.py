@@ -16,11 +16,13 @@ class Context(NamedTuple):
 
     # bool [b, t or 1, ranks]: which ranks of its adapters each row or token uses; None: all. See `layers.adapted`.
     ranks: jax.Array | None = None
+    # int [b, n], the documents of each row by their lengths (`ops.documents`); None: there may be any number of them.
+    documents: jax.Array | None = None
 
     def by_row(self) -> dict[str, jax.Array]:
         """Returns the fields that have an entry for each row."""
-        found = {"positions": self.positions, "segments": self.segments, "rows": self.rows, "ranks": self.ranks}
-        return {name: value for name, value in found.items() if value is not None}
+        names = ("positions", "segments", "rows", "ranks", "documents")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def at(self, index: int | jax.Array) -> "Context":
         """Returns the context for a layer, or for a dropout site within a layer: its key is folded with `index`."""

@@ -1,8 +1,10 @@
 """Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config import make_rules
+from trainer.sharding.capability import hardware, slice_count
 from trainer.sharding.context import (
     MAPPED,
+    capability_of_mesh,
     constrain,
     for_product,
     inside_stages,
@@ -20,7 +22,7 @@ from trainer.sharding.context import (
 )
 from trainer.sharding.gradients import gathered_over_fsdp, reduce_gradient_early, with_gradient_over
 from trainer.sharding.lookup import take
-from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices, slice_count
+from trainer.sharding.mesh import get_mesh_from_config, make_mesh, side_devices
 from trainer.sharding.parts import LAYERS, STACKED, STAGES, axes_of_parts, kept_axes, leading, with_own_tiles
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, memory_order, named_sharding, spec, without_fsdp
 
@@ -33,11 +35,13 @@ __all__ = [
     "Rules",
     "axes_of",
     "axes_of_parts",
+    "capability_of_mesh",
     "constrain",
     "entry",
     "for_product",
     "gathered_over_fsdp",
     "get_mesh_from_config",
+    "hardware",
     "inside_stages",
     "kept_axes",
     "leading",

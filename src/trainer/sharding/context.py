@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer.sharding.capability import compute_capability
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
@@ -95,6 +96,13 @@ def on_platform(name: str) -> bool:
     """
     current = current_mesh.get()
     return (current[0].devices.flat[0].platform if current else jax.default_backend()) == name
+
+
+def capability_of_mesh() -> tuple[int, int] | None:
+    """Returns the compute capability of the GPUs on which traced code will run; see `on_platform` and
+    `compute_capability`."""
+    current = current_mesh.get()
+    return compute_capability(current[0].devices.ravel().tolist() if current else jax.devices()[:1])
 
 
 def on_tpu() -> bool:

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI, MESH_AXES
 from trainer.runtime.programs import compile_anew
+from trainer.sharding.capability import hardware, slice_count
 
 
 def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -20,14 +21,7 @@ def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = 
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     devices = jax.devices() if devices is None else devices
-    config = resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
-    return make_mesh(config, devices)
-
-
-def slice_count(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the number of slices of `devices`; None if the devices have no slices, as on CPU."""
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    return None if None in slices else len(slices)
+    return make_mesh(resolve(config, **hardware(devices)), devices)
 
 
 def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:

@@ -16,7 +16,7 @@ from trainer.backends.base import tree_mode
 from trainer.config import Config, UserError, resolve
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_path, path_of
-from trainer.sharding import slice_count
+from trainer.sharding import hardware
 from trainer.state.host import storage_shardings
 from trainer.state.shardings import state_shardings
 
@@ -133,5 +133,4 @@ def build_zero1_input_state_mesh_shardings(config: Config, state_mesh_shardings:
 
 
 def _resolved(config: Config, mesh: Mesh) -> Any:
-    devices = mesh.devices.ravel().tolist()
-    return resolve(config, device_count=len(devices), platform=devices[0].platform, num_slices=slice_count(devices))
+    return resolve(config, **hardware(mesh.devices.ravel().tolist()))

@@ -21,7 +21,7 @@ from trainer.ops.inexact import inexact
 from trainer.ops.paths import by_name
 from trainer.optim import Rule, make_optimizer, trainable, with_rules
 from trainer.optim.average import averaged
-from trainer.sharding import make_mesh, on_mesh, slice_count, spec
+from trainer.sharding import hardware, make_mesh, on_mesh, spec
 from trainer.state import (
     ParamShardings,
     check_tolerance,
@@ -124,8 +124,7 @@ def _has_gradient(leaf: Any) -> bool:
 
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:
     """Returns `config`, resolved and checked for `devices`."""
-    platform, slices = devices[0].platform, slice_count(devices)
-    config = resolve(config, device_count=len(devices), platform=platform, num_slices=slices)
+    config = resolve(config, **hardware(devices))
     memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
     check_offload(config, memory_kinds)
     check_host_memory(config, memory_kinds)

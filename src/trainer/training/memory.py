@@ -10,7 +10,7 @@ from trainer.config import Config, UserError, resolve
 from trainer.config.sizes import least_bytes
 from trainer.config.words import counted
 from trainer.observe.text import si
-from trainer.sharding import slice_count
+from trainer.sharding import hardware
 
 # The files that hold a container's memory limit, in cgroup v2 and v1.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -30,9 +30,8 @@ def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | 
     Raises:
       UserError: the model does not fit `devices`, or the configuration does not fit these devices.
     """
-    platform, count = devices[0].platform, len(devices)
-    resolved = resolve(config, device_count=count, platform=platform, num_slices=slice_count(devices))
-    needed = least_bytes(resolved) / count
+    count = len(devices)
+    needed = least_bytes(resolve(config, **hardware(devices))) / count
     if memory is not None and needed > margin * memory:
         raise UserError(
             f"the model, its optimizer, a batch and its hidden states take at least {si(needed, 'B').strip()} on each "

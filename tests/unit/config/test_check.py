@@ -213,7 +213,7 @@ def test_neighbours_of_contradictions_pass(words):
         ("prompt= decode_sampling_temperature=1", "decode_sampling_temperature", "prompt"),
         ("dataset_type=synthetic prompt=hello", "prompt", "tokenizer"),
         ("dataset_type=synthetic data_cache_directory=x", "data_cache_directory", "synthetic"),
-        ("dataset_type=synthetic packing=false", "packing", "no documents"),
+        ("dataset_type=synthetic add_eos=false", "add_eos", "no documents"),
         ("dataset_type=synthetic max_segments_per_seq=2", "max_segments_per_seq", "no documents"),
         ("dataset_type=stdlib dataset_path=x", "dataset_path", "dataset_type is not tfds"),
         ("dataset_type=stdlib hf_train_files=x", "hf_train_files", "dataset_type is not hf"),

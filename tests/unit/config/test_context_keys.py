@@ -388,7 +388,7 @@ def test_the_command_of_maxtext():
     assert found.runs
     kinds = {name: {row.given.partition("=")[0] for row in rows} for name, rows in by_kind(found.rows).items()}
     assert kinds[verdicts.NEEDLESS] == {word.partition("=")[0] for word in more.split()}
-    assert kinds[DIFFERS] == {"dataset_type", "per_device_batch_size"}
+    assert kinds[DIFFERS] == {"dataset_type", "packing", "per_device_batch_size"}
     assert {*KEYS, "ici_context_parallelism"} <= kinds[SAME]
     config = resolve(found.loaded.config, device_count=8, platform="tpu")
     assert (config.attention, token_order(config)) == ("splash", SWAP)

@@ -25,8 +25,17 @@ SPLIT_ROWS = (
 )
 
 
-def resolved(words: str, platform: str, devices: int = 1):
-    return resolve(load((SIZES + words).split()).config, device_count=devices, platform=platform)
+H200, B200, A100 = (9, 0), (10, 0), (8, 0)
+MLA = (
+    "decoder_block=deepseek shared_experts=1 num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=32 "
+    "attention_type=mla base_num_kv_heads=8 kv_lora_rank=64 v_head_dim=128 qk_rope_head_dim=64 "
+    "qk_nope_head_dim="
+)
+
+
+def resolved(words: str, platform: str, devices: int = 1, **hardware):
+    config = load((SIZES + words).split()).config
+    return resolve(config, device_count=devices, platform=platform, **hardware)
 
 
 def mistakes(words: str, platform: str, devices: int = 1) -> list[str]:
@@ -71,6 +80,24 @@ def test_the_kernel_of_each_platform(words, cpu, gpu, tpu):
         config = resolved(words, platform)
         assert config.attention == kernel, platform
         assert resolve(config, device_count=1, platform=platform) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "takes"),
+    [
+        ("head_dim=128", [A100, H200, B200]),
+        ("head_dim=256", [H200]),
+        ("head_dim=264", []),
+        (f"{MLA}128", [H200, B200]),
+        (f"{MLA}64", [A100, H200, B200]),
+        (f"{MLA}120", [H200]),
+        ("attn_logits_soft_cap=30", []),
+    ],
+)
+def test_the_widths_of_each_gpu(words, takes):
+    for capability in (A100, H200, B200):
+        found = resolved(words, "gpu", capability=capability).attention
+        assert found == ("cudnn_flash_jax" if capability in takes else "blockwise"), capability
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ KINDS = [
     Packing(8, "first_fit"),
     Packing(8, "best_fit"),
     Packing(8, "first_fit", max_segments=2),
+    Packing(8, max_segments=2),
     Packing(8, together=False),
     Packing(8, "first_fit", truncate=True),
     Packing(8, together=False, truncate=True),
@@ -77,6 +78,13 @@ def test_a_limit_of_segments_and_one_document_a_row():
         [1, 1, 0, 0, 0, 0],
     ]
     assert packed(Packing(6, together=False), *texts)["segmentation"] == [[1, 1, 0, 0, 0, 0]] * 3
+
+
+def test_concatenated_documents_end_a_row_that_has_the_most():
+    found = packed(Packing(6, max_segments=2), [1], [2], [3], [4, 5, 6, 7])["segmentation"]
+    assert found == [[1, 1, 2, 2, 0, 0], [1, 1, 2, 2, 2, 2], [1, 0, 0, 0, 0, 0]]
+    bounded, free = Packing(6, max_segments=2).identity, Packing(6).identity
+    assert bounded["kind"] != free["kind"]  # rows that ignored the limit are not read
 
 
 def test_a_long_document_goes_on_in_another_row_or_is_cut_and_counted():

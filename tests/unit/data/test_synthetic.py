@@ -55,3 +55,10 @@ def test_the_next_token_follows_from_the_last_within_a_segment():
     assert (batch["targets"][:, :-1][same] == batch["inputs"][:, 1:][same]).all()
     real = batch["targets_segmentation"] != 0
     assert ((batch["targets"] - batch["inputs"])[real] % 100 == 7).all()
+
+
+def test_without_packing_a_row_is_one_segment():
+    config = tiny_config("nnx", max_target_length=64, packing=False)
+    batch, _ = next(open_dataset(config, print).train_stream(rows=32))
+    assert set(np.unique(batch["inputs_segmentation"])) == {0, 1}
+    assert (batch["inputs_segmentation"][:, 0] == 1).all()

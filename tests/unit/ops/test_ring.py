@@ -101,3 +101,12 @@ def test_sums_of_gradients_over_tiles_are_float32():
     for name in ("query", "key", "value"):
         errors = [np.square(found[name] - exact[name]).mean() for found in (tiles, whole)]
         assert errors[0] < 1.3 * errors[1], name
+
+
+@pytest.mark.parametrize(("saved", "products"), [(("context",), 2 + 5), ((), 2 + 2 + 5)])
+def test_a_policy_that_saves_context_does_not_run_it_again(saved, products):
+    """Two products forward and five backward."""
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    run = jax.checkpoint(functools.partial(ring_attention, ring=Ring(block=8)), policy=policy)
+    loss = jax.grad(lambda *args: jnp.square(run(*args)).sum(), argnums=(0, 1, 2))
+    assert jax.jit(loss).lower(*inputs(1, 16, 2, 1, 4)).as_text().count("stablehlo.dot_general") == products

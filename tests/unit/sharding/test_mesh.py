@@ -1,5 +1,7 @@
 """The mesh of a configuration."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from support import arguments, tiny_config
 
 from trainer.config import UserError, load
 from trainer.config.derived import MESH_AXES
-from trainer.sharding import get_mesh_from_config, make_mesh, slice_count
+from trainer.sharding import get_mesh_from_config, hardware, make_mesh, slice_count
 from trainer.sharding import mesh as mesh_module
 
 
@@ -103,3 +105,12 @@ def test_the_mesh_of_an_unresolved_configuration_is_that_of_the_resolved_one():
     assert get_mesh_from_config(tiny_config("nnx", devices=8, **words), jax.devices()) == expected
     with pytest.raises(UserError, match="tensor 2, which does not divide the 1 device for"):
         get_mesh_from_config(load(arguments("nnx", ici_tensor_parallelism=2)).config, jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("of_devices", "capability"),
+    [(["9.0", "10.3"], (9, 0)), (["12.0"], (12, 0)), (["9.0", None], None), (["gfx942"], None), ([None], None)],
+)
+def test_the_lowest_compute_capability(of_devices, capability):
+    devices = [SimpleNamespace(platform="gpu", compute_capability=of_device) for of_device in of_devices]
+    assert hardware(devices)["capability"] == capability

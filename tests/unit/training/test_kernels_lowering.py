@@ -1,15 +1,14 @@
 """The whole training step with the fused kernels, lowered on a CPU mesh for absent platforms."""
 
-import functools
 import importlib
 import itertools
 import re
 
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo
 from support import ALL_COMBINATIONS, arguments
 
+from trainer import sharding
 from trainer.config import load, resolve
 
 # The package exports a function with the same name as the module.
@@ -34,21 +33,30 @@ FORWARD = {"tpu": ["fwd"], "gpu": ["ScaleBiasSoftmax"]}
 BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
 
 
-@functools.cache
-def kernels(combination, platform, **overrides):
-    """Returns the kernel calls in the lowered step of a combination, resolved for a platform with eight devices."""
+@pytest.fixture
+def lowered(monkeypatch):
+    """Returns the lowered update of a combination, resolved for a platform with eight devices."""
 
-    def resolve_elsewhere(config, **here):
-        return resolve(config, **here | {"platform": platform})
+    def text(combination, platform, **overrides):
+        def resolve_elsewhere(config, **here):
+            return resolve(config, **here | {"platform": platform})
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Lowering for a GPU asks for the version of the installed library, but none is installed.
-        patch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
-        patch.setattr(building, "resolve", resolve_elsewhere)
+        monkeypatch.setattr(building, "resolve", resolve_elsewhere)
         run = building.build(load(arguments(combination, **SIZES | overrides)).config, jax.devices())
         assert (run.mesh.shape["fsdp"], run.mesh.shape["tensor"]) == (4, 2)
-        step = run.step.trace(*run.abstract_args()).lower(lowering_platforms=(LOWERED_AS[platform],))
-    return sorted(re.findall(CALL[platform], step.as_text()))
+        state, *others = run.abstract_args()
+        update = jax.jit(run.computation.update).trace(run.codec.unpack(state), *others)
+        return update.lower(lowering_platforms=(LOWERED_AS[platform],)).as_text()
+
+    return text
+
+
+@pytest.fixture
+def kernels(lowered):
+    """Returns the kernel calls in the lowered update."""
+    return lambda combination, platform, **keys: sorted(
+        re.findall(CALL[platform], lowered(combination, platform, **keys))
+    )
 
 
 # Both platforms with a rolled and an unrolled loop, each with another combination, because all have the same program
@@ -60,33 +68,56 @@ CASES = [
 
 
 @pytest.mark.parametrize(("combination", "platform", "scan_layers"), CASES)
-def test_the_step_lowers_with_the_platforms_kernel(combination, platform, scan_layers):
+def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platform, scan_layers):
     found = kernels(combination, platform, scan_layers=scan_layers, base_num_decoder_layers=1, remat_policy="none")
     assert found == sorted(FORWARD[platform] + BACKWARD[platform])
 
 
+OFFLOADED = {"remat_policy": "custom", "context": "offload"}
+
+
 @pytest.mark.parametrize(
-    ("platform", "policy", "forward_runs"),
+    ("platform", "keys", "forward_runs"),
     [
-        ("tpu", "minimal", 2),
-        ("tpu", "minimal_with_context", 1),
-        # cuDNN's own residuals have no name that a policy could save (base.yml says so).
-        ("gpu", "minimal_with_context", 2),
-        ("gpu", "none", 1),
+        ("tpu", {"remat_policy": "minimal"}, 2),
+        ("tpu", {"remat_policy": "minimal_with_context"}, 1),
+        ("gpu", {"remat_policy": "minimal"}, 2),
+        ("gpu", {"remat_policy": "minimal_with_context"}, 1),
+        ("gpu", {"remat_policy": "save_dot_with_context_except_mlp", "scan_layers": False}, 1),
+        ("gpu", OFFLOADED, 1),
+        ("gpu", {"remat_policy": "none"}, 1),
     ],
 )
-def test_context_spares_the_second_run_of_splash_alone(platform, policy, forward_runs):
-    found = kernels(ALL_COMBINATIONS[0], platform, remat_policy=policy)
-    assert found == sorted(FORWARD[platform] * forward_runs + BACKWARD[platform])
+def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, keys, forward_runs):
+    unrolled = 2 if "scan_layers" in keys else 1  # an unrolled loop has the kernels of both layers
+    found = kernels(ALL_COMBINATIONS[0], platform, **keys)
+    assert found == sorted((FORWARD[platform] * forward_runs + BACKWARD[platform]) * unrolled)
+
+
+def test_rows_of_one_document_need_no_bias(kernels):
+    found = kernels(ALL_COMBINATIONS[0], "gpu", packing=False, remat_policy="none")
+    assert found == ["Softmax", "SoftmaxBackward"]
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "ScaleBiasSoftmax"), ((9, 0), "Softmax")])
+def test_a_bound_of_documents_spares_the_bias_from_hopper_on(kernels, monkeypatch, capability, name):
+    monkeypatch.setattr(sharding, "capability_of_mesh", lambda: capability)
+    found = kernels(ALL_COMBINATIONS[0], "gpu", remat_policy="none")  # synthetic rows have up to four documents
+    assert found == [name, f"{name}Backward"]
+
+
+def test_cudnn_in_every_combination_is_one_program(lowered):
+    texts = {lowered(combination, "gpu", base_num_decoder_layers=1, **OFFLOADED) for combination in ALL_COMBINATIONS}
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("platform", CALL)
-def test_qk_clip_runs_beside_the_kernels(platform):
+def test_qk_clip_runs_beside_the_kernels(kernels, platform):
     found = kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context", use_qk_clip=True)
     assert found == kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context")
 
 
-def test_the_keys_of_splash_reach_its_kernels():
+def test_the_keys_of_splash_reach_its_kernels(kernels):
     tiles = {"max_target_length": 256, "sa_block_kv_dkv": 128, "sa_use_fused_bwd_kernel": True}
     assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]
     assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles | {"sa_use_fused_bwd_kernel": False}) == ["dkv", "dq", "fwd"]

@@ -324,7 +324,7 @@ INERT = (
         "there is one column",
     ),
     Inert(
-        tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling")),
+        tuple(key for key in _TEXT if key not in ("data_cache_directory", "enable_data_shuffling", "packing")),
         lambda c: c.dataset_type == "synthetic",
         "dataset_type=synthetic has no documents",
     ),
@@ -346,7 +346,7 @@ INERT = (
     ),
     Inert(("grain_packing_type", "max_segments_per_seq"), lambda c: not c.packing, "packing=false"),
     Inert(
-        ("max_segments_per_seq", "use_truncation"),
+        ("use_truncation",),
         lambda c: c.packing and c.grain_packing_type == "concat_then_split",
         "grain_packing_type=concat_then_split",
     ),

@@ -1,9 +1,11 @@
 """The settings that each attention kernel supports, and the kernel that the key `attention` selects."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trainer.config.capabilities.context_keys import AXES, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.documents import most_documents
 from trainer.config.capabilities.invariant_keys import OP
 from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
@@ -12,6 +14,8 @@ from trainer.config.rules import make_rules
 
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")
+Capability = tuple[int, int]  # the CUDA compute capability of a GPU
+HOPPER, BLACKWELL = 9, 10  # the first number of theirs
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Kernel:
     sinks: bool = True  # a learned logit of each head beside those of the keys
     unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
+    documents: int | None = 0  # the most in a row that it reads as lengths (`capabilities.documents`); None: any number
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -33,6 +38,13 @@ class Kernel:
     # sharded like their kv_heads.
     per_device: bool = False
     over_cache: bool = False  # queries and keys may be at different positions, as in decoding
+    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, beside those up to head_dim_most
+    # What differs on GPUs by the first number of their compute capability.
+    by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def on(self, capability: Capability | None) -> "Kernel":
+        """Returns what it supports on a GPU of this compute capability."""
+        return self if capability is None else replace(self, **self.by_capability.get(capability[0], {}))
 
 
 # The values of `attention` after resolve. The implementations are in ops/; tests compare each with dot_product.
@@ -41,18 +53,25 @@ KERNELS = {
     "blockwise": Kernel(),
     "invariant": Kernel(dropout=False, over_cache=True),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
-    # Segments reach cuDNN as a bias, whose gradient needs an even length. Before Hopper, head_dim is at most 128.
+    # Segments may reach cuDNN as a bias, for which its backward pass needs an even length. Widths are those of the
+    # backward pass in cuDNN's frontend (node/sdpa_support_surface.h). A soft cap would be a score function, with
+    # which cuDNN takes neither a causal mask nor lengths.
     "cudnn_flash_jax": Kernel(
         platforms=("gpu",),
         dropout=False,
         soft_cap=False,
         sinks=False,
         unequal_widths=False,
+        documents=1,
         dtypes=("bfloat16",),
         length_multiple=2,
         head_dim_multiple=8,
         head_dim_most=128,
         per_device=True,
+        by_capability={
+            HOPPER: {"documents": None, "head_dim_most": 256, "unequal_widths": True},
+            BLACKWELL: {"documents": None, "unequal_widths": True, "further_widths": ((192, 128),)},
+        },
     ),
 }
 
@@ -81,10 +100,13 @@ STRATEGIES = {
 FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 
 
-def choose_attention(values: Config, mesh: Mapping[str, int], platform: str) -> tuple[str, list[str]]:
+def choose_attention(
+    values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None
+) -> tuple[str, list[str]]:
     """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
-    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it.
+    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it. For
+    `capability` see `resolve`.
     """
     if values.batch_invariant:
         return OP, []
@@ -94,7 +116,7 @@ def choose_attention(values: Config, mesh: Mapping[str, int], platform: str) -> 
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
-    if not (unmet := _unmet(name, values, mesh, platform)):
+    if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
     if asked == "autoselected":
         return "blockwise", []
@@ -103,10 +125,19 @@ def choose_attention(values: Config, mesh: Mapping[str, int], platform: str) -> 
     return name, [f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
 
 
-def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str) -> str:
+def read_documents(config: Config, capability: Capability | None) -> int | None:
+    """Returns the most documents in a row of the data of a resolved `config`, for a kernel that reads them as lengths;
+    None if it does not, or not so many."""
+    most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
+    if most is None or (reads is not None and (not reads or most > reads)):
+        return None
+    return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
+
+
+def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
-    if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform)):
+    if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform, capability)):
         return ""
     return f"{name} does not support {', '.join(unmet)}"
 
@@ -119,7 +150,9 @@ def _strategy(values: Config) -> Strategy:
     )
 
 
-def _unmet(name: str, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
+def _unmet(
+    name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
+) -> list[str]:
     """Returns what the kernel `name` does not support in `values`, including how rows are split over devices."""
     kernels = _strategy(values).kernels
     over = (
@@ -127,31 +160,42 @@ def _unmet(name: str, values: Config, mesh: Mapping[str, int], platform: str) ->
         if name in kernels
         else [f"context_parallel_strategy={values.context_parallel_strategy} (only {', '.join(kernels)})"]
     )
-    return [*over, *unsupported(KERNELS[name], values, mesh, platform)]
+    return [*over, *unsupported(KERNELS[name].on(capability), values, mesh, platform)]
 
 
 def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
     """Returns the settings that the kernel does not support, each with what it does support."""
-    length, head_dim, dtype = values.max_target_length, values.head_dim, values.dtype
+    length, dtype = values.max_target_length, values.dtype
+    widths = _widths(values)
     dropout = values.attention_dropout_rate if values.enable_dropout else 0
     soft_cap = values.attn_logits_soft_cap
     window = has_window(values)
     shares = 1 if kernel.length_multiple == 1 else shares_of_queries(values)
     step, multiple, most = kernel.length_multiple * shares, kernel.head_dim_multiple, kernel.head_dim_most
+    if tuple(widths.values()) in kernel.further_widths:
+        most = None
     checks = (
         (platform in kernel.platforms, f"the platform {platform} (only {' and '.join(kernel.platforms)})"),
         (kernel.dropout or not dropout, f"attention_dropout_rate={dropout:g}"),
         (kernel.soft_cap or not soft_cap, f"attn_logits_soft_cap={soft_cap:g}"),
         (kernel.window or not window, f"sliding_window_size={values.sliding_window_size}"),
         (kernel.sinks or not has_sinks(values), f"the sinks of decoder_block={values.decoder_block}"),
-        (kernel.unequal_widths or values.attention_type != "mla", "attention_type=mla"),
+        (kernel.unequal_widths or len(set(widths.values())) == 1, f"attention_type={values.attention_type}"),
         (kernel.segments, "packed documents"),
         (dtype in kernel.dtypes, f"dtype={dtype} (only {' and '.join(kernel.dtypes)})"),
         (length % step == 0, f"max_target_length={length} (only multiples of {step}{_shares(shares, length, step)})"),
-        (head_dim % multiple == 0, f"head_dim={head_dim} (only multiples of {multiple})"),
-        (most is None or head_dim <= most, f"head_dim={head_dim} (at most {most})"),
+        *((width % multiple == 0, f"{key}={width} (only multiples of {multiple})") for key, width in widths.items()),
+        *((most is None or width <= most, f"{key}={width} (at most {most})") for key, width in widths.items()),
     )
     return [setting for supported, setting in checks if not supported] + _unmet_on_mesh(kernel, values, mesh)
+
+
+def _widths(values: Config) -> dict[str, int]:
+    """Returns the widths of a head's keys and values, by the keys that say them."""
+    if values.attention_type != "mla":
+        return {"head_dim": values.head_dim}
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+    return {" + ".join(parts): sum(values[part] for part in parts), "v_head_dim": values.v_head_dim}
 
 
 def shares_of_queries(values: Config) -> int:

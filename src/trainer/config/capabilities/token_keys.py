@@ -26,6 +26,20 @@ def split_ratios(config: Config) -> list[float]:
     return [float(ratio) for ratio in text.split(",")] if text else []
 
 
+def shortest_segment(config: Config) -> int:
+    """Returns the most tokens of a segment that does not end with its document, by packing_max_segments_per_sample."""
+    most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
+    shortest = config.max_target_length // most if most > 0 and reset else 0
+    return shortest * (shortest > 1)  # MaxText, too, ignores a threshold of 1
+
+
+def most_segments(config: Config) -> int | None:
+    """Returns the most segments in a row; None if the keys do not bound them."""
+    # All but the last have more tokens than the shortest.
+    shortest = shortest_segment(config)
+    return (config.max_target_length - 1) // (shortest + 1) + 1 if shortest else None
+
+
 def _split(config: Config) -> str | None:
     text = config.mmap_npy_split
     if not text or (re.fullmatch(f"{_RATIO}(,{_RATIO}){{1,9}}", text) and all(map(float, text.split(",")[:2]))):

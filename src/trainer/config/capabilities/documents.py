@@ -1,0 +1,21 @@
+"""How many documents share a row of the training data: attention kernels that know take less memory and time."""
+
+from trainer.config.capabilities.token_keys import most_segments, token_files
+from trainer.config.keys import Config
+
+SYNTHETIC = 4  # in a synthetic row
+
+
+def most_documents(config: Config) -> int | None:
+    """Returns the most documents in a row of the data of `config`. 0: each row is one document to its end, except
+    perhaps for padding in the last row of the data. None: not known before the rows are."""
+    if config.use_grpo:
+        return None
+    if token_files(config):
+        return most_segments(config) if config.reset_attention_mask else 0
+    together = 2 if config.use_dpo else 1  # a pair stays in one row
+    if not config.packing:
+        return together
+    if config.dataset_type == "synthetic":
+        return SYNTHETIC
+    return config.max_segments_per_seq * together if config.max_segments_per_seq > 0 else None

@@ -1,0 +1,34 @@
+"""What the checks of a configuration ask about devices: their number, platform, slices and CUDA compute capability.
+
+JAX asks its default backend for the capability, which is another one where a program is compiled for absent devices.
+Here the devices of the mesh answer, those of a topology too.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def hardware(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """Returns the arguments of `config.resolve` that describe `devices`."""
+    return {
+        "device_count": len(devices),
+        "platform": devices[0].platform,
+        "num_slices": slice_count(devices),
+        "capability": compute_capability(devices),
+    }
+
+
+def slice_count(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the number of slices of `devices`; None if the devices have no slices, as on CPU."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    return None if None in slices else len(slices)
+
+
+def compute_capability(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
+    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if one has none."""
+    found = [re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", ""))) for device in devices]
+    known = [(int(match[1]), int(match[2])) for match in found if match]
+    return min(known) if len(known) == len(found) else None
