@@ -40,9 +40,12 @@ from benchmark_generate import (
 )
 
 from trainer.config.capabilities.invariant_keys import compiler_options
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
-from trainer.objectives import hidden_states
-from trainer.training import Run
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
+from trainer.inference.weights import canonical
+from trainer.objectives.forward import hidden_states
+from trainer.training.run import Run
 
 KEYS = {"without": "batch_invariant=false", "with": "batch_invariant=true"}
 LENGTH = 512  # tokens of a training row, and room for a sequence

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from trainer.backends import TrainTree
-from trainer.checkpoint import CheckpointManager, Sidecar, inspect, restore
+from trainer.backends.base import TrainTree
+from trainer.checkpoint.manager import CheckpointManager, inspect, restore
+from trainer.checkpoint.sidecar import Sidecar
 
 LEAVES, SIDE = 8, 4000  # float32 matrices of 64 MB
 MEGABYTES = LEAVES * SIDE**2 * 4 / 1e6

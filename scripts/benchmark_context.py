@@ -142,7 +142,7 @@ def layer(strategy: str, n: int, length: int) -> tuple[Any, Any, Any, Any]:
     from trainer.layers.attention import Scores
     from trainer.ops.attention import Mask
     from trainer.ops.ring import Ring, ring_attention
-    from trainer.products import Context
+    from trainer.products.context import Context
     from trainer.sharding import on_mesh
 
     split = "activation_length", "activation_q_length", "activation_kv_length"
@@ -172,8 +172,8 @@ def built(strategy: str, n: int, length: int, *settings: str) -> Any:
     """Returns a run of MODEL with one row on `n` devices."""
     import jax
 
-    from trainer.config import load
-    from trainer.training import build
+    from trainer.config.load import load
+    from trainer.training.build import build
 
     context, ulysses = sizes(strategy, n)
     mesh = [f"ici_context_parallelism={context}", f"ici_context_usp_ulysses_parallelism={ulysses}"]

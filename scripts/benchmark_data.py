@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer.config import load
-from trainer.data import Dataset, open_dataset
+from trainer.config.load import load
+from trainer.data.dataset import Dataset, open_dataset
 from trainer.data.stdlib import read_files, stdlib_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -20,11 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 
-from trainer.config import COMBINATIONS, flags_of, load
-from trainer.data import train_batch
+from trainer.config.flags import COMBINATIONS, flags_of
+from trainer.config.load import load
+from trainer.data.batches import train_batch
 from trainer.data.synthetic import SyntheticRows
 from trainer.models.flops import flops_per_token
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 ROUNDS, STEPS = 5, 20
 

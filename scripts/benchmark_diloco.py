@@ -15,10 +15,10 @@ import time  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from trainer.config import load  # noqa: E402
-from trainer.data import open_dataset  # noqa: E402
-from trainer.training import build, placed  # noqa: E402
-from trainer.training.batches import LoadedAhead  # noqa: E402
+from trainer.config.load import load  # noqa: E402
+from trainer.data.dataset import open_dataset  # noqa: E402
+from trainer.training.batches import LoadedAhead, placed  # noqa: E402
+from trainer.training.build import build  # noqa: E402
 from trainer.training.start import Start  # noqa: E402
 
 COMMON = (

@@ -22,10 +22,11 @@ from trainer.aot import dump
 from trainer.aot.chips import Chip
 from trainer.aot.cost import analyze
 from trainer.aot.roofline import estimate
-from trainer.config import load
-from trainer.data import train_batch
+from trainer.config.load import load
+from trainer.data.batches import train_batch
 from trainer.data.synthetic import SyntheticRows
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 ROUNDS = 3
 WIDE = {

@@ -33,10 +33,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
-from trainer.config import load
-from trainer.inference import DecodeState, MaxEngine, Sampling, canonical
-from trainer.leaves import Leaf, names_of
-from trainer.weights import write_huggingface
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.state import DecodeState
+from trainer.inference.weights import canonical
+from trainer.leaves.source import Leaf, names_of
+from trainer.weights.huggingface.write import write_huggingface
 
 MODELS = {
     "default": ["max_target_length=128"],

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.runtime.platforms import prepare_to_compile
 
 RANK = 16
@@ -39,12 +39,12 @@ def main() -> None:
     prepare_to_compile(topology)
     from trainer.aot.compilation import compile_step
     from trainer.aot.topologies import devices_of, topology_of
-    from trainer.backends import make_model
-    from trainer.checkpoint import without_base
-    from trainer.config import resolve
-    from trainer.inference import Engine
+    from trainer.backends.registry import make_model
+    from trainer.checkpoint.base import without_base
+    from trainer.config.resolve import resolve
+    from trainer.inference.engine import Engine
     from trainer.inference.served import serve
-    from trainer.training import build
+    from trainer.training.build import build
 
     adapted = {"enable_lora": True, "lora_alpha": 1.0}
     devices = devices_of(topology_of(load(["base.yml", *keys]).config), 1)

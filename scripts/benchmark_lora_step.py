@@ -12,9 +12,10 @@ import time
 import jax
 from benchmark_lora import LORA
 
-from trainer.config import load
-from trainer.data import open_dataset
-from trainer.training import build, placed
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 WAYS = {
     "full": [],

@@ -19,11 +19,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from flax import nnx
 
-from trainer.config import COMBINATIONS, flags_of, load
-from trainer.config.flags import FLAGS
-from trainer.data import train_batch
+from trainer.config.flags import COMBINATIONS, FLAGS, flags_of
+from trainer.config.load import load
+from trainer.data.batches import train_batch
 from trainer.data.synthetic import SyntheticRows
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 ROUNDS, STEPS = 10, 10
 SUBLAYERS = 84  # each a kernel and a bias, with two moments: 504 leaves in addition to embedding, norm, head and counts

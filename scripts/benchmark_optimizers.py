@@ -19,10 +19,11 @@ import jax
 import optax
 
 from trainer.aot.cost import analyze
-from trainer.config import load, schema
+from trainer.config.load import load
+from trainer.config.schema import schema
 from trainer.optim.muon import NS_STEPS
-from trainer.state import get_muon_weight_dimension_numbers
-from trainer.training import build
+from trainer.state.muon import get_muon_weight_dimension_numbers
+from trainer.training.build import build
 
 ROUNDS, UPDATES = 6, 5
 LAYERS = 8  # so that data=8 divides them

@@ -131,8 +131,8 @@ def table(lines: list[dict[str, Any]]) -> None:
 def _built(settings: list[str]) -> Any:
     import jax
 
-    from trainer.config import load
-    from trainer.training import build
+    from trainer.config.load import load
+    from trainer.training.build import build
 
     return build(load(["base.yml", *TIMED, *settings]).config, jax.devices())
 

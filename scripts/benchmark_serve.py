@@ -108,8 +108,10 @@ def answer(port: int, model: str, tokens: int) -> int:
 
 def scheduler_alone(model: str, clients: int, tokens: int, keys: list[str]) -> None:
     """Prints the row of the scheduler without a server."""
-    from trainer.inference import MaxEngine, Sampling, Scheduler
-    from trainer.weights import of_checkpoint
+    from trainer.inference.max_engine import MaxEngine
+    from trainer.inference.sampling import Sampling
+    from trainer.inference.scheduler import Scheduler
+    from trainer.weights.load import of_checkpoint
 
     loaded, _ = of_checkpoint(model, [*keys, "use_chunked_prefill=true"], None)
     engine = MaxEngine(loaded.config)

@@ -20,11 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer import quantize, train
-from trainer.backends import make_model
-from trainer.config import load, resolve
-from trainer.data import eval_batches, open_dataset
-from trainer.leaves import joined, parted
-from trainer.weights import load_model_keys, load_parameters, open_source
+from trainer.backends.registry import make_model
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.data.batches import eval_batches
+from trainer.data.dataset import open_dataset
+from trainer.leaves.source import joined, parted
+from trainer.weights.load import load_parameters
+from trainer.weights.model_keys import load_model_keys
+from trainer.weights.open import open_source
 
 SEEDS = (0, 1, 2)
 GROUP = "weight_block_size=[32,1]"

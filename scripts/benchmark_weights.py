@@ -45,8 +45,10 @@ def make(folder: Path, layers: int) -> None:
     import ml_dtypes
     import numpy as np
 
-    from trainer.leaves import Leaf
-    from trainer.weights import model_config, weight_shapes, write_huggingface
+    from trainer.leaves.source import Leaf
+    from trainer.weights.huggingface.write import write_huggingface
+    from trainer.weights.model_keys import model_config
+    from trainer.weights.open import weight_shapes
 
     config = model_config({}, words(layers), "")
     random = np.random.default_rng(0)
@@ -72,7 +74,7 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
 
     import trainer.config
     import trainer.weights.load as loading
-    from trainer.training import build
+    from trainer.training.build import build
 
     given = ["base.yml", "dataset_type=synthetic", *words(layers), f"weight_dtype={weight_dtype}", *keys]
     run = build(trainer.config.load(given).config, jax.devices())
@@ -99,7 +101,7 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
 
     import trainer.checkpoint
     from trainer.export import main
-    from trainer.weights import weight_shapes
+    from trainer.weights.open import weight_shapes
 
     weight_shapes(trainer.weights.model_config({}, [], ""))
     jax.devices()

@@ -42,19 +42,24 @@ import numpy as np
 from trainer.aot.chips import chip_of
 from trainer.aot.compilation import compile_step
 from trainer.backends.registry import MODELS
-from trainer.checkpoint import CheckpointManager, Sidecar, inspect, restore
-from trainer.config import flags_of, load
+from trainer.checkpoint.manager import CheckpointManager, inspect, restore
+from trainer.checkpoint.sidecar import Sidecar
 from trainer.config.capabilities.kernels import KERNELS
-from trainer.data import train_batch
+from trainer.config.flags import flags_of
+from trainer.config.load import load
+from trainer.data.batches import train_batch
 from trainer.data.synthetic import SyntheticRows
-from trainer.inference import MaxEngine, Sampling
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
 from trainer.layers.attention import OPS
 from trainer.ops.attention import Mask
 from trainer.ops.documents import lengths
 from trainer.ops.grouped import grouped_matmul, grouped_matmul_reference
 from trainer.ops.paths import by_name
 from trainer.sharding import hardware, slice_count
-from trainer.training import Run, build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.training.run import Run
 
 PLAIN = "dot_product"
 ROUNDS = 5

@@ -25,11 +25,12 @@ import torch
 import transformers
 
 from trainer import export
-from trainer.backends import make_model
-from trainer.config import UserError, load, resolve
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
 from trainer.config.files import preset_names
-from trainer.leaves import Leaf, joined, names_of, parted
-from trainer.leaves.source import nested
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import Leaf, joined, names_of, nested, parted
 from trainer.models.families import family, hugging_face
 from trainer.weights.params.write import write_params
 

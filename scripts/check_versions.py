@@ -41,8 +41,8 @@ BITS = ("tests/unit/inference/test_batch_invariant.py", "-k", "test_log and floa
 # Prints what the table of versions has: the losses round differently if XLA compiles differently.
 MEASURE = """
 import hashlib, jax, json
-from trainer.config import load
-from trainer.training import build
+from trainer.config.load import load
+from trainer.training.build import build
 run = build(load(["base.yml", "dataset_type=synthetic", "steps=20"]).config, jax.devices()[:1])
 lowered = run.step.lower(*run.abstract_args())
 memory = lowered.compile().memory_analysis()

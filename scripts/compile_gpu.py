@@ -27,10 +27,10 @@ from check_accelerator import ACCELERATOR, FIXED
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.ops.attention import Mask
 from trainer.ops.cudnn import cudnn_attention
-from trainer.training import build
+from trainer.training.build import build
 
 # Devices of a topology do not list their memories. Those of a GPU have pinned host memory.
 importlib.import_module("trainer.training.build").check_offload = lambda *_: None

@@ -75,7 +75,7 @@ def run_once(
 def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     """Returns the metrics without timing, and the bytes of every array in the newest checkpoint, of the run in
     `folder`."""
-    from trainer.checkpoint import newest
+    from trainer.checkpoint.manager import newest
     from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 
     [run] = (folder / "runs").iterdir()

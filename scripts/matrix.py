@@ -68,11 +68,13 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     """Returns the loss and gradient norm of each step."""
     import jax
 
-    from trainer.config import flags_of, load
+    from trainer.config.flags import flags_of
+    from trainer.config.load import load
     from trainer.data.batches import train_batch
     from trainer.data.synthetic import SyntheticRows
     from trainer.ops.random import seed_key
-    from trainer.training import build, placed
+    from trainer.training.batches import placed
+    from trainer.training.build import build
 
     devices = jax.devices() if MESHES[mesh] else jax.devices()[:1]
     words = SIZES | flags_of(combination) | MESHES[mesh] | {"scan_layers": scan_layers}

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.maxtext.command_line import as_text, parse
 from trainer.maxtext.convert import program
 from trainer.maxtext.rows import UNKNOWN, Row

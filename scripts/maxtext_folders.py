@@ -252,8 +252,9 @@ def write(out: Path, names: list[str]) -> None:
 
 def configured(keys: dict[str, Any], **more: Any) -> Any:
     """Returns the resolved configuration for a model of MaxText's keys, and `more` of ours, in float32."""
-    from trainer.config import load, resolve
     from trainer.config.flags import flags_of
+    from trainer.config.load import load
+    from trainer.config.resolve import resolve
 
     keys = keys | OURS.get(keys["decoder_block"], {}) | more
     words = [f"{name}={value}" for name, value in keys.items() if name not in NOT_OURS]
@@ -268,7 +269,7 @@ def our_model(config: Any) -> tuple[Any, Any]:
     head if the head is tied."""
     import jax
 
-    from trainer.backends import make_model
+    from trainer.backends.registry import make_model
 
     model = make_model(config)
 
@@ -291,8 +292,8 @@ def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: A
     """
     import jax
 
-    from trainer.leaves import joined, parted
-    from trainer.weights import load_parameters
+    from trainer.leaves.source import joined, parted
+    from trainer.weights.load import load_parameters
 
     config = configured(keys, **more)
     model, program = our_model(config)

@@ -33,8 +33,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from compiler import QUICKLY
 from megatron_files import write_indexed
 
-from trainer.weights import open_source
 from trainer.weights.model_keys import as_words
+from trainer.weights.open import open_source
 
 AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
 # Commands that match are not run here, and why. tests/unit/docs resolves all of them as they are written.

@@ -12,8 +12,10 @@ import time
 import jax
 import numpy as np
 
-from trainer.config import load
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 
 TIE = 1e-3  # in log-probabilities; float32 sums in another order differ by less than 1e-4 here
 

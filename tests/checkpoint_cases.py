@@ -9,9 +9,10 @@ import ml_dtypes
 import numpy as np
 from support import ALL_COMBINATIONS, TINY, pinned
 
-from trainer.config import load, resolve
-from trainer.leaves import names_of, nested
-from trainer.weights import weight_shapes
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import names_of, nested
+from trainer.weights.open import weight_shapes
 
 MODEL = {key: TINY[key] for key in TINY if key.startswith(("base_", "head_dim", "vocab_size"))}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}

@@ -3,8 +3,10 @@
 import pytest
 import yaml
 
-from trainer.config import UserError, load, schema
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.maxtext import base_yml, verdicts
+from trainer.config.schema import schema
 
 
 def write(name: str, text: str) -> str:

@@ -3,8 +3,11 @@
 import io
 from pathlib import Path
 
-from trainer.config import flags_of, load, resolve
-from trainer.observe import Console, work_of
+from trainer.config.flags import flags_of
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.observe.banner import work_of
+from trainer.observe.console import Console
 
 FLOPS_PER_TOKEN = 1e7
 ROW = {

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
-from trainer.backends import TrainTree
-from trainer.checkpoint import CheckpointManager, Sidecar
+from trainer.backends.base import TrainTree
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
 
 SIDECAR = Sidecar("base_config: base.yml\n", {"row": 3}, "corpus 1", {"tokenizer.json": b"{}"})
 SETTINGS = {

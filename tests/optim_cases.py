@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from support import tiny_config
 
-from trainer.optim import make_optimizer
+from trainer.optim.optimizer import make_optimizer
 from trainer.sharding import Axes
 
 STEPS = 4

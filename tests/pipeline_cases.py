@@ -6,12 +6,13 @@ import jax
 import numpy as np
 from support import ALL_COMBINATIONS, arguments, packed_batch
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.layers.sown import MaxLogit, RouterCount
 from trainer.models.families import stacks
 from trainer.models.stages import division, named_by_layer, to_layers, to_stages
 from trainer.ops.paths import by_name
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.step import make_gradients
 
 STAGES, M, R = "ici_pipeline_parallelism", "num_pipeline_microbatches", "num_pipeline_repeats"

@@ -10,7 +10,7 @@ import jax
 import pytest
 from support import TINY, pinned
 
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main
 

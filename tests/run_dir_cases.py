@@ -1,6 +1,6 @@
 """Run folders in the states that a command can find them in."""
 
-from trainer.observe import open_run
+from trainer.observe.runs import open_run
 
 CONFIG = "base_config: base.yml\nsteps: 20\nenable_checkpointing: true\n"
 START = {"step": 0}

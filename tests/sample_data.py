@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import load
-from trainer.data import Dataset, open_dataset
+from trainer.config.load import load
+from trainer.data.dataset import Dataset, open_dataset
 from trainer.runtime.crc32c import masked_crc32c
 
 LENGTH, VOCAB = 32, 300

@@ -12,10 +12,12 @@ import jax
 from support import tiny_config
 
 from trainer.chat.encoder import Prompts
-from trainer.config import Config
-from trainer.inference import MaxEngine, Scheduler
+from trainer.config.keys import Config
+from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import sampling_of
-from trainer.serving import Model, Server, bound
+from trainer.inference.scheduler import Scheduler
+from trainer.serving.front import Model
+from trainer.serving.server import Server, bound
 
 LENGTH, SLOTS, WAITING, BODY = 128, 3, 6, 20_000
 

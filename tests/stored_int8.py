@@ -7,7 +7,7 @@ from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.llama2 import block as llama2
 from trainer.models.mixtral.family import Block
-from trainer.products import grouped_product, product
+from trainer.products.plain import grouped_product, product
 
 
 def dequantized(kernel, dtype):

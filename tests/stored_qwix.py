@@ -17,7 +17,7 @@ from stored_int8 import of_block
 from trainer.models.llama2 import block as llama2
 from trainer.models.mixtral.family import Block
 from trainer.ops.paths import name_of
-from trainer.products import grouped_product, product
+from trainer.products.plain import grouped_product, product
 
 MATRICES = r"mlp/.*/kernel$|self_attention/(query|key|value)/kernel$"  # those with one axis of inputs
 TILE = 4  # inputs that share a scale

@@ -3,8 +3,8 @@
 import numpy as np
 
 from trainer.config.capabilities.invariant_keys import TILE
-from trainer.data import Dataset
 from trainer.data.batches import FIELDS
+from trainer.data.dataset import Dataset
 
 ROWS = 4
 WAYS = ("prepared", "streaming")

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from trainer.backends.registry import MODELS
-from trainer.config import flags_of, load, resolve
+from trainer.config.flags import flags_of
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 
 # Tests are parametrized over this, so that removing a combination removes its cases.
 ALL_COMBINATIONS = tuple(MODELS)
@@ -67,7 +69,7 @@ def tiny_config(combination: str, *, devices: int = 1, **overrides: Any):
 @functools.cache
 def model_of(config: Any) -> Any:
     """Returns the model of `config`, traced once for all tests of a process. Not for blocks that a test patches."""
-    from trainer.backends import make_model
+    from trainer.backends.registry import make_model
 
     return make_model(config)
 

@@ -15,11 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from trainer import parity
-from trainer.config import exit_on_user_error, load
-from trainer.data import open_dataset
-from trainer.objectives import NextToken, Sums, Weights, hidden_states, target_log_probs
+from trainer.config.errors import exit_on_user_error
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.objectives.base import Sums, Weights
+from trainer.objectives.forward import hidden_states, target_log_probs
+from trainer.objectives.next_token import NextToken
 from trainer.objectives.registry import make_tiling
-from trainer.training import Reports, Start, build, fit
+from trainer.training.build import build
+from trainer.training.loop import Reports, fit
+from trainer.training.start import Start
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from trainer.layers.param import param
 from trainer.models.mixtral.family import FAMILY as MIXTRAL
-from trainer.products import Kernel, grouped_product, product
+from trainer.products.plain import Kernel, grouped_product, product
 
 RANK = 4
 

@@ -7,8 +7,9 @@ and reports.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import Config, command_line, exit_on_user_error
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
+from trainer.config.errors import command_line, exit_on_user_error
+from trainer.config.keys import Config
 from trainer.sft import check_kind, prepare, prompts, run
 from trainer.train import Kind
 

@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    Config,
-    UserError,
-    command_line,
-    exit_on_user_error,
-    explanation,
-    help_text,
-    question,
-    schema,
-)
+from trainer.config.errors import UserError, command_line, exit_on_user_error
+from trainer.config.help import explanation, help_text, question
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
+from trainer.config.schema import schema
 from trainer.config.values import read_text
 from trainer.config.words import visible
 from trainer.runtime.new_folder import new_folder, path_mistakes
@@ -61,11 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.backends import make_model
+    from trainer.backends.registry import make_model
     from trainer.products.dequantized import parameter_count
-    from trainer.weights import check_masks, copy_beside, model_config, open_source, weights_of
+    from trainer.weights.about_files import copy_beside
     from trainer.weights.adapters import Merged
-    from trainer.weights.model_keys import check_words
+    from trainer.weights.masks import check_masks
+    from trainer.weights.model_keys import check_words, model_config
+    from trainer.weights.open import open_source, weights_of
 
     if options["format"] == "peft":
         _export_adapters(source, out, options, keys)
@@ -112,7 +108,7 @@ def _about(checkpoint: Any) -> Any:
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
-    from trainer.weights import about_tokenizer
+    from trainer.weights.about_files import about_tokenizer
 
     about, folder = checkpoint.about, checkpoint.tokenizer
     said = about.generation is not None or not about.fields.keys().isdisjoint(TOKENS)
@@ -128,8 +124,10 @@ def _about(checkpoint: Any) -> Any:
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
     """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
-    from trainer.weights import copy_beside, model_config, open_adapters, open_source, weight_shapes, write_peft
-    from trainer.weights.model_keys import as_words, check_words
+    from trainer.weights.about_files import copy_beside
+    from trainer.weights.model_keys import as_words, check_words, model_config
+    from trainer.weights.open import open_adapters, open_source, weight_shapes
+    from trainer.weights.peft.write import write_peft
 
     adapters = open_adapters(source, average=options.get("weights") == "ema")
     base = options.get("load_parameters_path", "")
@@ -192,9 +190,12 @@ def _length_given(keys: Sequence[str]) -> bool:
 
 
 def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, about: Any) -> None:
-    from trainer.weights import with_zeros, write_huggingface, write_maxtext, write_params
     from trainer.weights.huggingface.config_json import length_notes
+    from trainer.weights.huggingface.write import write_huggingface
+    from trainer.weights.masks import with_zeros
     from trainer.weights.maxtext.model_arguments import maxtext_notes
+    from trainer.weights.maxtext.write import write_maxtext
+    from trainer.weights.params.write import write_params
 
     if options["format"] != "params":
         leaves = with_zeros(config, leaves)

@@ -5,8 +5,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from trainer.config import UserError, command_line, exit_on_user_error, nearest
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, command_line, exit_on_user_error, nearest, shortened
 from trainer.config.words import counted
 from trainer.maxtext.command_line import as_text, parse
 from trainer.maxtext.convert import Conversion, program, programs

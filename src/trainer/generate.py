@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.config import Loaded, UserError, command_line, exit_on_user_error, load, schema
 from trainer.config.dump import PROCESSES
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
 from trainer.config.files import YML_ENDINGS
 from trainer.config.help import explanation, help_text, question
+from trainer.config.load import Loaded, load
 from trainer.config.paths import local_path, path_problem
+from trainer.config.schema import schema
 from trainer.config.words import visible
 from trainer.runtime.agreement import agreed
 from trainer.runtime.distributed import distributed, told_to_others
@@ -74,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     average = options.get("weights") == "ema"
     adapters = [path for path in options.get("adapters", "").split(",") if path]
     if name:
-        from trainer.weights import of_checkpoint
+        from trainer.weights.load import of_checkpoint
 
         _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
     with distributed(connection.config):  # before a checkpoint is read, which may use devices
         if loaded is None:
-            from trainer.weights import of_checkpoint
+            from trainer.weights.load import of_checkpoint
 
             loaded, average = agreed(lambda: of_checkpoint(model_path, keys, options.get("weights")))
         raw = options.get("weights") == "raw"
@@ -111,9 +112,11 @@ def _generate(
 ) -> None:
     """Every process runs every step, and the first one writes. Adapters that have averages are these, unless `raw`."""
     from trainer.config.files import by_hand
-    from trainer.inference import MaxEngine, Scheduler, tokens_of
+    from trainer.inference.max_engine import MaxEngine
+    from trainer.inference.scheduler import Scheduler
+    from trainer.inference.text import tokens_of
     from trainer.runtime.agreement import check_same, is_first
-    from trainer.weights import open_adapters
+    from trainer.weights.open import open_adapters
 
     say, write = (_say, _write) if is_first() else (_nothing, _nothing)
     for note in loaded.notes:
@@ -171,7 +174,7 @@ def _compile(loaded: Loaded, adapters: list[str]) -> None:
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
     from trainer.aot.topologies import devices_of, topology_of
-    from trainer.inference import MaxEngine
+    from trainer.inference.max_engine import MaxEngine
 
     config = loaded.config
     for note in loaded.notes:
@@ -194,7 +197,7 @@ def _print(
 ) -> str:
     """Writes the texts in their order, each as it is made; later ones are kept until it is their turn. Returns how long
     that took."""
-    from trainer.inference import TextStream
+    from trainer.inference.text import TextStream
 
     streams = {number: TextStream(tokenizer, text.tokens) for number, text in texts.items()}
     several = len({text.adapter for text in texts.values()}) > 1

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from trainer.config import Config, command_line, exit_on_user_error
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
+from trainer.config.errors import command_line, exit_on_user_error
+from trainer.config.keys import Config
 from trainer.sft import check_kind, prepare, prompts
 from trainer.train import Kind, run_command
 
@@ -34,7 +35,7 @@ def _dataset(config: Config, say: Callable[[str], None]) -> Any:
 def _source(
     run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
 ) -> AbstractContextManager[Any]:
-    from trainer.observe import RolloutFiles
+    from trainer.observe.rollouts import RolloutFiles
     from trainer.rl.rollouts import Rollouts
     from trainer.runtime.agreement import is_first
 

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.config import UserError, command_line, exit_on_user_error, schema
 from trainer.config.dump import to_flow
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
+from trainer.config.schema import schema
 from trainer.config.values import read_text
 from trainer.config.words import counted, visible
 from trainer.runtime.platforms import leave_out_absent_tpu
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     path, norms = _read_words(words)
     leave_out_absent_tpu()
-    from trainer.weights import contents_of
+    from trainer.weights.contents import contents_of
 
     contents = contents_of(path, verify=norms)
     for lines in (_head(contents), _parameters(contents, norms), _others(contents)):
@@ -99,7 +99,7 @@ def _head(contents: Any) -> Iterator[str]:
 
 
 def _combination(keys: Mapping[str, Any]) -> str:
-    from trainer.config import COMBINATIONS, combination, flags_of
+    from trainer.config.flags import COMBINATIONS, combination, flags_of
 
     flags = flags_of(next(iter(COMBINATIONS)))
     return combination(keys) if flags and flags.keys() <= keys.keys() else ""

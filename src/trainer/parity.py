@@ -9,19 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    COMBINATIONS,
-    Side,
-    UserError,
-    combination,
-    command_line,
-    exit_on_user_error,
-    load_against,
-    load_sides,
-    question,
-)
+from trainer.config.errors import UserError, command_line, exit_on_user_error
+from trainer.config.flags import COMBINATIONS, combination
+from trainer.config.help import question
 from trainer.config.paths import local_path
-from trainer.config.sides import LEFT
+from trainer.config.sides import LEFT, Side, load_against, load_sides
 from trainer.config.words import visible
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
@@ -121,9 +113,9 @@ def _record(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, 
     _before([left])
     import jax
 
-    from trainer.compare import record_program
+    from trainer.compare.programs import record_program
     from trainer.observe.text import si
-    from trainer.training import build
+    from trainer.training.build import build
 
     path = options["record"]
     arrays = options.get("arrays", False)
@@ -137,13 +129,14 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
     if len(checkpoints) == 2 and len(words) == 2:
         # Imports that load JAX come after the checks that do not need it.
         leave_out_absent_tpu()
-        from trainer.compare import Tolerance, compare_checkpoints
+        from trainer.compare.checkpoints import compare_checkpoints
+        from trainer.compare.difference import Tolerance
 
         return compare_checkpoints(checkpoints[0], checkpoints[1], Tolerance(**given), _say)
     record = None
     if LEFT in options:
         leave_out_absent_tpu()
-        from trainer.compare import Record
+        from trainer.compare.record import Record
 
         record = Record(options[LEFT])
         if record.unknown:
@@ -163,8 +156,9 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
     _before(sides)
     import jax
 
-    from trainer.compare import Tolerance, compare_programs
-    from trainer.training import build
+    from trainer.compare.difference import Tolerance
+    from trainer.compare.programs import compare_programs
+    from trainer.training.build import build
 
     return compare_programs(sides, jax.devices(), Tolerance(**given), _say, record, partial(build, **own))
 

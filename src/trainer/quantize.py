@@ -7,24 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    Config,
-    UserError,
-    command_line,
-    exit_on_user_error,
-    explanation,
-    help_text,
-    load,
-    question,
-    resolve,
-    schema,
-)
 from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.quantization_keys import OF_STORED, STORED_DTYPES, asks_for_floats
 from trainer.config.dump import as_words
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
 from trainer.config.flags import FLAGS
+from trainer.config.help import explanation, help_text, question
+from trainer.config.keys import Config
+from trainer.config.load import load
 from trainer.config.paths import local_path
+from trainer.config.resolve import resolve
+from trainer.config.schema import schema
 from trainer.config.words import counted, visible
 from trainer.runtime.new_folder import new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu
@@ -62,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
-    from trainer.backends import make_model
+    from trainer.backends.registry import make_model
     from trainer.calibration.quantize import Calibrated
     from trainer.models.matrices import quantized_kernels
     from trainer.models.quantization import storage_of
-    from trainer.weights import copy_beside, model_config, open_source, weights_of, write_params
-    from trainer.weights.model_keys import check_words
+    from trainer.weights.about_files import copy_beside
+    from trainer.weights.model_keys import check_words, model_config
+    from trainer.weights.open import open_source, weights_of
+    from trainer.weights.params.write import write_params
     from trainer.weights.stored import as_stored, stored_kernels
 
     given = dict(word.partition("=")[::2] for word in keys)
@@ -120,7 +115,7 @@ def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | None) -> Iterator[Any]:
     """Yields batches of text for calibration, tokenized as for the model of `checkpoint`."""
-    from trainer.data import open_dataset
+    from trainer.data.dataset import open_dataset
 
     given = [word.partition("=")[0] for word in words]
     rows = _DEFAULT_ROWS if rows is None else rows

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import UserError, command_line, exit_on_user_error
+from trainer.config.errors import UserError, command_line, exit_on_user_error
 from trainer.config.paths import local_path
 from trainer.config.words import visible
 from trainer.observe.record import read_run

@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from trainer.config import Config, Loaded, UserError, command_line, exit_on_user_error, load
+from trainer.config.errors import UserError, command_line, exit_on_user_error
 from trainer.config.files import by_hand
 from trainer.config.help import explanation, help_text, question
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, load
 from trainer.config.words import visible
 from trainer.generate import NO_MODEL, WEIGHTS, read_words
 from trainer.runtime.cluster import find_cluster
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
     if loaded is None:
-        from trainer.weights import of_checkpoint
+        from trainer.weights.load import of_checkpoint
 
         loaded, average = of_checkpoint(model_path, keys, options.get("weights"))
     _check(loaded)
@@ -86,15 +88,18 @@ def _check(loaded: Loaded) -> None:
 
 def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: float) -> None:
     try:
-        from trainer.serving import Model, Server, bound, read_tokens, url_of
+        from trainer.serving.access import read_tokens
+        from trainer.serving.front import Model
+        from trainer.serving.server import Server, bound, url_of
     except ImportError as error:
         if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise UserError(f"the package {error.name} is not installed: pip install 'trainer[serve]'") from error
     from trainer.chat.encoder import Prompts
-    from trainer.inference import MaxEngine, Scheduler
+    from trainer.inference.max_engine import MaxEngine
     from trainer.inference.sampling import sampling_of
-    from trainer.weights import open_adapters
+    from trainer.inference.scheduler import Scheduler
+    from trainer.weights.open import open_adapters
 
     config = loaded.config
     for note in loaded.notes:
@@ -156,7 +161,7 @@ def _name(path: str) -> str:
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
     """Returns the address and a command that works there: a chat or a completion of `text` or, if it is empty, of an
     example."""
-    from trainer.serving import VARIABLE
+    from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"
     header = f' -H "Authorization: Bearer {where}"' if token else ""

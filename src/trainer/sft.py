@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.config import Config, Loaded, UserError, begin, command_line, exit_on_user_error, question
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
-from trainer.config.errors import report
+from trainer.config.errors import UserError, command_line, exit_on_user_error, report
+from trainer.config.help import question
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, begin
 from trainer.train import Kind, run_command
 
 SHOW = "--show"
@@ -35,7 +37,7 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
     begun = begin(words, os.environ, kind.defaults)
     kind.check(begun.config)
     if begun.path:
-        from trainer.weights import with_model
+        from trainer.weights.model_of_command import with_model
 
         loaded = with_model(begun)
     else:
@@ -79,7 +81,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     config = loaded.config
     found: dict[str, Any] = {}
     if not config.tokenizer_path and config.tokenizer_type != "bytes":
-        from trainer.weights import open_source
+        from trainer.weights.open import open_source
 
         found["tokenizer_path"] = str(open_source(config.load_parameters_path, config.decoder_block).tokenizer)
         say(f"tokenizer_path={found['tokenizer_path']}: the tokenizer of load_parameters_path")
@@ -92,22 +94,23 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
     without a name is continued if it has the same configuration, or if its model is gone."""
     if not config.run_name and not config.load_parameters_path:
         return None
-    from trainer import weights
+    from trainer.weights.model_of_command import own_run as of_command
+    from trainer.weights.open import open_source
 
     if not config.run_name:
         try:
-            weights.open_source(config.load_parameters_path, config.decoder_block, verify=False)
+            open_source(config.load_parameters_path, config.decoder_block, verify=False)
             return None
         except UserError:
             pass
-    return weights.own_run(config, config.load_parameters_path)
+    return of_command(config, config.load_parameters_path)
 
 
 def positions(config: Config) -> int | None:
     """Returns with how many positions the model at load_parameters_path was trained; None if it does not say."""
-    from trainer import weights
+    from trainer.weights.open import open_source
 
-    return weights.open_source(config.load_parameters_path, config.decoder_block, verify=False).length
+    return open_source(config.load_parameters_path, config.decoder_block, verify=False).length
 
 
 def _say(text: str) -> None:

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainer.config import Begun, Config, Loaded, UserError, command_line, exit_on_user_error, prints_usage
+from trainer.config.errors import UserError, command_line, exit_on_user_error
+from trainer.config.help import prints_usage
+from trainer.config.keys import Config
+from trainer.config.load import Begun, Loaded
 from trainer.config.sides import Side, differences, load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import leave_out_absent_tpu, prepare_compile_only_tpu, simulate_cpu_devices
@@ -42,7 +45,7 @@ def _models(sides: Sequence[Begun]) -> Callable[[Begun], Loaded]:
     _prepare([side.config for side in sides])
     if not any(side.path for side in sides):
         return Begun.end
-    from trainer.weights import with_model
+    from trainer.weights.model_of_command import with_model
 
     return with_model
 
@@ -72,7 +75,7 @@ def describe(config: Config, side: str = "") -> dict[str, Any]:
 
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.sharding import side_devices
-    from trainer.training import build
+    from trainer.training.build import build
 
     devices: Sequence[Any]
     if config.compile_topology:

@@ -9,23 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config import (
-    Config,
-    Loaded,
-    UserError,
-    begin,
-    command_line,
-    eval_batch_rows,
-    exit_on_user_error,
-    prints_usage,
-    to_yaml,
-)
 from trainer.config.capabilities.chat_keys import other_command
 from trainer.config.capabilities.invariant_keys import unchecked
 from trainer.config.capabilities.vocab_tiles import chosen
+from trainer.config.derived import eval_batch_rows
+from trainer.config.dump import to_yaml
 from trainer.config.effects import without_effect_here
+from trainer.config.errors import UserError, command_line, exit_on_user_error
 from trainer.config.files import by_hand
 from trainer.config.from_model import taken_from_model
+from trainer.config.help import prints_usage
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, begin
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
@@ -89,7 +84,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     add_threads_for_simulated_devices()
 
     with distributed(begun.config):
-        from trainer.weights import with_model
+        from trainer.weights.model_of_command import with_model
 
         loaded = with_model(begun)
         _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, started)
@@ -101,7 +96,7 @@ class _Silence(io.StringIO):
 
 
 def _run(loaded: Loaded, kind: Kind, started: float) -> None:
-    from trainer.observe import open_run
+    from trainer.observe.runs import open_run
     from trainer.runtime.agreement import agreed
 
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
@@ -123,8 +118,8 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
         run_dir.finish()
         console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
         if prompt.tokens:
-            from trainer.inference import sample_text
-            from trainer.training import keep_sample
+            from trainer.inference.sample import sample_text
+            from trainer.training.reports import keep_sample
 
             stop = list(dict.fromkeys([*prompt.stop, *end.ends]))
             text = sample_text(run, end.state, dataset.tokenizer, prompt._replace(stop=stop))
@@ -134,13 +129,14 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
 
 def _dry_run(loaded: Loaded, kind: Kind) -> None:
     """Does what `_run` does before the first step, except in the run's folder, where it writes nothing."""
-    from trainer.checkpoint import SavedCheckpoints
+    from trainer.checkpoint.manager import SavedCheckpoints
     from trainer.config.dump import to_flow
-    from trainer.observe import check_earlier, expected_run
     from trainer.observe.rundir import FINISHED_FILE
+    from trainer.observe.runs import check_earlier, expected_run
     from trainer.runtime.agreement import from_first
     from trainer.runtime.storage import folder
-    from trainer.training import compiled_step, loaded_step, metrics_files, needs_of
+    from trainer.training.compiled import compiled_step, loaded_step, needs_of
+    from trainer.training.reports import metrics_files
 
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     config, resumes = run.config, run.config.enable_checkpointing
@@ -171,7 +167,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
 
 def _opened(loaded: Loaded, kind: Kind):
     """Returns the console, the run, its data, its prompt, and its config.yml."""
-    from trainer.observe import Console
+    from trainer.observe.console import Console
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
 
     # Only the first process prints, except for errors.
@@ -195,11 +191,12 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     """Returns the run, the data that it reads, and the tokens of its prompt with those that end its continuation."""
     import jax
 
-    from trainer.checkpoint import check_dtypes
-    from trainer.config import Config
-    from trainer.data import open_dataset
-    from trainer.inference import sample_prompt
-    from trainer.training import build, check_held_out
+    from trainer.checkpoint.compare import check_dtypes
+    from trainer.config.keys import Config
+    from trainer.data.dataset import open_dataset
+    from trainer.inference.sample import sample_prompt
+    from trainer.training.build import build
+    from trainer.training.evaluate import check_held_out
     from trainer.training.memory import check_memory, device_memory
 
     check_memory(loaded.config, jax.devices(), device_memory(jax.devices()))
@@ -231,7 +228,8 @@ def _with_passes(loaded: Loaded, run, dataset, console):
     """Returns the run with the steps of num_epoch, unless fewer are given."""
     import jax
 
-    from trainer.training import build, steps_of
+    from trainer.training.build import build
+    from trainer.training.passes import steps_of
 
     steps, passes = steps_of(run.config, dataset), f"{run.config.num_epoch} passes over {dataset.epoch.content}"
     if "steps" in loaded.changed and run.config.steps <= steps:
@@ -244,17 +242,10 @@ def _with_passes(loaded: Loaded, run, dataset, console):
 
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
-    from trainer.checkpoint import CheckpointManager
-    from trainer.training import (
-        StepsByRows,
-        compiled_step,
-        fit,
-        loaded_step,
-        metrics_files,
-        needs_of,
-        open_reports,
-        start_entry,
-    )
+    from trainer.checkpoint.manager import CheckpointManager
+    from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
+    from trainer.training.loop import fit
+    from trainer.training.reports import metrics_files, open_reports, start_entry
 
     with contextlib.ExitStack() as stack:
         manager = None
@@ -282,7 +273,8 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
 def _start(loaded: Loaded, run, dataset, prompt, saved, console):
     """See `training.start`. `saved` are the checkpoints of the run."""
     from trainer.runtime.agreement import agreed
-    from trainer.training import about_run, start
+    from trainer.training.about import about_run
+    from trainer.training.start import start
 
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     schedule_given = loaded.config.learning_rate_schedule_steps != -1
@@ -296,7 +288,7 @@ def _start(loaded: Loaded, run, dataset, prompt, saved, console):
 
 def _files(run_dir):
     """Returns where the results of a finished run are, for its summary."""
-    from trainer.checkpoint import newest
+    from trainer.checkpoint.manager import newest
     from trainer.observe.rundir import REPORT_FILE
 
     checkpoint = newest(run_dir.folder)
@@ -310,10 +302,11 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.models.families import stacks
     from trainer.models.matrices import adapted_names, masked_kernels, quantized_and_float
     from trainer.models.stages import stage_text
-    from trainer.observe import product_rows
+    from trainer.observe.banner import product_rows
     from trainer.sharding import hardware
     from trainer.state import table
-    from trainer.training import passes_text, run_work
+    from trainer.training.passes import passes_text
+    from trainer.training.reports import run_work
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(

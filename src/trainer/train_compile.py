@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config import Config, UserError, begin, command_line, exit_on_user_error, prints_usage
 from trainer.config.capabilities.vocab_tiles import chosen
 from trainer.config.effects import without_effect_here
+from trainer.config.errors import UserError, command_line, exit_on_user_error
+from trainer.config.help import prints_usage
+from trainer.config.keys import Config
+from trainer.config.load import begin
 from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_to_compile
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.aot import executable
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
-    from trainer.weights import with_model
+    from trainer.weights.model_of_command import with_model
 
     loaded = with_model(begun)
     if loaded.measures:
@@ -87,7 +90,7 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     from trainer.aot.chips import chip_of
     from trainer.aot.compilation import compile_step
     from trainer.aot.topologies import devices_of, topology_of
-    from trainer.training import build
+    from trainer.training.build import build
     from trainer.training.memory import check_memory
 
     keep = dump.given_folder(config) if config.dump_hlo else None
@@ -106,7 +109,7 @@ def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
     import dataclasses
 
     from trainer.aot.suggest import suggest
-    from trainer.config import resolve
+    from trainer.config.resolve import resolve
 
     def check(values: dict[str, Any]) -> None:
         topology = find_topology(values["compile_topology"])

@@ -11,7 +11,7 @@ from run_cases import command
 from support import pinned
 
 from trainer import export, quantize, sft
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 from trainer.data.tokenizer import train_bpe
 
 NAMES = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "padding_side": "left", "model_max_length": 8192}

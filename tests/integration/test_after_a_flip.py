@@ -12,12 +12,14 @@ import pytest
 from flax import linen, nnx
 from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch, state_from, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
-from trainer.leaves import names_of
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves.source import names_of
 from trainer.models import families
 from trainer.ops.paths import by_name
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.step import make_gradients
 
 EXPERTS = {

@@ -10,9 +10,10 @@ from bucket import FolderBackend, bucket  # noqa: F401, a fixture
 from run_cases import command, rows_of
 from support import TINY, pinned
 
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 from trainer.export import main as export
-from trainer.observe import Console, open_run
+from trainer.observe.console import Console
+from trainer.observe.runs import open_run
 
 pytestmark = pytest.mark.rest(covered_by="the storage of its files, in unit/checkpoint/ and unit/observe/")
 

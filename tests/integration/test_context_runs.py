@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from process_cases import alone, launched, process, rows_of, wait_for
 
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 
 CONTEXT, STRATEGY = "ici_context_parallelism", "context_parallel_strategy"
 KEYS = {"sharding_tolerance": 1, "dropout_rate": 0, "eval_interval": -1}

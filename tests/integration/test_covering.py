@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch, state_from
 
-from trainer.config import load
-from trainer.training import build, placed
+from trainer.config.load import load
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 MESHES = {
     "1 device": {},

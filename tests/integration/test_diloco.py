@@ -11,7 +11,7 @@ from process_cases import alone, launched, process, rows_of, wait_for
 from run_cases import RUN, arrays_of, assert_equal, killed_at, train
 from support import ALL_COMBINATIONS
 
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 
 ISLANDS = {
     "enable_diloco": True,

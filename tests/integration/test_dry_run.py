@@ -5,7 +5,7 @@ import re
 import pytest
 from run_cases import RUN, train
 
-from trainer.observe import open_run
+from trainer.observe.runs import open_run
 
 SHORT = {"steps": 2, "learning_rate_schedule_steps": 2, "checkpoint_period": 1, "eval_interval": -1, "opt_type": "sgd"}
 DRY = "--dry-run"

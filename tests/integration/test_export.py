@@ -26,10 +26,11 @@ from checkpoint_cases import (
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
 from trainer import train
-from trainer.config import load, resolve
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.export import main
-from trainer.leaves import names_of
-from trainer.weights import load_parameters
+from trainer.leaves.source import names_of
+from trainer.weights.load import load_parameters
 
 
 def failure(capsys, *argv):

@@ -6,8 +6,9 @@ import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch
 
-from trainer.config import load
-from trainer.training import build, placed
+from trainer.config.load import load
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 STEPS = 20
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}

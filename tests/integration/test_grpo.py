@@ -17,11 +17,11 @@ from run_cases import RUN, assert_equal, command, killed_at, rows_of
 from support import ALL_COMBINATIONS, TINY, model_of, pinned, tiny_config
 
 from trainer import grpo, sft, train
-from trainer.checkpoint import newest
-from trainer.objectives import hidden_states, target_log_probs
+from trainer.checkpoint.manager import newest
+from trainer.objectives.forward import hidden_states, target_log_probs
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.rl.groups import advantages
-from trainer.weights import load_parameters
+from trainer.weights.load import load_parameters
 
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_local.py"
 JUDGES = """

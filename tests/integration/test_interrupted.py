@@ -12,8 +12,8 @@ from process_cases import as_on_a_terminal
 from run_cases import RUN, SETTINGS, kill_rounds, rows_of, train
 from support import pinned
 
-from trainer.checkpoint import newest
-from trainer.data import eval_batches
+from trainer.checkpoint.manager import newest
+from trainer.data.batches import eval_batches
 
 # Real processes and runs in this one. They run long enough to be interrupted; most of the time is start-up and
 # compilation.

@@ -10,7 +10,7 @@ from support import ALL_COMBINATIONS, TINY, pinned
 
 from trainer.export import main as export
 from trainer.generate import main as generate
-from trainer.weights import contents_of
+from trainer.weights.contents import contents_of
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}

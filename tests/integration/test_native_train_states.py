@@ -7,11 +7,11 @@ from compiler import EXACT
 from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch
 
-from trainer.backends import TrainStateNNX
 from trainer.backends.base import tree_mode
-from trainer.config import load
+from trainer.backends.train_state import TrainStateNNX
+from trainer.config.load import load
 from trainer.ops.losses import cross_entropy
-from trainer.training import build
+from trainer.training.build import build
 
 STEPS = 10
 

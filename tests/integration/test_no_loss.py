@@ -11,9 +11,13 @@ import pytest
 from run_cases import RUN, command, rows_of
 from support import TINY, arguments, pinned
 
-from trainer.config import RunStopped, load
-from trainer.data import open_dataset
-from trainer.training import Reports, Start, build, fit, loop
+from trainer.config.errors import RunStopped
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.training import loop
+from trainer.training.build import build
+from trainer.training.loop import Reports, fit
+from trainer.training.start import Start
 
 LONG, SHORT = {"prompt": "p" * 40, "completion": "c"}, {"prompt": "p", "completion": "cc"}
 SMALL = {

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 from support import ALL_COMBINATIONS, arguments
 
 from trainer import train
-from trainer.compare import Record, record
-from trainer.config import UserError
+from trainer.compare import record
+from trainer.compare.record import Record
+from trainer.config.errors import UserError
 from trainer.models.llama2 import block as llama2
 from trainer.weights.huggingface.safetensors_file import file_metadata, header, stored_tensors
 

@@ -12,7 +12,7 @@ from process_cases import rows_of as rows_of_processes
 from run_cases import RUN, arrays_of, killed_at, rows_of, train
 from support import ALL_COMBINATIONS
 
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 from trainer.export import main as export
 
 KEYS = {

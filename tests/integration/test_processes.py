@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from process_cases import alone, launched, process, rows_of, wait_for
 
-from trainer.checkpoint import inspect, newest
+from trainer.checkpoint.manager import inspect, newest
 
 
 @pytest.mark.rest(

@@ -15,13 +15,17 @@ from support import ALL_COMBINATIONS, arguments, packed_batch, pinned
 
 from trainer import export, inspect, quantize
 from trainer.aot.topologies import devices_of, topology_of
-from trainer.backends import make_model
-from trainer.config import UserError, load, resolve
+from trainer.backends.registry import make_model
 from trainer.config.dump import as_words
-from trainer.inference import MaxEngine
-from trainer.leaves import Leaf, filled, joined, names_of, nested
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.inference.max_engine import MaxEngine
+from trainer.leaves.source import Leaf, filled, joined, names_of, nested
 from trainer.products.dequantized import dequantize
-from trainer.weights import load_parameters, open_source, write_params
+from trainer.weights.load import load_parameters
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 from trainer.weights.stored import stored_kernels, with_arrays
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}

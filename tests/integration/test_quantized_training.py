@@ -24,15 +24,18 @@ from support import (
     tiny_config,
 )
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.quantization_keys import RECIPES
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.layers.sown import MtpHidden
 from trainer.models.matrices import check_matrices, quantized_and_float
 from trainer.models.quantization import quantization_rules
-from trainer.objectives import make_objective, prepared
+from trainer.objectives.base import prepared
 from trainer.objectives.forward import ahead_of
+from trainer.objectives.registry import make_objective
 from trainer.products.quantized import Calibration, Recipe
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 ALL_KINDS = EVERY_MATRIX | {"mtp_num_layers": 1}

@@ -13,8 +13,10 @@ from stored_qwix import FROZEN, PaddedQArray
 from support import ALL_COMBINATIONS, arguments, copied
 
 from trainer import inspect, shardings
-from trainer.config import UserError, load
-from trainer.inference import MaxEngine, canonical
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.weights import canonical
 from trainer.ops.paths import by_name
 
 KEYS = {"decoder_block": "stored_qwix:mixed", **FROZEN}

@@ -14,9 +14,10 @@ from compiler import exact
 from run_cases import RUN, SETTINGS, arrays_of, assert_equal, killed_at, rows_of, train
 from tensorboardX.proto.event_pb2 import Event
 
-from trainer.checkpoint import inspect, newest
-from trainer.data import eval_batches, open_dataset
-from trainer.objectives import NextToken
+from trainer.checkpoint.manager import inspect, newest
+from trainer.data.batches import eval_batches
+from trainer.data.dataset import open_dataset
+from trainer.objectives.next_token import NextToken
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE
 
@@ -271,7 +272,7 @@ def poisoned(monkeypatch):
     """Changes the loss of one step's batch by `wrong(loss)`."""
 
     def poison(step, wrong):
-        from trainer.config import load
+        from trainer.config.load import load
 
         config = load([f"{key}={value}" for key, value in SETTINGS.items()]).config
         batch = next(itertools.islice(open_dataset(config, print).train_stream(rows=8), step, None))[0]

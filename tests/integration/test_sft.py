@@ -14,7 +14,7 @@ from run_cases import command
 from support import TINY, pinned
 
 from trainer import generate, sft
-from trainer.checkpoint import newest
+from trainer.checkpoint.manager import newest
 from trainer.observe.metrics import METRICS_FILE, read_rows
 
 MODEL = TINY | pinned("nnx") | {"vocab_size": 300, "max_target_length": 64, "enable_checkpointing": True}

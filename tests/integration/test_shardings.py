@@ -8,9 +8,10 @@ import pytest
 from support import ALL_COMBINATIONS, arguments
 
 from trainer import shardings, train
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.ops.random import seed_key
-from trainer.training import build as building
+from trainer.training.build import build as building
 
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 

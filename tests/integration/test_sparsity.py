@@ -7,7 +7,7 @@ from support import ALL_COMBINATIONS, pinned
 
 from trainer.export import main as export
 from trainer.observe.metrics import METRICS_FILE, read_rows
-from trainer.weights import contents_of
+from trainer.weights.contents import contents_of
 
 SPARSE = {
     "weight_sparsity_n": 2,

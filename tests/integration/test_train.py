@@ -22,8 +22,6 @@ from support import TINY, arguments, pinned
 from trainer.aot.dump import given_folder
 from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
-from trainer.config import load, schema
-from trainer.config import resolve as resolve_config
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
 from trainer.config.capabilities.context_keys import token_order
 from trainer.config.capabilities.decoding_keys import SERVING
@@ -32,13 +30,16 @@ from trainer.config.capabilities.optimizers import TRAITS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.dump import PROCESSES
-from trainer.data import open_dataset
+from trainer.config.load import load
+from trainer.config.resolve import resolve as resolve_config
+from trainer.config.schema import schema
+from trainer.data.dataset import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.observe.profiler import Profiler
 from trainer.rl.prompts import open_prompts
 from trainer.rl.room import check_rows
 from trainer.train import main
-from trainer.training import build
+from trainer.training.build import build
 
 SOURCES = Path(__file__).parents[2] / "src/trainer/config"
 STEP_FIELDS = {

@@ -16,11 +16,13 @@ from support import ALL_COMBINATIONS, arguments, lowered_update
 from trainer.aot.buffers import STATE
 from trainer.aot.text import report_text
 from trainer.aot.topologies import devices_of, topology_of
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.ops.paths import by_name
 from trainer.train import main
 from trainer.train_compile import compile_for_topology
-from trainer.training import Run, build
+from trainer.training.build import build
+from trainer.training.run import Run
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"

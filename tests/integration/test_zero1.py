@@ -13,10 +13,11 @@ from run_cases import RUN, assert_equal, killed_at, rows_of, train
 from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch
 
 from trainer.aot.cost import analyze
-from trainer.config import load
+from trainer.config.load import load
 from trainer.ops.random import seed_key
-from trainer.state import tensors
-from trainer.training import build, placed
+from trainer.state.shardings import tensors
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
 SGD = {"opt_type": "sgd", "learning_rate": 0.1, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}

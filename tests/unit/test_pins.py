@@ -16,8 +16,10 @@ from pins import (
 )
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import combination, flags_of, load, resolve
+from trainer.backends.registry import make_model
+from trainer.config.flags import combination, flags_of
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 
 TESTS = Path(__file__).parents[1]
 

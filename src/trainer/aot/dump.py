@@ -17,7 +17,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.runtime.storage import why_not_writable
 

@@ -14,10 +14,10 @@ import jax
 
 import trainer
 from trainer.aot import sources
-from trainer.config import Config
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
+from trainer.config.keys import Config
 from trainer.models.families import block_class, blocks, stacks
 from trainer.runtime.programs import is_mixed_up
 from trainer.runtime.versions import installed

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jax.errors import JaxRuntimeError
 
 from trainer.aot.hlo import Instruction, Shape, bits
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 PALLAS = "tpu_custom_call"
 

@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from trainer.config import Config
 from trainer.config.capabilities.optimizers import has_first_moment
 from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.config.capabilities.vocab_tiles import worthwhile_tiles
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.remat import KEPT, OFFLOADED, offloaded
 
 EVERYTHING = ("context", *PROJECTIONS)

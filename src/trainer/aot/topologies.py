@@ -4,8 +4,8 @@ import importlib.util
 
 import jax
 
-from trainer.config import Config
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu
 

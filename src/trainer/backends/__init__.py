@@ -4,9 +4,3 @@ A model implements one combination of the flags: it draws initial parameters and
 and an optimizer, makes native train states and converts them to a `TrainTree`; all other code is written once, over
 `TrainTree`s.
 """
-
-from trainer.backends.base import Codec, Model, StateCodec, TrainTree
-from trainer.backends.registry import make_model
-from trainer.backends.train_state import TrainStateNNX
-
-__all__ = ["Codec", "Model", "StateCodec", "TrainStateNNX", "TrainTree", "make_model"]

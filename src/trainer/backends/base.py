@@ -10,9 +10,9 @@ import optax
 from flax import nnx
 
 from trainer.backends.permutation import Path, Permutation
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.sown import Sown
-from trainer.optim import on_schedule
+from trainer.optim.schedule import on_schedule
 
 
 class TrainTree(NamedTuple):

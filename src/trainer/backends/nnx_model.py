@@ -11,7 +11,7 @@ from flax import nnx
 from trainer.backends.base import tree_mode
 from trainer.backends.permutation import Permutation
 from trainer.backends.train_state import TrainStateNNX, make_train_state
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers import sown
 from trainer.layers.param import axes_of
 from trainer.models.families import check_state, leading_axes, stacks

@@ -3,7 +3,8 @@
 import importlib
 
 from trainer.backends.base import Model
-from trainer.config import Config, combination
+from trainer.config.flags import combination
+from trainer.config.keys import Config
 from trainer.models.families import check_products
 from trainer.ops.paths import by_name
 

@@ -23,8 +23,9 @@ from flax import nnx
 
 from trainer.backends.base import tree_mode
 from trainer.calibration.recording import Recorder, Statistics, empty, of_rows
-from trainer.config import Config, UserError
 from trainer.config.capabilities.sparsity_keys import is_sparse
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.matrices import choose_products, matrices
 from trainer.models.families import family, stacks
 from trainer.models.matrices import matrix_names
@@ -37,7 +38,8 @@ from trainer.models.transformer import (
     make_position_embedder,
 )
 from trainer.observe.text import clock
-from trainer.products import Context, GroupedProduct, Kernel, Product, Rules, make_plain, maker
+from trainer.products.context import Context
+from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 
 # (canonical path, number) -> parameters, a nested dict. With a number, those of one layer of a stack, whose arrays are
 # stacked under the path: ("decoder/layers", 3) or ("decoder/layers/layers_1", 0). With None, those of a part outside of

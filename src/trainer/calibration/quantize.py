@@ -13,11 +13,12 @@ import numpy as np
 
 from trainer.calibration.layerwise import calibrate
 from trainer.calibration.recording import Statistics
-from trainer.config import Config, UserError
-from trainer.leaves import Leaf, names_of, nested
-from trainer.products import Kernel
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.leaves.source import Leaf, names_of, nested
 from trainer.products.calibrated import How, awq, gptq, values
 from trainer.products.dequantized import Storage
+from trainer.products.plain import Kernel
 
 Say = Callable[[str], None]
 

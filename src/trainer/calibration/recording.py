@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.moe import MoE
 from trainer.ops.experts import by_expert
 from trainer.ops.grouped import OVER_ROWS
 from trainer.ops.routing import Routing
-from trainer.products import Context, EarlyReduction, Kernel, grouped_product, product
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, Kernel, grouped_product, product
 
 
 class Statistics(NamedTuple):

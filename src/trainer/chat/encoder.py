@@ -11,8 +11,9 @@ import numpy as np
 from trainer.chat.conversations import Formatter, Message, conversation
 from trainer.chat.template import DEFAULT, TRAINING_DATE, Template, TemplateFailed
 from trainer.chat.turns import Turns, turns
-from trainer.config import Config, UserError
 from trainer.config.capabilities.chat_keys import TOOLS
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate, read_template

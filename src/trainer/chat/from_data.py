@@ -6,11 +6,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from trainer.config import Config, Loaded, UserError
 from trainer.config.capabilities.chat_keys import METHODS, TOOLS
 from trainer.config.capabilities.rl_keys import NOT_COLUMNS
 from trainer.config.derived import row_for
 from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.load import Loaded
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus

@@ -21,7 +21,7 @@ from trainer.chat.encoder import (
     open_template,
 )
 from trainer.chat.turns import Turns
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.words import visible
 from trainer.data.dataset import alignment
 from trainer.data.documents import Counts, Document, Record

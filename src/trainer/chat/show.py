@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.chat.encoder import ChatEncoder, Example, chat_encoder
 from trainer.chat.pairs import PairEncoder, pair_encoder
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.words import counted, visible
 from trainer.data import prepare
 from trainer.data.cache import cache_root

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.checkpoint.manager import newest
 from trainer.checkpoint.sidecar import Base
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.paths import local_path
 from trainer.leaves.source import Leaf, resharded
 from trainer.ops.paths import Path, by_path, path_of

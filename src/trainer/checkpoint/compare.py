@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.ops.paths import by_name
 
 _UNSAVED = ("uint4", "uint2")  # dtypes that TensorStore, with which Orbax writes, does not have

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.runtime.agreement import lost_process
 from trainer.runtime.storage import is_remote, remedy, remove_tree
 

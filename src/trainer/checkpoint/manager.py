@@ -21,7 +21,7 @@ import jax
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
-from trainer.backends import TrainTree
+from trainer.backends.base import TrainTree
 from trainer.checkpoint.compare import check_structure
 from trainer.checkpoint.disk import (
     EXPIRED,
@@ -37,7 +37,8 @@ from trainer.checkpoint.disk import (
 from trainer.checkpoint.retention import expired
 from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
 from trainer.checkpoint.sums import damaged, verify, write_sums
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves.orbax import ITEMS
 from trainer.observe.rundir import CHECKPOINTS
 from trainer.runtime.agreement import agreed, from_first, is_first

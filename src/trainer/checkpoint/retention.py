@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from trainer.config import Config
+from trainer.config.keys import Config
 
 
 def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Codec
+from trainer.backends.base import Codec
 from trainer.checkpoint.base import without_base
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.sidecar import Sidecar
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.ops.paths import Path
 from trainer.state.stages import in_layers
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainer.checkpoint.sums import damaged, read_part
-from trainer.config import read_saved
 from trainer.config.plain_yaml import read_text
+from trainer.config.saved import read_saved
 from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import files_below
 from trainer.runtime.versions import installed

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from trainer.config import UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import read_object
 from trainer.leaves.orbax import gone
 from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote, size

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.checkpoint import inspect, newest
+from trainer.checkpoint.manager import inspect, newest
 from trainer.compare.difference import Difference, Tolerance, differences, forward_order
 from trainer.compare.report import Comparison, Quantity, Report
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.leaves import orbax
 from trainer.models.families import in_stack
 from trainer.runtime import storage

@@ -14,25 +14,27 @@ import numpy as np
 from flax import nnx
 
 from trainer.aot.cost import analyze
-from trainer.backends import TrainTree
+from trainer.backends.base import TrainTree
 from trainer.compare.midway import ISLANDS, midway
-from trainer.config import Config, UserError
 from trainer.config.capabilities.context_keys import token_order
 from trainer.config.capabilities.invariant_keys import compiler_options
 from trainer.config.capabilities.pipeline_keys import unpipelined
-from trainer.data import Batch
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.data.batches import Batch
 from trainer.layers.sown import Activation
-from trainer.leaves import filled, names_of
+from trainer.leaves.source import filled, names_of
 from trainer.models import families
 from trainer.models.mtp import MTP
 from trainer.models.names import Names
 from trainer.models.stages import named_by_layer
-from trainer.objectives import hidden_states
-from trainer.objectives.forward import ahead_of
+from trainer.objectives.forward import ahead_of, hidden_states
 from trainer.ops.order import in_true_order
 from trainer.ops.paths import by_name
 from trainer.state.stages import abstract_layers, in_layers, in_stages
-from trainer.training import Run, Start, placed
+from trainer.training.batches import placed
+from trainer.training.run import Run
+from trainer.training.start import Start
 from trainer.training.step import dropout_key, make_gradients
 
 # Facts about the compiled step. Numbers are per device.

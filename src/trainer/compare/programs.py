@@ -24,17 +24,19 @@ from trainer.compare.reference import (
     reference,
 )
 from trainer.compare.report import Comparison, Quantity, Report
-from trainer.config import Side, UserError, combination, schema
-from trainer.config import differences as differing_keys
 from trainer.config.capabilities.all_keys import keys_of
 from trainer.config.dump import PROCESSES, to_flow
+from trainer.config.errors import UserError
 from trainer.config.files import by_hand
-from trainer.config.flags import FLAGS
+from trainer.config.flags import FLAGS, combination
 from trainer.config.key_rows import Resume
 from trainer.config.resume import MAY_CHANGE
-from trainer.data import Batch
+from trainer.config.schema import schema
+from trainer.config.sides import Side
+from trainer.config.sides import differences as differing_keys
+from trainer.data.batches import Batch
 from trainer.state.host import KEYS
-from trainer.training import build
+from trainer.training.build import build
 
 # Keys for the sources of parameters and tokens, which all sides take from the left one.
 _COMMON = (

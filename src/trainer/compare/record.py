@@ -24,9 +24,15 @@ from trainer.compare import measure
 from trainer.compare.measure import Measured, Shared, Snapshot
 from trainer.compare.reference import Reference, Step
 from trainer.compare.summary import Part, Summary, digest, summarize
-from trainer.config import Config, Loaded, Side, UserError, combination, load, read_saved, schema
 from trainer.config.dump import to_flow
-from trainer.data import Batch
+from trainer.config.errors import UserError
+from trainer.config.flags import combination
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, load
+from trainer.config.saved import read_saved
+from trainer.config.schema import schema
+from trainer.config.sides import Side
+from trainer.data.batches import Batch
 from trainer.runtime.versions import machine
 from trainer.weights.huggingface.safetensors_file import NAMES, Tensors, file_metadata, header, stored_tensors
 

@@ -10,16 +10,20 @@ import jax
 from trainer.compare import measure
 from trainer.compare.difference import Layers
 from trainer.compare.measure import Measured, Program, Shared, Snapshot
-from trainer.config import Config, Side, UserError
+from trainer.config.errors import UserError
 from trainer.config.files import by_hand
-from trainer.data import Batch, open_dataset
-from trainer.leaves import names_of
+from trainer.config.keys import Config
+from trainer.config.sides import Side
+from trainer.data.batches import Batch
+from trainer.data.dataset import open_dataset
+from trainer.leaves.source import names_of
 from trainer.models.names import names_of_blocks
 from trainer.observe.banner import banner_rows
 from trainer.ops.paths import whole_name
 from trainer.sharding import LAYERS, leading, side_devices
-from trainer.training import Run, start
 from trainer.training.memory import check_memory, device_memory
+from trainer.training.run import Run
+from trainer.training.start import start
 
 Say = Callable[[str], None]
 # `training.build`, or it with an objective or update rules of one's own.

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config import Config, token_files
 from trainer.config.capabilities.invariant_keys import TILE
+from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data.batches import RowSource
 from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint

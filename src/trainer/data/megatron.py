@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import Config, parse_mixture, split_ratios
-from trainer.config.capabilities.token_keys import shortest_segment
+from trainer.config.capabilities.data_keys import parse_mixture
+from trainer.config.capabilities.token_keys import shortest_segment, split_ratios
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.data.batches import Batch, make_batch
 from trainer.data.cache import Progress

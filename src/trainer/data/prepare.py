@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from trainer.config import Config, token_files
 from trainer.config.capabilities.chat_keys import METHODS
+from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data import cache
 from trainer.data.cache import Progress

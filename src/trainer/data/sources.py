@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, parse_mixture
+from trainer.config.capabilities.data_keys import parse_mixture
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import read_object
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint

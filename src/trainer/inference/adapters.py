@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.checkpoint import check_base
-from trainer.config import Config, UserError
+from trainer.checkpoint.base import check_base
 from trainer.config.capabilities.lora_keys import ADAPTER, LAYERS, B
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.models.adapters import kernel_of
 from trainer.models.matrices import lora_kernels, matrix_names
 from trainer.models.transformer import head_matrix
-from trainer.weights import Adapters, weight_shapes
+from trainer.weights.adapters import Adapters
+from trainer.weights.open import weight_shapes
 
 
 def with_adapters(

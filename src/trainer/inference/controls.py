@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
 LIKELIEST = 20  # the number of most likely tokens whose log-probabilities are returned

@@ -1,9 +1,9 @@
 """The tokens that end a sequence."""
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.data.tokenizer import Tokenizer
-from trainer.weights import open_source
+from trainer.weights.open import open_source
 
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:

@@ -5,20 +5,22 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.invariant_keys import OF_BITS, unchecked
 from trainer.config.dump import to_flow
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.adapters import loaded
 from trainer.inference.ends import stop_tokens
 from trainer.inference.engine import Engine
 from trainer.inference.served import serve
-from trainer.leaves import joined, names_of, nested, parted
+from trainer.leaves.source import joined, names_of, nested, parted
 from trainer.ops.random import seed_key
-from trainer.weights import Adapters, load_parameters, of_checkpoint, open_adapters, open_source
-from trainer.weights.adapters import Merged
+from trainer.weights.adapters import Adapters, Merged
+from trainer.weights.load import load_parameters, of_checkpoint
 from trainer.weights.model_of_command import keys_of_run
+from trainer.weights.open import open_adapters, open_source
 
 _MODULES = "mtp_num_layers"
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 _SMALLEST = 16  # of the lengths that prompts are padded to
 

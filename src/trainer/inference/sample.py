@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from trainer.backends import make_model
-from trainer.config import Config
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
 from trainer.inference.scheduler import Scheduler

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 

@@ -8,16 +8,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.backends import Model, make_model
-from trainer.config import Config, UserError, resolve
+from trainer.backends.base import Model
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.context_keys import AXES, LENGTHS
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.pipeline_keys import SIZES
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.inference.adapters import with_adapters
 from trainer.models.caches import takes_cache
 from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
-from trainer.weights import Adapters
+from trainer.weights.adapters import Adapters
 
 # A row is not sharded: tokens are added to it one at a time. The axes that shard it in training shard rows instead.
 _ROWS = "activation_batch"

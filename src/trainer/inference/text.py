@@ -4,7 +4,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.text import mended
 from trainer.data.tokenizer import Tokenizer
 

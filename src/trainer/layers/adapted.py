@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.layers.param import param
-from trainer.products import Context, EarlyReduction, Kernel, MakeProduct, make_plain, product, stored
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, Kernel, MakeProduct, make_plain, product, stored
 
 
 class Adapted(nnx.Module):

@@ -10,9 +10,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.config import UserError
 from trainer.config.capabilities.kernels import KERNELS
 from trainer.config.capabilities.splash_tiles import AUTOMATIC, Tiles
+from trainer.config.errors import UserError
 from trainer.layers import across as split
 from trainer.layers.across import GATHERED, HEADS, KEYS, QUERIES, QUERY_ROWS, Across, mask_axes
 from trainer.layers.cache import Cache, own_mask
@@ -28,7 +28,7 @@ from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.ring import Ring
 from trainer.ops.rope import Rope, rope
 from trainer.ops.splash import splash_attention
-from trainer.products import Context
+from trainer.products.context import Context
 
 OPS = {
     "dot_product": dot_product_attention,

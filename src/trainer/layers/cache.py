@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from trainer.ops.attention import Mask
 from trainer.ops.scaled import Scaled, scaled
-from trainer.products import Context
+from trainer.products.context import Context
 
 _NOWHERE = -1  # the segment of an entry without a token
 

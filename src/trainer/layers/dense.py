@@ -11,10 +11,11 @@ import numpy as np
 from flax import nnx
 
 from trainer import sharding
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.matrices import WithMatrices
 from trainer.layers.param import EXACT, param
-from trainer.products import Context, EarlyReduction, Kernel, Product, product, stored
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
 # The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.

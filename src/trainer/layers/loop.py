@@ -16,7 +16,7 @@ from trainer.layers.cache import Cache, Layers
 from trainer.layers.remat import Policy
 from trainer.layers.sown import Sown, with_output
 from trainer.layers.stack import Stack
-from trainer.products import Context
+from trainer.products.context import Context
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from trainer.products import Kernel, Rules, maker
+from trainer.products.plain import Kernel, Rules, maker
 
 M = TypeVar("M", bound=nnx.Module)
 

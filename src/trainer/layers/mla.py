@@ -9,8 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from trainer import sharding
-from trainer.config import UserError
 from trainer.config.capabilities.splash_tiles import AUTOMATIC, Tiles
+from trainer.config.errors import UserError
 from trainer.layers.across import GATHERED, KEY_ROWS, KEYS, QUERIES, Across
 from trainer.layers.attention import Scores
 from trainer.layers.cache import Cache, own_mask
@@ -19,7 +19,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Mask
 from trainer.ops.rope import Rope, rope, score_scale
-from trainer.products import Context
+from trainer.products.context import Context
 
 # The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
 PROJECTIONS = ("query_wa_proj", "kv_wa_proj")

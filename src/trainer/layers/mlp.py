@@ -13,7 +13,7 @@ from trainer import sharding
 from trainer.config.capabilities.layer_keys import ACTIVATIONS as NAMES
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, dense_maker
 from trainer.ops.dropout import dropout
-from trainer.products import Context
+from trainer.products.context import Context
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     name: (lambda x: x) if name == "linear" else getattr(jax.nn, name) for name in NAMES

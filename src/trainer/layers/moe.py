@@ -18,7 +18,8 @@ from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, s
 from trainer.ops import exchange
 from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, within_capacity
 from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
-from trainer.products import Context, Kernel, grouped_product, in_dtype, stored
+from trainer.products.context import Context
+from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer.layers.param import buffer
-from trainer.products import Context, EarlyReduction, GroupedProduct, Kernel, Product
+from trainer.products.context import Context
+from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product
 
 
 class _Masked(nnx.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.json_files import read_object
 from trainer.leaves.source import names_of, nested
 from trainer.ops.paths import name_of

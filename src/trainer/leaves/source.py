@@ -14,8 +14,8 @@ import numpy as np
 from flax import traverse_util
 from tqdm import tqdm
 
-from trainer.config import Config, UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
+from trainer.config.keys import Config
 from trainer.leaves.about import About
 from trainer.ops.paths import by_name, name_of
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.loop import run_layer
 from trainer.layers.param import REST, Buffer, buffer, param
 from trainer.layers.stack import MakeBlock, Stack
@@ -20,7 +20,7 @@ from trainer.models.mtp import last_block
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Decoder
 from trainer.ops.paths import path_of
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import off_mesh
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 from flax.nnx import bridge
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.loop import cast_in_loop
 from trainer.layers.param import REST
 from trainer.layers.sown import Sown, capture, type_names
@@ -16,7 +17,7 @@ from trainer.linen.bridge import capturing, to_linen
 from trainer.models.families import block_class, blocks, check_calls, check_state, refuse_state, stacks, with_products
 from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
-from trainer.products import Context
+from trainer.products.context import Context
 
 # The Linen collections that a block may have, each stacked.
 COLLECTIONS = ("params", REST)

@@ -13,8 +13,8 @@ from flax.training import train_state
 from trainer.backends.base import tree_mode
 from trainer.backends.nnx_model import NNXModel
 from trainer.backends.permutation import Permutation
-from trainer.config import Config
 from trainer.config.capabilities.pipeline_keys import microbatches
+from trainer.config.keys import Config
 from trainer.layers.sown import Sown
 from trainer.layers.stack import Stack
 from trainer.linen.bridge import capturing, is_box, to_linen, unboxed

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import linen
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.loop import run_layer
 from trainer.layers.sown import Sown
 from trainer.linen.bridge import to_linen

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from trainer.config import Config
 from trainer.config.capabilities.pipeline_keys import microbatches
+from trainer.config.keys import Config
 from trainer.layers.cache import Cache
 from trainer.layers.loop import Loop
 from trainer.layers.param import REST
@@ -21,7 +21,7 @@ from trainer.linen.layer import COLLECTIONS, apply_layer, call_layer, make_layer
 from trainer.models.remat import remat_policy
 from trainer.models.transformer import Types, casts_in_loop, loop_options, run_stacks
 from trainer.ops.random import seed_key
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import off_mesh
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import linen
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.sown import Activation
 from trainer.linen.bridge import to_linen
 from trainer.linen.mtp import MtpBlock
@@ -12,7 +12,7 @@ from trainer.models import transformer
 from trainer.models.mtp import Ahead, embedded
 from trainer.models.norms import make_norm
 from trainer.models.transformer import Types, finish_logits, first_input, learned_positions, outer_dropout
-from trainer.products import Context
+from trainer.products.context import Context
 
 
 class Decoder(Stacks):

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.lora_keys import ADAPTER, LAYERS, A, B
 from trainer.config.capabilities.quantization_keys import STORED_DTYPES
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.layers.param import EXACT
 from trainer.models.quantization import named
 from trainer.ops.paths import whole_name
-from trainer.products import GroupedProduct, Kernel, Product, Rules, make_plain, make_wide, maker
 from trainer.products.dequantized import Storage, dequantized
+from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_plain, make_wide, maker
 
 
 def storage_of_base(config: Config) -> Storage:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, blocks, stacks

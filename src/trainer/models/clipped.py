@@ -4,7 +4,8 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.clip import Clipped
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks

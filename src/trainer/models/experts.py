@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.expert_keys import has_bias, scores_by_sigmoid
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.moe import MoE
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.huggingface import Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
 from trainer.ops.routing import Score
-from trainer.products import Context
+from trainer.products.context import Context
 
 
 class ExpertBlock(llama2.Block):

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from trainer.config import Config, UserError, linen_stack, make_rules
+from trainer.config.errors import UserError
 from trainer.config.family import Facts, imported
-from trainer.config.rules import read_rules
+from trainer.config.flags import linen_stack
+from trainer.config.keys import Config
+from trainer.config.rules import make_rules, read_rules
 from trainer.layers.matrices import choose_products
 from trainer.layers.param import Buffer
 from trainer.layers.stack import MakeBlock, Stack
@@ -27,7 +29,8 @@ from trainer.models.huggingface import HuggingFace
 from trainer.models.quantization import quantization_rules
 from trainer.models.sparsity import with_masks
 from trainer.models.stages import in_stages
-from trainer.products import Context, Rules, make_wide
+from trainer.products.context import Context
+from trainer.products.plain import Rules, make_wide
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
-from trainer.products import Rules
+from trainer.products.plain import Rules
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   does not count.
 """
 
-from trainer.config import Config
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.windows import windows
 from trainer.config.family import reads
+from trainer.config.keys import Config
 
 
 def _blocks(config: Config) -> int:

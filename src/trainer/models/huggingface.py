@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 
 EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
 

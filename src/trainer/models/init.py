@@ -3,8 +3,8 @@
 import jax
 from flax import nnx
 
-from trainer.config import Config
 from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.keys import Config
 from trainer.models.families import stacks
 from trainer.models.stages import to_stages
 from trainer.models.transformer import Decoder, Transformer

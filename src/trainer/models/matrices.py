@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.matrices import matrices
 from trainer.layers.stack import MakeBlock
 from trainer.models.adapters import is_adapted
@@ -17,7 +18,7 @@ from trainer.models.quantization import check_unquantized, is_quantized
 from trainer.models.sparsity import is_masked
 from trainer.models.transformer import head_matrix
 from trainer.ops.paths import by_name, listed
-from trainer.products import Kernel, maker
+from trainer.products.plain import Kernel, maker
 from trainer.sharding import leading
 
 _CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless the family or a key chooses others"

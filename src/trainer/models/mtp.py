@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.dense import INPUT, RESIDUAL, Dense
 from trainer.layers.sown import Activation, MtpHidden, Sown
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import stacks, with_products
 from trainer.models.norms import make_norm
 from trainer.ops.dropout import dropout
-from trainer.products import Context
+from trainer.products.context import Context
 
 MTP = "mtp_block"  # the first part of all paths of the modules
 # The parts of a module in the order of its forward pass. Names are without the module's prefix.

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import Config, UserError
 from trainer.config.effects import no_effect_of
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.models.families import family, hugging_face, in_stack, stacks
 from trainer.models.huggingface import Layout
 from trainer.models.mtp import (

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from flax import traverse_util
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import MakeBlock
 from trainer.models.families import block_class, stacks
 from trainer.models.mtp import BLOCK, depths, last_block, part_path

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.models.families import family
 
 

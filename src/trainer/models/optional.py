@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.models.families import family
 from trainer.models.mtp import module_path
 from trainer.models.mtp_names import decoder_name, module_of

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Sequence
 
-from trainer.config import Config
 from trainer.config.capabilities.windows import windows
+from trainer.config.keys import Config
 from trainer.layers.stack import MakeBlock, Stack
 
 LAYERS, REMAINDER = "layers", "layers_remainder"

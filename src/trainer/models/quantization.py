@@ -4,15 +4,16 @@ import functools
 import re
 from collections.abc import Sequence
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.quantization_keys import (
     PER_TENSOR,
     RECIPES,
     STORED_DTYPES,
 )
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.ops.paths import listed, whole_name
-from trainer.products import MakeProduct, Rules, make_plain
 from trainer.products.dequantized import Storage, dequantized
+from trainer.products.plain import MakeProduct, Rules, make_plain
 from trainer.products.quantized import Calibration, Recipe, quantized
 
 ROUTER, HEAD, MTP = r"(^|/)gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"

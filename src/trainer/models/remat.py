@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from trainer.config import Config
 from trainer.config.capabilities.remat_tensors import OWN_TENSORS, TENSORS
 from trainer.config.errors import UserError, nearest
+from trainer.config.keys import Config
 from trainer.layers.remat import Policy, make_policy, offloaded
 from trainer.models.families import family
 

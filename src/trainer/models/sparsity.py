@@ -5,10 +5,11 @@ import re
 
 from flax import nnx
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.sparse import GroupedSparse, Sparse
 from trainer.models.quantization import HEAD, MTP, ROUTER
-from trainer.products import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain
+from trainer.products.plain import GroupedProduct, Kernel, MakeProduct, Product, Rules, make_plain
 
 
 def is_masked(name: str) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.pipeline_keys import (
     PER_REPEAT,
     Pipeline,
@@ -18,6 +17,8 @@ from trainer.config.capabilities.pipeline_keys import (
     microbatches,
     stages,
 )
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.layers.stack import Stack
 from trainer.ops.paths import OUTSIDE

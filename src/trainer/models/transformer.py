@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
-from trainer.config import Config
 from trainer.config.capabilities.kernels import read_documents
+from trainer.config.keys import Config
 from trainer.layers.cache import Cache, Layers
 from trainer.layers.dense import Dense, Embed, PositionEmbed
 from trainer.layers.loop import Loop
@@ -23,7 +23,7 @@ from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.documents import lengths
 from trainer.ops.dropout import dropout
-from trainer.products import Context
+from trainer.products.context import Context
 
 # Dropout sites outside of the blocks. Their keys are derived as for one more layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)

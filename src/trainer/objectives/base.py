@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.sown import Sown
 
 Batch = Mapping[str, jax.Array]

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.objectives.base import Frozen
-from trainer.optim import trainable
+from trainer.optim.optimizer import trainable
 
 
 def first_parameters(config: Config, model: Any) -> Frozen:

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from trainer.config import Config
 from trainer.config.capabilities.expert_keys import has_experts
 from trainer.config.derived import has_reference, policy_temperature
+from trainer.config.keys import Config
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.multi_token import MultiToken

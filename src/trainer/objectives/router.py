@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.sown import RouterLoss
 from trainer.objectives.base import (
     Batch,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from trainer import sharding
 from trainer.layers.dense import INPUT, ROWS
 from trainer.ops.inexact import inexact
-from trainer.products import in_dtype
+from trainer.products.plain import in_dtype
 
 Path = tuple[str, ...]
 PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]

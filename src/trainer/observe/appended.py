@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.runtime.folders import appended, replace_file
 from trainer.runtime.storage import remedy
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.config import Config, combination, global_batch_rows, mesh_axes
 from trainer.config.capabilities.diloco_keys import timetable
 from trainer.config.capabilities.documents import most_documents
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
@@ -14,8 +13,10 @@ from trainer.config.capabilities.kernels import KERNELS, Capability, read_docume
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.sparsity_keys import is_sparse
 from trainer.config.capabilities.windows import has_window, period
-from trainer.config.derived import DCN, islands
+from trainer.config.derived import DCN, global_batch_rows, islands, mesh_axes
 from trainer.config.family import reads
+from trainer.config.flags import combination
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.observe.lines import Work
 from trainer.observe.text import clock, short_time, si

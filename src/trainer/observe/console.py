@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config import Config
 from trainer.config.capabilities.kernels import Capability
+from trainer.config.keys import Config
 from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
 from trainer.observe.bar import BottomLine, bar

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.folders import replace_file

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.observe.appended import set_aside
 from trainer.observe.lines import Work
 from trainer.observe.metrics import MetricsWriter, read_rows

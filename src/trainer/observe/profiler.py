@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.words import counted
 
 # XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ within a folder of events.

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import UserError, read_saved
+from trainer.config.errors import UserError
+from trainer.config.saved import read_saved
 from trainer.observe.lines import has_loss, last_rewards
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rollouts import newest_rollouts

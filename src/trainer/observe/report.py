@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import schema
 from trainer.config.dump import to_flow
+from trainer.config.schema import schema
 from trainer.config.words import visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.record import Record

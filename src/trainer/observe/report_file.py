@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.observe.record import Record, begun
 from trainer.observe.report import report_html
 from trainer.observe.rollouts import newest_rollouts

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.words import counted
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, read_rows

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.observe.metrics import METRICS_FILE
 from trainer.observe.rundir import (
     CHECKPOINTS,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.optim.optimizer import trainable
 from trainer.optim.rules import Rule, WithRules
 

@@ -8,8 +8,9 @@ import jax
 import optax
 from jax.tree_util import tree_map_with_path
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.optimizers import groups_of
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.ops.paths import name_of, whole_name
 
 

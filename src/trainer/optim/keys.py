@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from trainer.config import Config
 from trainer.config.capabilities.optimizers import TRAITS
+from trainer.config.keys import Config
 from trainer.ops.paths import name_of
 
 # Maps a tree of params to a tree of bools.

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.lora_keys import trained_patterns
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.ops.paths import by_name, listed, whole_name
 from trainer.optim.axes import is_matrix
 from trainer.optim.groups import factors, in_groups

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer.config import Config
+from trainer.config.keys import Config
 
 
 def make_outer_optimizer(config: Config) -> optax.GradientTransformation:

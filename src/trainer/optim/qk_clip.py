@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.clip import Clipped
 from trainer.layers.sown import MaxLogit
 from trainer.optim.optimizer import trainable

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.ops.paths import name_of
 from trainer.ops.random import ROUNDING, seed_key
 

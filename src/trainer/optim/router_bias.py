@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.sown import RouterCount
 from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule

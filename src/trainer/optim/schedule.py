@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 
 
 def make_schedule(config: Config) -> optax.Schedule:

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.sparse import mask_name
 from trainer.ops.paths import by_name
 from trainer.optim.rules import Rule
-from trainer.products import Kernel
+from trainer.products.plain import Kernel
 from trainer.products.sparse import largest
 
 NAME = "weight_sparsity"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.optim.rules import Rule, Seen
 
 NAME = "spikes"

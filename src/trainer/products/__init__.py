@@ -4,37 +4,3 @@
 plain product; a quantized product casts or scales its operands, and one with an adapter is an `nnx.Module` with
 its own parameters. The matrices of experts have products of groups of rows.
 """
-
-from trainer.products.context import Context
-from trainer.products.plain import (
-    EarlyReduction,
-    GroupedProduct,
-    Kernel,
-    MakeProduct,
-    Product,
-    Rules,
-    grouped_product,
-    in_dtype,
-    make_plain,
-    make_wide,
-    maker,
-    product,
-    stored,
-)
-
-__all__ = [
-    "Context",
-    "EarlyReduction",
-    "GroupedProduct",
-    "Kernel",
-    "MakeProduct",
-    "Product",
-    "Rules",
-    "grouped_product",
-    "in_dtype",
-    "make_plain",
-    "make_wide",
-    "maker",
-    "product",
-    "stored",
-]

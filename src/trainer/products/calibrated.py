@@ -22,7 +22,7 @@ from qwix import QArray, dequantize
 from qwix._src.core import numerics, qarray
 from qwix.contrib import awq_core, gptq_core
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 COLUMNS = 16  # how many columns GPTQ computes in a turn of its loop, at most
 DAMPING = 0.01  # GPTQ adds this part of the mean of the Hessian's diagonal to it, as published

@@ -19,7 +19,7 @@ from flax import nnx
 from qwix._src.core import dot_general, numerics, qarray
 from qwix.contrib.awq import WithAwqScale
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product, grouped_product
 

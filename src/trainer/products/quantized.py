@@ -19,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from qwix._src.core import qarray, stochastic_rounding
 
 from trainer import sharding
-from trainer.config import UserError
 from trainer.config.capabilities.remat_tensors import QUANTIZED
+from trainer.config.errors import UserError
 from trainer.ops.grouped import OF_OUTPUTS, OF_ROWS, OVER_ROWS
 from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.chat.encoder import Prompts, prompt_of
-from trainer.config import Config, UserError
 from trainer.config.derived import row_for
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data.cache import cache_root
 from trainer.data.corpus import Corpus

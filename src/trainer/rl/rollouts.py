@@ -11,12 +11,15 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from trainer.backends import make_model
-from trainer.config import Config, UserError, eval_parts
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.derived import eval_parts
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
-from trainer.data import Batch, Position
+from trainer.data.batches import Batch
+from trainer.data.streams import Position
 from trainer.inference.engine import Engine
 from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
 from trainer.inference.scheduler import LENGTH, Scheduler
@@ -25,14 +28,15 @@ from trainer.inference.text import TextStream
 from trainer.models.caches import takes_cache
 from trainer.models.families import stacks
 from trainer.models.stages import division, to_layers
-from trainer.observe import RolloutFiles
+from trainer.observe.rollouts import RolloutFiles
 from trainer.rl.groups import Rollout, advantages, packed, places
 from trainer.rl.prompts import INDEX, Prompt, PromptDataset
 from trainer.rl.rewards import Rewards, Sample, Scored
 from trainer.rl.room import completion_limit, rows_for
 from trainer.runtime.agreement import agreed, from_first, is_first
 from trainer.runtime.place import share_of_rows
-from trainer.training import Run, Start
+from trainer.training.run import Run
+from trainer.training.start import Start
 
 _INTERVAL = 10.0  # seconds between two lines of progress
 Say = Callable[[str], None]

@@ -1,7 +1,9 @@
 """Room for a round: the tokens of a completion, and the rows of an update."""
 
-from trainer.config import Config, UserError, global_batch_rows, microbatch_rows
 from trainer.config.capabilities.invariant_keys import TILE
+from trainer.config.derived import global_batch_rows, microbatch_rows
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.inference.served import longest_prompt
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 T = TypeVar("T")
 

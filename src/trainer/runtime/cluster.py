@@ -4,7 +4,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.runtime.platforms import has_tpu
 
 # The port if the environment gives none. MaxText's launchers give a port only for GPUs.

@@ -9,8 +9,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from trainer.config import Config, RunStopped, UserError, exit_on_user_error, load
 from trainer.config.dump import PROCESSES
+from trainer.config.errors import RunStopped, UserError, exit_on_user_error
+from trainer.config.keys import Config
+from trainer.config.load import load
 from trainer.runtime.agreement import AgreedError, agreed, lost_process
 from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu

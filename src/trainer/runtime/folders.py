@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.limits import FILE_BYTES
 from trainer.runtime.storage import entries, is_remote
 

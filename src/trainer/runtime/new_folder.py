@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from trainer.config import UserError, closed_at_interrupt
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, closed_at_interrupt, shortened
 from trainer.config.paths import local_path, path_problem
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainer.config import NotBuilt, UserError
+from trainer.config.errors import NotBuilt, UserError
 from trainer.config.paths import local_path
 
 # Orbax writes this file into a folder of a bucket last, so a folder that has it is complete.

@@ -3,9 +3,3 @@
 A request goes from `app` (routes, limits, tokens) through `queries` (its JSON) to `front`, which submits it to the
 thread of the scheduler and hands events on to `answers`, where tokens become text (`texts`) and JSON.
 """
-
-from trainer.serving.access import VARIABLE, read_tokens
-from trainer.serving.front import Model
-from trainer.serving.server import Server, bound, url_of
-
-__all__ = ["VARIABLE", "Model", "Server", "bound", "read_tokens", "url_of"]

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.paths import local_path
 from trainer.serving.errors import ApiError
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainer.chat.encoder import Prompts
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
-from trainer.inference import Event, Sampling, Scheduler, Service
 from trainer.inference.controls import Scores
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Event, Scheduler
+from trainer.inference.service import Service
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.metrics import Metrics
 from trainer.serving.queries import Query, as_api_error

@@ -4,7 +4,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 
-from trainer.inference import Scheduler
+from trainer.inference.scheduler import Scheduler
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 

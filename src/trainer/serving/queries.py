@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer.config import UserError
-from trainer.config.errors import nearest, shortened
+from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import Field, field_problems, parsed, shown
-from trainer.inference import Sampling
 from trainer.inference.controls import LIKELIEST, Asked
+from trainer.inference.sampling import Sampling
 from trainer.serving.errors import ApiError
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from trainer.chat.encoder import Prompts
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.documents import Record
 from trainer.data.tokenizer import Tokenizer
-from trainer.inference import Sampling
+from trainer.inference.sampling import Sampling
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.queries import Query, as_api_error, query, read_json
 

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trainer.config import RunStopped, UserError
+from trainer.config.errors import RunStopped, UserError
 from trainer.serving.access import Access
 from trainer.serving.app import application
 from trainer.serving.errors import unavailable

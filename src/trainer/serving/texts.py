@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.data.tokenizer import Tokenizer
-from trainer.inference import Event, TextStream
+from trainer.inference.scheduler import Event
+from trainer.inference.text import TextStream
 
 _REPLACEMENT = "\ufffd"
 

@@ -1,6 +1,6 @@
 """Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
-from trainer.config import make_rules
+from trainer.config.rules import make_rules
 from trainer.sharding.capability import hardware, slice_count
 from trainer.sharding.context import (
     MAPPED,

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from trainer.config import Config, UserError, resolve
 from trainer.config.derived import DCN, ICI, MESH_AXES
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.runtime.programs import compile_anew
 from trainer.sharding.capability import hardware, slice_count
 

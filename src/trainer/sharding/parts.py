@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.sharding.context import shards
 from trainer.sharding.rules import Axes, Tiles
 

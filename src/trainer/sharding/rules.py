@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from trainer.config import UserError
 from trainer.config.derived import FSDP
-from trainer.config.errors import nearest
+from trainer.config.errors import UserError, nearest
 
 Rules = Mapping[str, tuple[str, ...]]
 

@@ -11,9 +11,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.config import Config, UserError, resolve
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_path, path_of
 from trainer.sharding import hardware

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.backends import StateCodec, TrainTree
-from trainer.config import Config
+from trainer.backends.base import StateCodec, TrainTree
 from trainer.config.capabilities.diloco_keys import schedule
 from trainer.config.derived import islands
+from trainer.config.keys import Config
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_path, path_of
 from trainer.optim.outer import make_outer_optimizer

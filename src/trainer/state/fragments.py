@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.diloco_keys import schedule
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.models.families import stacks
 from trainer.ops.paths import Path, path_of

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Model, TrainTree
-from trainer.config import Config, UserError
+from trainer.backends.base import Model, TrainTree
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"

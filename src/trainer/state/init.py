@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Codec, TrainTree
+from trainer.backends.base import Codec, TrainTree
 from trainer.ops.random import seed_key
 from trainer.state.host import Fetch
 

@@ -9,11 +9,13 @@ import ml_collections
 from flax import nnx
 from flax.core import meta, unfreeze
 
-from trainer.backends import make_model
 from trainer.backends.nnx_model import axes_of_params
-from trainer.config import Config, UserError, resolve
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.pipeline_keys import SIZES
 from trainer.config.derived import DCN, ICI
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.layers.param import unnamed
 from trainer.models.families import in_stack, leading_axes, stacks
 from trainer.ops.paths import by_name, name_of

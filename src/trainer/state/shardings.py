@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.backends import Model
+from trainer.backends.base import Model
 from trainer.ops.paths import Path, by_path
 from trainer.sharding import STAGES, Axes, Rules, kept_axes, named_sharding, without_fsdp
 from trainer.state.zero1 import over_data

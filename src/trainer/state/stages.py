@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainer.config import Config
 from trainer.config.capabilities.pipeline_keys import Pipeline, stages
+from trainer.config.keys import Config
 from trainer.models.families import stacks
 from trainer.models.stages import Division, divided, division, joined
 from trainer.sharding import axes_of, entry

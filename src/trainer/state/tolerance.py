@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
-from trainer.config import UserError
 from trainer.config.capabilities.lora_keys import ADAPTER
+from trainer.config.errors import UserError
 from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 

@@ -4,18 +4,17 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import newest
-from trainer.checkpoint.manager import RUN
+from trainer.checkpoint.manager import RUN, newest
 from trainer.checkpoint.sidecar import TOKENIZER
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.leaves import About
-from trainer.leaves.about import FIELDS
+from trainer.leaves.about import FIELDS, About
 from trainer.runtime.storage import folder, is_remote
-from trainer.weights import about_in, about_tokenizer, open_adapters, open_source
+from trainer.weights.about_files import about_in, about_tokenizer
+from trainer.weights.open import open_adapters, open_source
 
 
 def about_run(

@@ -6,10 +6,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from trainer.config import UserError, eval_parts
 from trainer.config.capabilities.context_keys import token_order
-from trainer.data import Batch, Dataset, Loader, Position, eval_batches
-from trainer.objectives import placed_fields, prepared
+from trainer.config.derived import eval_parts
+from trainer.config.errors import UserError
+from trainer.data.batches import Batch, eval_batches
+from trainer.data.dataset import Dataset
+from trainer.data.loader import Loader
+from trainer.data.streams import Position
+from trainer.objectives.base import placed_fields, prepared
 from trainer.ops.order import reorder
 from trainer.runtime.place import place, share_of_rows
 from trainer.training.run import Run

@@ -7,31 +7,28 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from trainer.backends import Model, StateCodec, TrainTree, make_model
-from trainer.config import Config, UserError, resolve
+from trainer.backends.base import Model, StateCodec, TrainTree
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.pipeline_keys import ONCE
-from trainer.config.errors import report
+from trainer.config.errors import UserError, report
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.models.families import axis_rules
 from trainer.models.matrices import check_matrices
 from trainer.models.remat import check_offload
-from trainer.objectives import Objective
-from trainer.objectives import make_objective as objective_of
-from trainer.objectives.base import unread
+from trainer.objectives.base import Objective, unread
+from trainer.objectives.registry import make_objective as objective_of
 from trainer.ops.inexact import inexact
 from trainer.ops.paths import by_name
-from trainer.optim import Rule, make_optimizer, trainable, with_rules
 from trainer.optim.average import averaged
+from trainer.optim.optimizer import make_optimizer, trainable
+from trainer.optim.rules import Rule, with_rules
 from trainer.sharding import hardware, make_mesh, on_mesh, spec
-from trainer.state import (
-    ParamShardings,
-    check_tolerance,
-    gathered_stages,
-    init_state_fn,
-    set_named_sharding_nnx,
-    state_shardings,
-    tensors,
-)
+from trainer.state.builders import set_named_sharding_nnx
 from trainer.state.host import check_host_memory, fetcher, storage_shardings
+from trainer.state.init import init_state_fn
+from trainer.state.shardings import ParamShardings, gathered_stages, state_shardings, tensors
+from trainer.state.tolerance import check_tolerance
 from trainer.training.diloco import rules_of_islands, with_islands
 from trainer.training.frozen import frozen_arrays
 from trainer.training.metrics import read_metrics

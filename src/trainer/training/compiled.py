@@ -8,7 +8,7 @@ from trainer.aot import dump, executable
 from trainer.aot.kernels import tiles_fit
 from trainer.aot.report import memory_of
 from trainer.config.paths import local_path
-from trainer.observe import Needs
+from trainer.observe.banner import Needs
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.preemption import ends_at_signals
 from trainer.training.memory import device_memory

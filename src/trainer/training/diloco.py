@@ -18,13 +18,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.backends import StateCodec, TrainTree
-from trainer.config import Config
+from trainer.backends.base import StateCodec, TrainTree
 from trainer.config.capabilities.diloco_keys import Schedule, schedule
 from trainer.config.derived import islands
+from trainer.config.keys import Config
 from trainer.optim.outer import make_outer_optimizer, sent
 from trainer.sharding import MAPPED, Rules
-from trainer.state import init_state_fn
 from trainer.state.diloco import (
     AXIS,
     DiLoCoTrainState,
@@ -35,6 +34,7 @@ from trainer.state.diloco import (
 )
 from trainer.state.fragments import Fragment, fragments
 from trainer.state.host import fetcher
+from trainer.state.init import init_state_fn
 from trainer.training.metrics import due
 from trainer.training.router_metrics import DROPPED, TOKENS
 from trainer.training.run import Computation, States

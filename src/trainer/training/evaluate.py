@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import RunStopped, UserError
+from trainer.config.errors import RunStopped, UserError
 from trainer.config.words import counted
-from trainer.data import RowSource, eval_batches
-from trainer.objectives import Mean, Objective
-from trainer.objectives.base import frozen_argument
-from trainer.observe import perplexity
-from trainer.state import ParamShardings
+from trainer.data.batches import RowSource, eval_batches
+from trainer.objectives.base import Mean, Objective, frozen_argument
+from trainer.observe.text import perplexity
+from trainer.state.shardings import ParamShardings
 
 
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:

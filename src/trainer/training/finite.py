@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config, RunStopped
 from trainer.config.capabilities.optimizers import TRAITS
+from trainer.config.errors import RunStopped
+from trainer.config.keys import Config
 from trainer.ops.paths import by_name
 from trainer.training.run import Run
 from trainer.training.step import all_finite

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.config.words import counted
 
 # Two batches of one model differ by less: a later loss must exceed the first by both.

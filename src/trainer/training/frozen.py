@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from trainer.objectives import Objective
-from trainer.objectives.base import frozen_of
+from trainer.objectives.base import Objective, frozen_of
 from trainer.ops.paths import path_of
 from trainer.sharding import Rules, named_sharding
-from trainer.state import Tensor
+from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):

@@ -10,12 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
-from trainer.config import RunStopped, UserError, to_yaml
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.save import maybe_save_checkpoint
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.errors import RunStopped, UserError
 from trainer.config.words import counted
-from trainer.data import Batch, Dataset, Position
+from trainer.data.batches import Batch
+from trainer.data.dataset import Dataset
+from trainer.data.streams import Position
 from trainer.data.tokenizer import Tokenizer
-from trainer.observe import Profiler
+from trainer.observe.profiler import Profiler
 from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch, placed

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import jax
 
-from trainer.config import Config, UserError, resolve
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
 from trainer.config.sizes import least_bytes
 from trainer.config.words import counted
 from trainer.observe.text import si

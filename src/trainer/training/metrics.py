@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.training.parameter_metrics import is_due
 
 

@@ -2,7 +2,8 @@
 
 from fractions import Fraction
 
-from trainer.config import Config, global_batch_rows
+from trainer.config.derived import global_batch_rows
+from trainer.config.keys import Config
 from trainer.data.dataset import Dataset
 
 

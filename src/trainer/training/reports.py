@@ -9,23 +9,17 @@ from typing import Any
 import jax
 
 from trainer.aot.chips import chip_of
-from trainer.config import Config, combination
-from trainer.observe import (
-    Console,
-    EventsWriter,
-    MetricsFile,
-    MetricsWriter,
-    Profiler,
-    ReportFile,
-    RunDir,
-    TokensSeen,
-    maxtext_row,
-    work_of,
-)
-from trainer.observe.banner import devices_text, mesh_text
+from trainer.config.flags import combination
+from trainer.config.keys import Config
+from trainer.observe.banner import devices_text, mesh_text, work_of
+from trainer.observe.console import Console
+from trainer.observe.events import EventsWriter
 from trainer.observe.lines import Work
-from trainer.observe.metrics import METRICS_FILE, read_rows
-from trainer.observe.rundir import SAMPLES_FILE
+from trainer.observe.metrics import METRICS_FILE, MetricsWriter, TokensSeen, read_rows
+from trainer.observe.metrics_file import MetricsFile, maxtext_row
+from trainer.observe.profiler import Profiler
+from trainer.observe.report_file import ReportFile
+from trainer.observe.rundir import SAMPLES_FILE, RunDir
 from trainer.runtime.agreement import from_first, is_first
 from trainer.state import table
 from trainer.training.first_losses import FirstLosses

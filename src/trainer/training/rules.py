@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
-from trainer.backends import Model
-from trainer.backends.base import tree_mode
-from trainer.config import Config
+from trainer.backends.base import Model, tree_mode
 from trainer.config.capabilities.sparsity_keys import is_sparse
+from trainer.config.keys import Config
 from trainer.models.clipped import clipped_layers
 from trainer.models.matrices import masked_kernels
-from trainer.optim import Rule
 from trainer.optim.average import averaging
 from trainer.optim.qk_clip import qk_clip
 from trainer.optim.router_bias import router_bias
+from trainer.optim.rules import Rule
 from trainer.optim.sparsity import weight_sparsity
 from trainer.optim.spikes import skip_spikes
 

@@ -9,17 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from trainer.backends import Codec, Model, TrainTree
-from trainer.config import Config, UserError, eval_batch_rows, eval_parts, global_batch_rows
+from trainer.backends.base import Codec, Model, TrainTree
 from trainer.config.capabilities.invariant_keys import compiler_options
+from trainer.config.derived import eval_batch_rows, eval_parts, global_batch_rows
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.models.families import forward_flops_per_token
-from trainer.objectives import Objective, batch_fields, placed_fields
+from trainer.objectives.base import Objective, batch_fields, placed_fields
 from trainer.ops.paths import Path, by_name, by_path
-from trainer.optim import trainable
+from trainer.optim.optimizer import trainable
 from trainer.products.dequantized import parameter_count
 from trainer.sharding import Rules, on_mesh, spec
-from trainer.state import ParamShardings, set_named_sharding_nnx, table
+from trainer.state import table
+from trainer.state.builders import set_named_sharding_nnx
 from trainer.state.host import Fetch
+from trainer.state.shardings import ParamShardings
 from trainer.training.evaluate import make_evaluation
 from trainer.training.frozen import FrozenArrays
 

@@ -5,24 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from trainer.checkpoint import (
-    Base,
-    CheckpointManager,
-    SavedCheckpoints,
-    Sidecar,
-    base_of,
-    check_base,
-    inspect,
-    newest,
-    place_of,
-    restore,
-    saved_config,
-    with_base,
-    without_base,
-)
-from trainer.config import (
-    Config,
-    UserError,
+from trainer.checkpoint.base import base_of, check_base, place_of, with_base, without_base
+from trainer.checkpoint.manager import CheckpointManager, SavedCheckpoints, inspect, newest, restore
+from trainer.checkpoint.sidecar import Base, Sidecar, saved_config
+from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.resume import (
     another_program,
     another_update,
     check_islands,
@@ -31,10 +20,10 @@ from trainer.config import (
     islands_of,
     resets,
 )
-from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.words import counted
-from trainer.data import Dataset
-from trainer.leaves import About, joined, nested, parted
+from trainer.data.dataset import Dataset
+from trainer.leaves.about import About
+from trainer.leaves.source import joined, nested, parted
 from trainer.models.names import names_of_blocks, renamed
 from trainer.ops.paths import Path, by_path
 from trainer.runtime.agreement import agreed, from_first
@@ -45,7 +34,7 @@ from trainer.state.diloco import like_islands, without_islands
 from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
-from trainer.weights import initial_parameters, load_parameters
+from trainer.weights.load import initial_parameters, load_parameters
 
 Say = Callable[[str], None]
 

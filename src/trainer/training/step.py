@@ -10,29 +10,21 @@ import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding
 
-from trainer.backends import TrainTree
-from trainer.config import Config, global_batch_rows, microbatch_rows
+from trainer.backends.base import TrainTree
 from trainer.config.capabilities.expert_keys import drops, has_experts
 from trainer.config.capabilities.quantization_keys import rounds
-from trainer.config.derived import has_dropout, islands
+from trainer.config.derived import global_batch_rows, has_dropout, islands, microbatch_rows
+from trainer.config.keys import Config
 from trainer.layers.sown import Maximum, RouterCount, Sown, Total, check_captured, combined
-from trainer.objectives import Objective
-from trainer.objectives.base import frozen_argument, maxima_of
+from trainer.objectives.base import Objective, frozen_argument, maxima_of
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
-from trainer.optim import (
-    Rule,
-    Seen,
-    any_due,
-    applied,
-    apply_rules,
-    make_schedule,
-    observed,
-    place_on_schedule,
-    trainable,
-)
+from trainer.optim.optimizer import trainable
+from trainer.optim.rounding import applied
+from trainer.optim.rules import Rule, Seen, any_due, apply_rules, observed
+from trainer.optim.schedule import make_schedule, place_on_schedule
 from trainer.sharding import memory_order, on_tpu
-from trainer.state import ParamShardings
+from trainer.state.shardings import ParamShardings
 from trainer.training.parameter_metrics import lost_updates, parameter_metrics
 from trainer.training.router_metrics import router_metrics
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.json_files import Field, field_problems, read_object, shown
 from trainer.config.tokenizer_files import tokenizer_parts
 from trainer.leaves.about import CHANGED, FIELDS, GENERATION, TOKENS, About

@@ -12,10 +12,11 @@ import numpy as np
 from trainer.checkpoint.base import checked
 from trainer.checkpoint.manager import RUN
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, Base, Sidecar, saved_config
-from trainer.config import Config, UserError
 from trainer.config.capabilities.lora_keys import ADAPTER, A, B
 from trainer.config.capabilities.quantization_keys import OF_STORED
 from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.resolve import frozen
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.layers.adapted import delta

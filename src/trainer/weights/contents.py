@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.checkpoint.manager import RUN, inspect, newest, written_by_maxtext
 from trainer.checkpoint.sidecar import read_sidecar, saved_config
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.paths import local_path
 from trainer.leaves import orbax
 from trainer.leaves.source import Leaf

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.checkpoint.base import check_base
-from trainer.config import Config, Loaded, UserError
 from trainer.config.capabilities.lora_keys import ADAPTER, trained_patterns
 from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.load import Loaded
 from trainer.leaves.source import DTYPES, Leaf, Shapes, Source, filled, joined, names_of, progress
 from trainer.models.optional import lacking
 from trainer.ops.random import seed_key

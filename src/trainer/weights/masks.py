@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.layers.sparse import mask_name
 from trainer.leaves.source import Leaf, Shapes, Source
 from trainer.models.matrices import masked_kernels

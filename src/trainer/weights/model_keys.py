@@ -6,17 +6,22 @@ from typing import Any
 
 import yaml
 
-from trainer.config import COMBINATIONS, Config, Loaded, UserError, flags_of, load, read_saved, resolve, schema
 from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_floats
 from trainer.config.capabilities.windows import has_window
 from trainer.config.dump import as_words, to_flow
+from trainer.config.errors import UserError
 from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
 from trainer.config.files import COMMAND_LINE
-from trainer.config.flags import FLAGS
+from trainer.config.flags import COMBINATIONS, FLAGS, flags_of
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, load
 from trainer.config.plain_yaml import describe, read_text
+from trainer.config.resolve import resolve
+from trainer.config.saved import read_saved
+from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
 from trainer.models import FAMILIES
 from trainer.models.families import loads_from

@@ -6,13 +6,18 @@ from typing import Any
 
 from trainer.checkpoint.manager import RUN, newest, written_by_maxtext
 from trainer.checkpoint.sidecar import CONFIG, TOKENIZER, read_config
-from trainer.config import Begun, Config, Description, Loaded, UserError, read_saved, schema, token_files
 from trainer.config.capabilities.quantization_keys import OF_STORED
+from trainer.config.capabilities.token_keys import token_files
 from trainer.config.dump import as_words
+from trainer.config.errors import UserError
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS
 from trainer.config.from_model import FROM_A_MODEL
+from trainer.config.keys import Config
+from trainer.config.load import Begun, Description, Loaded
 from trainer.config.paths import local_path
+from trainer.config.saved import read_saved
+from trainer.config.schema import schema
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.config.trust import code_of_checkpoint
 from trainer.leaves.source import Source

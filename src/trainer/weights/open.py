@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 
-from trainer.backends import Model, make_model
+from trainer.backends.base import Model
+from trainer.backends.registry import make_model
 from trainer.checkpoint.manager import RUN, committed, inspect, newest, refuse_maxtexts, written_by_maxtext
 from trainer.checkpoint.sidecar import CONFIG as SIDECAR_CONFIG
 from trainer.checkpoint.sidecar import TOKENIZER, Sidecar, read_sidecar, saved_config
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
 from trainer.config.family import import_facts
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES
 from trainer.leaves.about import FIELDS, GENERATION, About

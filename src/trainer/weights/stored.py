@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.backends import make_model
-from trainer.config import Config
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.quantization_keys import OF_STORED
+from trainer.config.keys import Config
 from trainer.leaves.source import Leaf, filled, joined, names_of, nested
 from trainer.models.adapters import storage_of_base
 from trainer.models.families import place, stacks

@@ -20,7 +20,7 @@ def step(tmp_path_factory) -> Step:
     """The tiny model's step on eight CPU devices, data 2 x fsdp 4: three scanned layers, rematerialized."""
     import jax
 
-    from trainer.training import build
+    from trainer.training.build import build
 
     sizes = {"base_num_decoder_layers": 3, "remat_policy": "full", "ici_data_parallelism": 2, "ici_fsdp_parallelism": 4}
     run = build(tiny_config("nnx", devices=8, logits_via_embedding=False, **sizes), jax.devices())

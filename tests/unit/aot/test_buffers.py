@@ -8,7 +8,7 @@ from support import ALL_COMBINATIONS, tiny_config
 
 from trainer.aot import buffers, dump
 from trainer.aot.hlo import parse
-from trainer.training import build
+from trainer.training.build import build
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from compiler import EXACT
 from trainer.aot.chips import CHIPS
 from trainer.aot.cost import analyze
 from trainer.aot.roofline import estimate
-from trainer.config import resolve
+from trainer.config.resolve import resolve
 from trainer.models.flops import flops_per_token
-from trainer.training import build
+from trainer.training.build import build
 
 DATA = Path(__file__).parent / "data"
 

@@ -19,9 +19,11 @@ from sources import SOURCE
 from support import ALL_COMBINATIONS, LAST_CASE, assert_equal_bits, copied, packed_batch, tiny_config
 
 from trainer.aot import executable, sources
-from trainer.config import UserError, schema
 from trainer.config.capabilities.all_keys import step_keys
-from trainer.training import build, placed
+from trainer.config.errors import UserError
+from trainer.config.schema import schema
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 # These files make the configuration, and its values are part of the key.
 READS_BASE_YML = ("schema.py", "values.py")

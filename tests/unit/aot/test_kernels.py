@@ -7,7 +7,7 @@ from jax.errors import JaxRuntimeError
 
 from trainer.aot import kernels
 from trainer.aot.hlo import Instruction, Shape, shapes_of
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 
 def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):

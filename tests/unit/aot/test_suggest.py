@@ -4,7 +4,7 @@ import pytest
 from support import tiny_config
 
 from trainer.aot.suggest import suggest
-from trainer.config import resolve
+from trainer.config.resolve import resolve
 
 STATE = ["optimizer_memory_host_offload=true", "parameter_memory_host_offload=true", "shard_optimizer_over_data=true"]
 TIGHT = {"needed": 20, "available": 16, "arguments": 5}
@@ -79,7 +79,7 @@ def test_what_configuration_refuses_is_not_suggested():
 
 
 def test_keys_of_host_memory_zero_1_and_topology_are_used_where_there_are_such():
-    from trainer.config import Config
+    from trainer.config.keys import Config
 
     config = tiny_config("nnx", devices=8, ici_data_parallelism=8, ici_fsdp_parallelism=1)
     keys = {

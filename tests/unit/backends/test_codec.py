@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, tiny_config
 
-from trainer.backends import StateCodec, make_model
+from trainer.backends.base import StateCodec
 from trainer.backends.permutation import Permutation
-from trainer.config import Config, schema
-from trainer.optim import make_optimizer
+from trainer.backends.registry import make_model
+from trainer.config.keys import Config
+from trainer.config.schema import schema
+from trainer.optim.optimizer import make_optimizer
 
 
 @pytest.fixture(scope="module", params=ALL_COMBINATIONS)

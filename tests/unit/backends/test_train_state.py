@@ -10,9 +10,8 @@ import pytest
 from flax import nnx
 from support import assert_equal_bits
 
-from trainer.backends import TrainStateNNX
 from trainer.backends.base import tree_mode
-from trainer.backends.train_state import make_train_state
+from trainer.backends.train_state import TrainStateNNX, make_train_state
 
 
 class Line(nnx.Module):

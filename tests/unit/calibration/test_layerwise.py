@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, copied, packed_batch, random_variables, tiny_config
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.calibration.layerwise import calibrate
 from trainer.calibration.recording import Statistics
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.dense import Dense
 from trainer.layers.sown import Activation
 from trainer.ops.paths import by_name

@@ -12,7 +12,7 @@ from sample_data import config_of, write_records
 
 from trainer.chat.conversations import conversation, preference
 from trainer.chat.template import Template
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.documents import Record
 from trainer.data.readers import ParquetPart

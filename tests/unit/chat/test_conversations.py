@@ -10,7 +10,7 @@ import pytest
 from chat_cases import PLACE, SAID
 
 from trainer.chat.conversations import Formatter, conversation
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.documents import Record
 
 

@@ -12,9 +12,9 @@ from sample_data import config_of, document, say_nothing, write_records
 from tokenizers import AddedToken
 
 from trainer.chat.encoder import Prompts, chat_encoder
-from trainer.config import UserError
-from trainer.data import open_dataset
+from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate, template_beside
+from trainer.data.dataset import open_dataset
 from trainer.data.documents import Counts, Record
 from trainer.data.tokenizer import EOT_TEXT, ByteTokenizer, JsonTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer

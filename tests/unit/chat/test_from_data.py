@@ -11,12 +11,13 @@ from trainer import sft, train_compile, weights
 from trainer.chat import from_data
 from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
-from trainer.config import UserError, load, resolve
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
-from trainer.data import open_dataset
-from trainer.data.dataset import text_encoder
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.data.dataset import open_dataset, text_encoder
 from trainer.rl.prompts import open_prompts
 
 CHATS = [{"messages": [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}]} for n in range(40)]

@@ -7,9 +7,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.chat.pairs import pair_encoder
-from trainer.config import UserError, load
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.data.documents import Counts, Record
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer
 

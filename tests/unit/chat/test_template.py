@@ -7,7 +7,7 @@ import pytest
 
 from trainer.chat import sandbox as template_sandbox
 from trainer.chat.template import DEFAULT, Template, TemplateFailed
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate
 
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]

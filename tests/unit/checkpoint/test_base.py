@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.backends import TrainTree
+from trainer.backends.base import TrainTree
 from trainer.checkpoint.base import checked, digests, with_base, without_base
 from trainer.checkpoint.sidecar import Base
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.leaves.source import Leaf, whole
 from trainer.state.diloco import DiLoCoTrainState
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from manager_cases import SIDECAR, saved, settings, small_tree
 
-from trainer.checkpoint import CheckpointManager, inspect
-from trainer.config import UserError
+from trainer.checkpoint.manager import CheckpointManager, inspect
+from trainer.config.errors import UserError
 
 
 def files(path):

@@ -15,10 +15,10 @@ import pytest
 from manager_cases import SIDECAR, saved, settings, small_tree
 from orbax import checkpoint as ocp
 
-from trainer.checkpoint import CheckpointManager, inspect, newest
 from trainer.checkpoint.disk import forget_failures
+from trainer.checkpoint.manager import CheckpointManager, inspect, newest
 from trainer.checkpoint.sidecar import SidecarFiles
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def failed(tmp_path_factory):
         import resource, signal, sys
         from pathlib import Path
         sys.path.insert(0, "TESTS")
-        from trainer.checkpoint import CheckpointManager
-        from trainer.config import UserError
+        from trainer.checkpoint.manager import CheckpointManager
+        from trainer.config.errors import UserError
         from manager_cases import SIDECAR, saved, settings, small_tree
 
         for background in (True, False):

@@ -11,10 +11,10 @@ from manager_cases import SIDECAR, abstract, saved, settings, small_tree
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, model_of, tiny_config
 
-from trainer.backends import StateCodec, TrainTree
-from trainer.checkpoint import CheckpointManager, inspect, newest, restore
+from trainer.backends.base import StateCodec, TrainTree
+from trainer.checkpoint.manager import CheckpointManager, inspect, newest, restore
 from trainer.checkpoint.sidecar import SidecarFiles, read_sidecar
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 
 def random_like(tree, seed):

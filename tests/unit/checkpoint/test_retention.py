@@ -6,9 +6,9 @@ import ml_collections
 import pytest
 from manager_cases import SIDECAR, settings, small_tree
 
-from trainer.checkpoint import CheckpointManager, newest
+from trainer.checkpoint.manager import CheckpointManager, newest
 from trainer.checkpoint.retention import expired
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 LOSSES = {2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: None}
 

@@ -6,8 +6,8 @@ import ml_collections
 import numpy as np
 import pytest
 
-from trainer.backends import TrainTree
-from trainer.checkpoint import is_due, maybe_save_checkpoint
+from trainer.backends.base import TrainTree
+from trainer.checkpoint.save import is_due, maybe_save_checkpoint
 
 
 def config(**changes):

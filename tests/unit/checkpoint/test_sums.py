@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from trainer.checkpoint import sums
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 FILES = {
     "_CHECKPOINT_METADATA": b"{}",

@@ -12,13 +12,14 @@ from bucket import bucket  # noqa: F401, a fixture
 from checkpoint_cases import config_of, random_params
 
 from trainer import parity
-from trainer.backends import TrainTree
-from trainer.checkpoint import CheckpointManager, Sidecar
-from trainer.config import to_yaml
-from trainer.leaves import Leaf
+from trainer.backends.base import TrainTree
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.leaves.source import Leaf
 from trainer.runtime import storage
-from trainer.state import DiLoCoTrainState
-from trainer.weights import write_params
+from trainer.state.diloco import DiLoCoTrainState
+from trainer.weights.params.write import write_params
 
 SETTINGS = {
     "async_checkpointing": False,

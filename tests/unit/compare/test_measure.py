@@ -6,12 +6,14 @@ import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied
 
 from trainer.compare import measure
-from trainer.config import UserError, load
-from trainer.leaves import names_of
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves.source import names_of
 from trainer.models import transformer
 from trainer.models.llama2 import block as llama2
 from trainer.models.names import Names
-from trainer.training import Start, build
+from trainer.training.build import build
+from trainer.training.start import Start
 
 LAST = ALL_COMBINATIONS[-1]
 

@@ -5,8 +5,11 @@ import pytest
 from compiler import unoptimized
 from support import arguments
 
-from trainer.compare import BITS, compare_programs, measure, programs
-from trainer.config import Side, load
+from trainer.compare import measure, programs
+from trainer.compare.difference import BITS
+from trainer.compare.programs import compare_programs
+from trainer.config.load import load
+from trainer.config.sides import Side
 
 
 def compared(measures, left, **rights):

@@ -7,7 +7,8 @@ from support import arguments
 
 from trainer.compare.measure import Snapshot
 from trainer.compare.record import Record, Writer, _given
-from trainer.config import Side, load
+from trainer.config.load import load
+from trainer.config.sides import Side
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "auto"}, {"dtype": "float32"}])

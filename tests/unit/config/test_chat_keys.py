@@ -2,8 +2,9 @@
 
 import pytest
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.errors import UserError
+from trainer.config.load import load
 
 FILES = ["dataset_type=grain", "grain_train_files=x", "tokenizer_type=bytes"]
 
@@ -53,7 +54,8 @@ def test_a_function_that_a_folder_names_is_not_imported(tmp_path, monkeypatch):
 
 
 def test_a_dict_is_written_and_read_again(tmp_path):
-    from trainer.config import resolve, to_yaml
+    from trainer.config.dump import to_yaml
+    from trainer.config.resolve import resolve
 
     words = [*FILES, "use_sft=true", "formatting_func_path=a.b", "formatting_func_kwargs={a: [1, x], b: {c: 'y: z'}}"]
     config = resolve(load(words).config, device_count=1, platform="cpu")

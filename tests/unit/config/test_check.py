@@ -3,8 +3,11 @@
 import pytest
 
 from trainer import train, train_compile
-from trainer.config import NotBuilt, UserError, load, resolve, schema
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
+from trainer.config.errors import NotBuilt, UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.config.schema import schema
 
 MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
 

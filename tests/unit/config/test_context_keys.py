@@ -5,15 +5,18 @@ import re
 
 import pytest
 
-from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities import context_keys, kernels
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.context_keys import KEYS, SIZES, parts, token_order
 from trainer.config.capabilities.vocab_tiles import tile_bytes
 from trainer.config.effects import without_effect_here
+from trainer.config.errors import UserError
 from trainer.config.family import Facts
+from trainer.config.load import load
 from trainer.config.maxtext import verdicts
+from trainer.config.resolve import resolve
 from trainer.config.resume import LAYOUT
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import TRAIN, convert
 from trainer.maxtext.rows import DIFFERS, SAME, by_kind

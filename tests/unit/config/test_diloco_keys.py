@@ -3,8 +3,8 @@
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import load
 from trainer.config.capabilities.diloco_keys import timetable
+from trainer.config.load import load
 
 
 @pytest.mark.parametrize(

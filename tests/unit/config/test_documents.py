@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.config import load
 from trainer.config.capabilities.documents import most_documents
+from trainer.config.load import load
 
 MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
 

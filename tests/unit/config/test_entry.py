@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from trainer.config import UserError, closed_at_interrupt, command_line, exit_on_user_error
+from trainer.config.errors import UserError, closed_at_interrupt, command_line, exit_on_user_error
 
 PROGRAM = """
 import atexit, sys
-from trainer.config import exit_on_user_error, load
+from trainer.config.errors import exit_on_user_error
+from trainer.config.load import load
 heavy = ("jax", "flax", "numpy", "optax", "grain", "tensorflow_datasets", "tokenizers")
 atexit.register(lambda: print([name for name in heavy if name in sys.modules]))
 exit_on_user_error(lambda: load(sys.argv[1:]))()
@@ -86,7 +87,7 @@ def test_ctrl_c_while_a_command_is_imported_is_the_systems():
 IN_A_COMMAND = """
 import gc, os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-from trainer.config import closed_at_interrupt, exit_on_user_error
+from trainer.config.errors import closed_at_interrupt, exit_on_user_error
 def interrupt(*of_gc):
     os.kill(os.getpid(), signal.SIGINT)
     [None for _ in range(1000)]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from trainer.config import load, nearest, schema
-from trainer.config.errors import SCREEN_COLUMNS, SCREEN_LINES, UserError, report
+from trainer.config.errors import SCREEN_COLUMNS, SCREEN_LINES, UserError, nearest, report
+from trainer.config.load import load
+from trainer.config.schema import schema
 
 
 def rows(text: str) -> int:

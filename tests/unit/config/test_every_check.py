@@ -4,7 +4,6 @@ from collections import defaultdict
 
 import pytest
 
-from trainer.config import Config, load
 from trainer.config.capabilities import context_keys
 from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
@@ -13,6 +12,8 @@ from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.family import Facts, facts_of
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Place
+from trainer.config.keys import Config
+from trainer.config.load import load
 from trainer.config.rules import merge_rules
 
 DEFAULTS = load(["base.yml"]).config

@@ -2,10 +2,11 @@
 
 import pytest
 
-from trainer.config import Config, load
 from trainer.config.capabilities.all_keys import INERT, INERT_HERE
 from trainer.config.capabilities.optimizers import TRAITS
 from trainer.config.effects import no_effect_of, without_effect
+from trainer.config.keys import Config
+from trainer.config.load import load
 
 DEFAULTS = load(["base.yml"]).config
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
 from trainer.config.family import Facts, facts_of, families, lacks, reads
 from trainer.config.keys import Config
+from trainer.config.load import load
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import family

@@ -6,8 +6,9 @@ import re
 import pytest
 from support import ALL_COMBINATIONS
 
-from trainer.config import COMBINATIONS, UserError, combination, flags_of, load
-from trainer.config.flags import FLAGS, unsupported
+from trainer.config.errors import UserError
+from trainer.config.flags import COMBINATIONS, FLAGS, combination, flags_of, unsupported
+from trainer.config.load import load
 from trainer.config.schema import BASE_YML
 
 pytestmark = pytest.mark.default_combination  # tests the table itself

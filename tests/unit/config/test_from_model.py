@@ -3,12 +3,15 @@
 import pytest
 import yaml
 
-from trainer.config import UserError, check_resume, load, resolve, to_yaml
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
 from trainer.config.from_model import taken_from_model
-from trainer.config.resume import another_update
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.config.resume import another_update, check_resume
 
 MODEL, LORA = "load_parameters_path=/models/m", "enable_lora=true lora_rank=2 lora_alpha=2"
 GRPO = RL_DEFAULTS | {"reward_functions": ["m:f"]}

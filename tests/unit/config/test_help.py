@@ -7,8 +7,11 @@ import sys
 import pytest
 
 from trainer import export, parity, shardings, train, train_compile
-from trainer.config import UserError, load, load_sides, schema
+from trainer.config.errors import UserError
 from trainer.config.help import help_text, question
+from trainer.config.load import load
+from trainer.config.schema import schema
+from trainer.config.sides import load_sides
 
 SYNTHETIC = ("dataset_type=synthetic", "tokenizer_type=auto")
 

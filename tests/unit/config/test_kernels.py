@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from trainer.config import UserError, load, resolve
 from trainer.config.capabilities.kernels import KERNELS, unsupported
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.layers.attention import OPS
 
 # Written out, because the defaults of base.yml may change.

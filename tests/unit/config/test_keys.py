@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import schema
-from trainer.config.schema import parse
+from trainer.config.schema import parse, schema
 
 ROOT = Path(__file__).parents[3]
 _spec = importlib.util.spec_from_file_location("write_keys", ROOT / "scripts" / "write_keys.py")
@@ -56,7 +55,8 @@ CHECKS += ((("new_key", "steps"), lambda c: "more than steps" if c.new_key > c.s
 INERT += (Inert(("new_key",), lambda c: c.steps == 5, "steps=5"),)
 """
 PROGRAM = """
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.resume import MAY_CHANGE, UPDATE
 from trainer.config.trust import names_code

@@ -2,8 +2,9 @@
 
 import pytest
 
-from trainer.config import UserError, load, schema
-from trainer.config.schema import BASE_YML
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.schema import BASE_YML, schema
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,13 @@ import pytest
 import yaml
 from config_cases import mistakes, notes, write
 
-from trainer.config import load, resolve, schema
 from trainer.config.errors import NotBuilt
 from trainer.config.files import COMMAND_LINE, preset_names
+from trainer.config.load import load
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.reader import Reader
+from trainer.config.resolve import resolve
+from trainer.config.schema import schema
 from trainer.config.values import read_text
 
 GROUPS = yaml.safe_load(verdicts.TABLE.read_text())["groups"]
@@ -99,7 +101,7 @@ def test_former_defaults_are_told_by_the_keys_of_the_file():
 
 def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
     code = (
-        "from trainer.config import load\nfrom trainer.config.maxtext import verdicts\n"
+        "from trainer.config.load import load\nfrom trainer.config.maxtext import verdicts\n"
         "load(['steps=3', 'base_emb_dim=64'])\nprint(verdicts.table.cache_info().currsize)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

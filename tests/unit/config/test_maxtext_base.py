@@ -4,8 +4,9 @@ import pytest
 import yaml
 from config_cases import mistakes, notes, their_base, write
 
-from trainer.config import load, schema
+from trainer.config.load import load
 from trainer.config.maxtext import verdicts
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import TRAIN, convert
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.invariant_keys import split_on
 from trainer.config.capabilities.pipeline_keys import (
@@ -17,9 +16,13 @@ from trainer.config.capabilities.pipeline_keys import (
     unpipelined,
 )
 from trainer.config.effects import without_effect_here
+from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.config.load import load
 from trainer.config.maxtext import verdicts
+from trainer.config.resolve import resolve
 from trainer.config.resume import LAYOUT
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import TRAIN, convert
 from trainer.maxtext.rows import DIFFERS, SAME, by_kind

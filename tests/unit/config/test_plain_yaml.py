@@ -2,8 +2,10 @@
 
 import pytest
 
-from trainer.config import UserError, load, read_saved
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.plain_yaml import MAX_LENGTH, Limit, read_text
+from trainer.config.saved import read_saved
 
 PARENT = "base_config: base.yml\n"
 

@@ -3,9 +3,10 @@
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.quantization_keys import METHODS, RECIPES, asks_for_floats
 from trainer.config.effects import no_effect_of
+from trainer.config.errors import UserError
+from trainer.config.load import load
 
 FIRST = ALL_COMBINATIONS[0]
 INT8 = {"quantization": "int8"}

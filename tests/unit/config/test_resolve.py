@@ -2,20 +2,21 @@
 
 import pytest
 
-from trainer.config import (
-    UserError,
+from trainer.config.derived import (
+    DCN,
+    ICI,
+    MESH_AXES,
     eval_batch_rows,
     eval_parts,
     global_batch_rows,
-    load,
     mesh_axes,
     microbatch_rows,
-    resolve,
-    schema,
-    to_yaml,
 )
-from trainer.config.derived import DCN, ICI, MESH_AXES
-from trainer.config.dump import PROCESSES
+from trainer.config.dump import PROCESSES, to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.config.schema import schema
 
 # Written out, because the defaults of base.yml may change.
 SIZES = """

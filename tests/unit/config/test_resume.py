@@ -6,13 +6,24 @@ import pytest
 import yaml
 from support import ALL_COMBINATIONS, pinned
 
-from trainer.config import UserError, check_optimizer, check_resume, load, resets, resolve, schema, to_yaml
 from trainer.config.capabilities.all_keys import ROWS, keys_of
-from trainer.config.dump import PROCESSES
+from trainer.config.dump import PROCESSES, to_yaml
+from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Resume
-from trainer.config.resolve import frozen
-from trainer.config.resume import BATCH, LAYOUT, MAY_CHANGE, UPDATE, another_program
+from trainer.config.load import load
+from trainer.config.resolve import frozen, resolve
+from trainer.config.resume import (
+    BATCH,
+    LAYOUT,
+    MAY_CHANGE,
+    UPDATE,
+    another_program,
+    check_optimizer,
+    check_resume,
+    resets,
+)
+from trainer.config.schema import schema
 
 LENGTH, AROUND = keys_of(Resume.LENGTH), keys_of(Resume.AROUND)
 

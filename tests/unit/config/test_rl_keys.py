@@ -3,7 +3,8 @@
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 
 GRPO = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "enable_dropout": True}
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}

@@ -5,7 +5,11 @@ import re
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import UserError, check_resume, load, resolve, to_yaml
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.config.resume import check_resume
 from trainer.config.scale import factors
 from trainer.models.flops import matmul_parameters
 
@@ -112,7 +116,7 @@ def test_checks_see_the_scaled_sizes():
 def test_the_model_that_is_built_is_the_scaled_one():
     import jax
 
-    from trainer.training import build
+    from trainer.training.build import build
 
     words = arguments(ALL_COMBINATIONS[0], global_parameter_scale=8)
     run = build(load(words).config, jax.devices()[:1])

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import schema
 from trainer.config.capabilities.layer_keys import ACTIVATIONS
 from trainer.config.capabilities.pipeline_keys import OF_PIPELINE
 from trainer.config.dump import to_flow
 from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
 from trainer.config.maxtext.base_yml import defaults
-from trainer.config.schema import BASE_YML, parse
+from trainer.config.schema import BASE_YML, parse, schema
 from trainer.config.tensors import DIMENSIONS, TENSORS, tensors_of
 
 FROM_MAXTEXT = Path(__file__).parents[3] / "docs" / "from-maxtext.md"

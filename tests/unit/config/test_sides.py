@@ -2,7 +2,9 @@
 
 import pytest
 
-from trainer.config import COMBINATIONS, UserError, combination, differences, load_sides
+from trainer.config.errors import UserError
+from trainer.config.flags import COMBINATIONS, combination
+from trainer.config.sides import differences, load_sides
 
 FIRST, *OTHERS = COMBINATIONS
 needs_several = pytest.mark.skipif(not OTHERS, reason="there is one combination")

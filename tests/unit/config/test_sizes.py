@@ -4,9 +4,12 @@ import time
 
 import pytest
 
-from trainer.config import UserError, load, resolve, schema
 from trainer.config.command import read_words
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.reader import Reader
+from trainer.config.resolve import resolve
+from trainer.config.schema import schema
 from trainer.config.sizes import MAX_ENTRIES, least_bytes
 
 HUGE = [

@@ -4,12 +4,15 @@ import time
 
 import pytest
 
-from trainer.config import UserError, load, resolve, schema
 from trainer.config.capabilities import splash_tiles as tiles
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.capabilities.splash_tiles import KEYS, Tiles
 from trainer.config.effects import without_effect_here
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.config.resume import LAYOUT
+from trainer.config.schema import schema
 
 SIZES = """
 dataset_type=synthetic vocab_size=4096 max_target_length=2048 per_device_batch_size=1 eval_interval=-1

@@ -2,9 +2,10 @@
 
 import pytest
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.dump import PROCESSES
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.topologies import GENERATIONS, find_topology, topologies
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from trainer.config import UserError, load, resolve
 from trainer.config.capabilities.vocab_tiles import chosen, tile_bytes
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 
 SIZES = """
 dataset_type=synthetic vocab_size=4096 base_emb_dim=256 max_target_length=96 per_device_batch_size=4 eval_interval=-1

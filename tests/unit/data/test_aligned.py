@@ -9,9 +9,9 @@ from megatron_files import documents_of, write_indexed
 from sample_data import opened, write_records
 from stream_cases import WAYS, assert_aligned, assert_same, batches
 
-from trainer.config import UserError
 from trainer.config.capabilities.invariant_keys import TILE
-from trainer.data import Dataset
+from trainer.config.errors import UserError
+from trainer.data.dataset import Dataset
 
 FIT = {"grain_packing_type": "first_fit"}
 PACKINGS = [{}, FIT, {"grain_packing_type": "best_fit"}, FIT | {"use_truncation": True}, {"packing": False}]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate, template_beside
 from trainer.data.tokenizer import EOT_TEXT, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sample_data import opened
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data import prepare
 
 DOCUMENTS = 40

@@ -5,7 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from trainer.config import UserError, parse_mixture
+from trainer.config.capabilities.data_keys import parse_mixture
+from trainer.config.errors import UserError
 from trainer.data.batches import train_batch
 from trainer.data.mixture import MixedRows, interleave, whole_weights
 

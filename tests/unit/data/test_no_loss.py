@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from sample_data import config_of, opened
 
-from trainer.config import UserError
-from trainer.data import open_dataset
-from trainer.training import check_held_out
+from trainer.config.errors import UserError
+from trainer.data.dataset import open_dataset
+from trainer.training.evaluate import check_held_out
 
 WAYS = ("prepared", "streaming")
 COLUMNS = {"train_data_columns": "[prompt,completion]", "eval_data_columns": "[prompt,completion]"}

@@ -12,7 +12,9 @@ import pytest
 from sample_data import LENGTH, VOCAB, config_of, opened, write_corpus, write_tfds
 
 from trainer.config.errors import UserError
-from trainer.data import Dataset, cache, eval_batches, open_dataset, rows
+from trainer.data import cache, rows
+from trainer.data.batches import eval_batches
+from trainer.data.dataset import Dataset, open_dataset
 from trainer.data.stdlib import read_files
 from trainer.data.tokenizer import ByteTokenizer
 
@@ -249,8 +251,8 @@ class Refuse:
         pass
 refused = set(sys.argv[1].split(","))
 sys.meta_path.insert(0, Refuse())
-from trainer.config import load
-from trainer.data import open_dataset
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
 for words in sys.argv[2:]:
     dataset = open_dataset(load(words.split("\\n")).config, print)
     stream = dataset.train_stream(rows=2)

@@ -11,12 +11,14 @@ import pytest
 from sample_data import LENGTH, VOCAB, opened, say_nothing
 
 from trainer.config.errors import UserError
-from trainer.data import Dataset, cache, rows
+from trainer.data import cache, rows
+from trainer.data.dataset import Dataset
 
 SCRIPT = """
 import json, resource, sys
-from trainer.config import load
-from trainer.data import open_dataset, stdlib
+from trainer.config.load import load
+from trainer.data import stdlib
+from trainer.data.dataset import open_dataset
 from pathlib import Path
 limit, root, *words = sys.argv[1:]
 if limit != "0":

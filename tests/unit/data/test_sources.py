@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_data import config_of, document, example, opened, write_corpus, write_records, write_tfds, write_tfrecords
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.documents import Counts, Encoder, Record, is_held_out
 from trainer.data.example_proto import parse_example

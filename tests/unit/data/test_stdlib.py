@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.stdlib import SourceFile, fingerprint, read_files, stdlib_corpora, stdlib_folder
 
 

@@ -9,8 +9,10 @@ import pytest
 from sample_data import config_of, document, opened, write_corpus, write_records, write_tfds
 from stream_cases import ROWS, WAYS, assert_aligned, assert_same, batches
 
-from trainer.config import UserError
-from trainer.data import Dataset, Loader, open_dataset, train_batch
+from trainer.config.errors import UserError
+from trainer.data.batches import train_batch
+from trainer.data.dataset import Dataset, open_dataset
+from trainer.data.loader import Loader
 from trainer.data.order import VERSION
 
 KINDS = ("arrayrecord", "jsonl", "parquet", "text", "tfrecord")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support import tiny_config
 
-from trainer.data import open_dataset
 from trainer.data.batches import train_batch
+from trainer.data.dataset import open_dataset
 from trainer.data.synthetic import SyntheticRows
 
 SEED = {"seed": 5}

@@ -9,13 +9,13 @@ import pytest
 from ml_collections import ConfigDict
 from sample_data import config_of, document, example, write_records, write_tfds, write_tfrecords
 
-from trainer.config import UserError
-from trainer.data import Dataset, open_dataset
+from trainer.config.errors import UserError
+from trainer.data.dataset import Dataset, open_dataset
 from trainer.data.documents import Record
 from trainer.data.text import canonical, decoded, mended
 from trainer.data.tokenizer import train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.inference import sample_prompt
+from trainer.inference.sample import sample_prompt
 
 # A high surrogate without its pair, a low surrogate twice, and a pair, which is a character.
 BROKEN = "a\ud800 c \udc00\udc00 \ud83d\ude00" + "x" * 30

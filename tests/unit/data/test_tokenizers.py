@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_data import config_of, document, opened
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.prepare import open_tokenizer
 from trainer.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer

@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from trainer import export, generate, parity, quantize, serve, sft
-from trainer.config import COMBINATIONS, UserError, load, load_sides, resolve
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
+from trainer.config.errors import UserError
+from trainer.config.flags import COMBINATIONS
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.config.sides import load_sides
 from trainer.config.topologies import Topology, find_topology
 from trainer.maxtext.command_line import parse
 

@@ -20,13 +20,15 @@ from support import (
     tiny_config,
 )
 
-from trainer.config import UserError, load
-from trainer.leaves import names_of
-from trainer.objectives import Weights
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves.source import names_of
+from trainer.objectives.base import Weights
 from trainer.optim.keys import Given
 from trainer.optim.registry import OPTIMIZERS
-from trainer.products import Context
-from trainer.training import build, placed
+from trainer.products.context import Context
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.evaluate import summarize
 
 

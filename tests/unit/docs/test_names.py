@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainer.config import schema
+from trainer.config.schema import schema
 
 ROOT = Path(__file__).parents[3] / "src"
 TEXTS = {path.relative_to(ROOT).with_suffix("").parts: path.read_text() for path in (ROOT / "trainer").rglob("*.py")}

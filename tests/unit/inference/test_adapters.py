@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, model_of, random_variables, tiny_config
 
-from trainer.config import UserError
 from trainer.config.capabilities.lora_keys import ADAPTER
-from trainer.inference import Engine, MaxEngine, Sampling
+from trainer.config.errors import UserError
 from trainer.inference.adapters import with_adapters
+from trainer.inference.engine import Engine
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
 from trainer.inference.served import serve
-from trainer.leaves import joined, names_of, nested, parted
+from trainer.leaves.source import joined, names_of, nested, parted
 from trainer.models.adapters import apply_lora_on_base_params
 from trainer.models.matrices import lora_kernels, matrix_names
 

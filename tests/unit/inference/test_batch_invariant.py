@@ -11,12 +11,17 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, EVERY_MATRIX, model_of, pinned, random_variables, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.invariant_keys import TILE, compiler_options, unchecked
-from trainer.inference import Engine, MaxEngine, Sampling, Scheduler, max_engine
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.inference import max_engine
+from trainer.inference.engine import Engine
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 from trainer.models.families import axis_rules
-from trainer.objectives import hidden_states, target_log_probs
+from trainer.objectives.forward import hidden_states, target_log_probs
 from trainer.ops.attention import Mask, dot_product_attention
 from trainer.ops.invariant import invariant_attention, rounded
 from trainer.sharding import make_mesh, named_sharding, on_mesh

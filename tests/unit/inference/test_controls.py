@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from support import random_variables, tiny_config
 
-from trainer.config import UserError
-from trainer.inference import MaxEngine, Sampling, Scheduler, Service
+from trainer.config.errors import UserError
 from trainer.inference.controls import NOTHING, Asked, adjusted, check_asked, controls, counted
-from trainer.inference.service import warm_up
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
+from trainer.inference.service import Service, warm_up
 
 VOCABULARY, SLOTS = 300, 3
 MODEL = {"max_target_length": 96, "vocab_size": VOCABULARY, "base_num_decoder_layers": 1, "use_chunked_prefill": True}

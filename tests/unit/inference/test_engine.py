@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from support import arguments, model_of, random_variables, tiny_config
 
-from trainer.config import UserError, load
-from trainer.inference import Event, MaxEngine, Sampling, Scheduler
-from trainer.inference.sampling import sampling_key
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling, sampling_key
+from trainer.inference.scheduler import Event, Scheduler
 
 LENGTH, VOCABULARY, SLOTS = 40, 64, 3
 MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": True, "return_log_prob": True}

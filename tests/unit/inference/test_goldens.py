@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from trainer.inference import MaxEngine, Scheduler
-from trainer.leaves import nested, parted
-from trainer.weights import load_model_keys, open_source, weight_shapes
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.scheduler import Scheduler
+from trainer.leaves.source import nested, parted
+from trainer.weights.model_keys import load_model_keys
+from trainer.weights.open import open_source, weight_shapes
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 # One of each family, and those whose cache or positions differ: windows of 5 positions, latents, YaRN.

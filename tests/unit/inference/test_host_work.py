@@ -15,7 +15,9 @@ import jax
 import pytest
 from support import random_variables, tiny_config
 
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 
 STEPS, SLOTS, PROMPT = 20, 3, [5, 0, 17]
 SAMPLING = Sampling(1.0, 5, 0.9)

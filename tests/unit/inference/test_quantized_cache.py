@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, random_variables, tiny_config
 
-from trainer.backends import make_model
-from trainer.inference import MaxEngine, Sampling, Scheduler
+from trainer.backends.registry import make_model
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 from trainer.layers.cache import Cache
 from trainer.models.caches import PLACES, cache_axes, init_cache
 from trainer.ops.scaled import Scaled
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import Axes
 
 LENGTH, ROWS, LAYERS = 12, 2, 2

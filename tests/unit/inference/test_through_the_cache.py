@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import random_variables, tiny_config
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.models.caches import init_cache
 
 LENGTH, VOCABULARY = 12, 64

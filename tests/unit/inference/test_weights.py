@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, copied, random_variables, tiny_config
 
-from trainer.config import load
-from trainer.inference import MaxEngine, Sampling, Scheduler, canonical
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import decoding_loop
+from trainer.inference.weights import canonical
 from trainer.layers.cache import Layers
 from trainer.ops.paths import by_name
 

@@ -16,7 +16,7 @@ from trainer.ops.attention import Mask
 from trainer.ops.order import reorder, restored
 from trainer.ops.random import seed_key
 from trainer.ops.splash import splash_attention
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import on_mesh
 
 B, T, D, V = 2, 32, 8, 4

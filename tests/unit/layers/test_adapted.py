@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.adapted import Adapted, GroupedAdapted, delta
 from trainer.models.adapters import apply_lora_on_base_params, kernel_of, unapply_lora_from_base_params
-from trainer.products import Context, Kernel, grouped_product, product
+from trainer.products.context import Context
 from trainer.products.dequantized import Storage, dequantized
+from trainer.products.plain import Kernel, grouped_product, product
 
 RANK, SCALE = 3, 0.5
 DENSE = Kernel((4, 2), (5,), ("heads", "kv", "embed"), name="decoder/layers/self_attention/out/kernel")

@@ -10,12 +10,14 @@ from attention_cases import assert_close, inputs
 from flax import nnx
 
 from trainer import sharding
-from trainer.config import load, make_rules, schema
+from trainer.config.load import load
+from trainer.config.rules import make_rules
+from trainer.config.schema import schema
 from trainer.layers import attention
 from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.rope import Rope
 from trainer.ops.splash import splash_attention
-from trainer.products import Context
+from trainer.products.context import Context
 
 # The same kernels, run on this CPU.
 HERE = {

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from trainer.layers.attention import Attention
 from trainer.ops.rope import Rope
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import on_mesh
 
 B, T, E = 2, 16, 8

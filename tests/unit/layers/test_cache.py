@@ -11,12 +11,12 @@ from compiler import EXACT
 from flax import nnx
 from support import tiny_config
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.layers.attention import OPS, Attention, KVCache
 from trainer.layers.cache import Cache
 from trainer.models.caches import init_cache
 from trainer.ops.rope import Rope
-from trainer.products import Context
+from trainer.products.context import Context
 
 LAYERS, ROWS, LENGTH = 3, 2, 5
 LONG = 1000  # so that one cache is larger than all other temporaries

@@ -14,7 +14,7 @@ from trainer.config.capabilities.layer_keys import ACTIVATIONS as CHECKED
 from trainer.layers.dense import Dense, Embed
 from trainer.layers.mlp import ACTIVATIONS, MLP
 from trainer.layers.norm import RMSNorm
-from trainer.products import Context
+from trainer.products.context import Context
 
 FLOAT32 = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 

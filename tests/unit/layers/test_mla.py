@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.cache import Cache
 from trainer.layers.mla import LatentAttention
 from trainer.layers.sown import MaxLogit, capture
 from trainer.ops.rope import Rope, frequencies
 from trainer.optim.qk_clip import scaled
-from trainer.products import Context, product
+from trainer.products.context import Context
+from trainer.products.plain import product
 
 WIDTH, HEADS, KV_RANK, NOPE, ROPE, VALUE = 12, 3, 10, 8, 4, 6
 YARN = Rope(1, 10000, "yarn", factor=8.0, original_length=16, beta_fast=4.0, interleave=True)

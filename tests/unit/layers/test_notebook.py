@@ -6,7 +6,7 @@ from flax import nnx
 from support import tiny_config
 
 from trainer.models.llama2.block import Block
-from trainer.products import Context
+from trainer.products.context import Context
 
 
 def test_a_block_works_in_a_notebook():

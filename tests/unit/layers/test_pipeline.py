@@ -13,7 +13,7 @@ from trainer.layers.loop import Loop
 from trainer.layers.remat import make_policy
 from trainer.layers.sown import Activation, Maximum, SownValue, Total
 from trainer.layers.stack import Stack
-from trainer.products import Context
+from trainer.products.context import Context
 
 LAYERS, ROWS, LENGTH, WIDTH = 8, 16, 2, 4
 FIRST = 3  # the number of the stack's first layer in its model

@@ -8,14 +8,17 @@ from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load, schema
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.all_keys import INERT
 from trainer.config.capabilities.remat_tensors import TENSORS
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.schema import schema
 from trainer.layers.remat import KEPT, OFFLOADED, make_policy
 from trainer.models.remat import check_offload
-from trainer.objectives import NextToken
-from trainer.training import build, placed
+from trainer.objectives.next_token import NextToken
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 QKV = {"query_proj", "key_proj", "value_proj"}
 ATTENTION = QKV | {"out_proj"}

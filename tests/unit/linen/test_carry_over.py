@@ -8,10 +8,11 @@ from compiler import unoptimized
 from run_cases import RUN, SETTINGS, arrays_of, killed_at, rows_of, train
 from support import pinned
 
-from trainer.config import load
-from trainer.data import open_dataset
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
 from trainer.ops.paths import by_name
-from trainer.training import build, start
+from trainer.training.build import build
+from trainer.training.start import start
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 # Without clipping: the global norm is summed in the order of parameter names, which change here.

@@ -3,8 +3,10 @@
 import pytest
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config
 
-from trainer.config import COMBINATIONS, UserError, check_resume, combination, load
-from trainer.config.flags import FLAGS
+from trainer.config.errors import UserError
+from trainer.config.flags import COMBINATIONS, FLAGS, combination
+from trainer.config.load import load
+from trainer.config.resume import check_resume
 
 pytestmark = pytest.mark.default_combination  # tests the table itself
 

@@ -13,13 +13,15 @@ from compiler import unoptimized
 from flax import linen
 from support import assert_equal_bits, compiled, copied, packed_batch, random_params, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
 from trainer.layers.sown import SownValue, Total
-from trainer.objectives import NextToken, make_objective, prepared
+from trainer.objectives.base import prepared
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.registry import make_objective
 from trainer.ops.random import seed_key
-from trainer.weights import model_config, weight_shapes
-from trainer.weights.model_keys import check_words
+from trainer.weights.model_keys import check_words, model_config
+from trainer.weights.open import weight_shapes
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 LINEN, NNX = "team_block:LinenBlock", "team_block:NNXBlock"

@@ -10,10 +10,12 @@ import pytest
 from flax import linen
 from support import arguments, packed_batch
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 KEYS = {
     "use_qk_clip": True,

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from trainer import from_maxtext
-from trainer.config import UserError, load, schema
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.config.maxtext import verdicts
+from trainer.config.schema import schema
 from trainer.maxtext import tools as maxtext_tools
 from trainer.maxtext.command_line import as_text, parse
 from trainer.maxtext.convert import TRAIN, convert, program

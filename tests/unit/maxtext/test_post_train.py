@@ -6,13 +6,14 @@ import os
 import pytest
 from config_cases import their_base, write
 
-from trainer.config import load, schema
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.files import POST_TRAIN, read_file
 from trainer.config.from_model import taken_from_model
+from trainer.config.load import load
 from trainer.config.maxtext.base_yml import defaults
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import COMPILE, DPO, GRPO, SFT, TRAIN, convert
 from trainer.maxtext.rows import DIFFERS

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.maxtext.command_line import as_text, parse
 
 COMMAND = "python3 -m MaxText.train "

@@ -5,9 +5,10 @@ import yaml
 from config_cases import mistakes, their_base, write
 
 from trainer import from_maxtext
-from trainer.config import load, schema
 from trainer.config.flags import COMBINATIONS, FLAGS, combination, flags_of
+from trainer.config.load import load
 from trainer.config.maxtext import verdicts
+from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import GENERATE, TRAIN, convert
 from trainer.maxtext.version import version_of

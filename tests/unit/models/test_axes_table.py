@@ -5,8 +5,8 @@ import pytest
 from support import ALL_COMBINATIONS, packed_batch, tiny_config
 
 from trainer import sharding
-from trainer.backends import make_model
-from trainer.config import Config
+from trainer.backends.registry import make_model
+from trainer.config.keys import Config
 from trainer.config.tensors import EVERY_MODEL, TENSORS, tensors_of
 from trainer.models import FAMILIES
 

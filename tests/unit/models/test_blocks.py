@@ -12,14 +12,15 @@ import pytest
 from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, compiled, copied, packed_batch, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models import FAMILIES
 from trainer.models.caches import takes_cache
 from trainer.models.families import hugging_face, stacks
-from trainer.objectives import NextToken
+from trainer.objectives.next_token import NextToken
 from trainer.ops.random import seed_key
-from trainer.training import build
+from trainer.training.build import build
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 OWN = "team_block:NNXBlock"

@@ -9,18 +9,23 @@ from checkpoint_cases import abstract_of, assert_same, config_of, random_params,
 from support import ALL_COMBINATIONS, arguments, lowered_update, pinned
 
 from trainer import export
-from trainer.config import UserError, load
-from trainer.leaves import Leaf, names_of, orbax
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves import orbax
+from trainer.leaves.source import Leaf, names_of
 from trainer.models.families import place, stacks
 from trainer.ops.routing import Routing, chosen_of_softmax, times, within_groups
-from trainer.training import build
+from trainer.training.build import build
 from trainer.training.start import start
-from trainer.weights import contents_of, load_parameters, model_config, open_source, write_huggingface
+from trainer.weights.contents import contents_of
 from trainer.weights.huggingface.config_json import config_json, model_keys
+from trainer.weights.huggingface.write import write_huggingface
+from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.model_arguments import maxtext_keys
 from trainer.weights.maxtext.read import layer_name
 from trainer.weights.maxtext.write import write_maxtext
-from trainer.weights.model_keys import described
+from trainer.weights.model_keys import described, model_config
+from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")

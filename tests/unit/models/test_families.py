@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, state_from, tiny_config
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.windows import windows
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.layers.dense import Embed
 from trainer.layers.norm import RMSNorm
 from trainer.maxtext.command_line import parse
@@ -21,7 +22,8 @@ from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import stacks
 from trainer.models.flops import visible_keys
 from trainer.models.patterns import repeated
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.weights.huggingface.config_json import config_json
 from trainer.weights.maxtext.model_arguments import maxtext_keys
 

@@ -16,13 +16,16 @@ from run_cases import arrays_of, train
 from support import ALL_COMBINATIONS, arguments, tiny_config
 from two_kinds import Shift
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.compare import measure
-from trainer.config import UserError, load
-from trainer.inference import MaxEngine, Scheduler, canonical
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.scheduler import Scheduler
+from trainer.inference.weights import canonical
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
-from trainer.leaves import names_of
+from trainer.leaves.source import names_of
 from trainer.models.families import RESERVED, axis_rules, place, stacks
 from trainer.models.family import Family
 from trainer.models.huggingface import Layout
@@ -30,7 +33,7 @@ from trainer.models.llama2 import family as llama2
 from trainer.models.names import names_of_blocks
 from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder
-from trainer.training import build
+from trainer.training.build import build
 from trainer.weights.huggingface.read import layouts_of, tensors_of
 from trainer.weights.maxtext.read import layer_name
 

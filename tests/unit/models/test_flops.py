@@ -9,11 +9,13 @@ import pytest
 from ml_collections import ConfigDict
 from support import packed_batch, tiny_config
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.models import FAMILIES as BLOCKS
 from trainer.models.families import family
 from trainer.models.flops import flops_per_token, forward_flops_per_token, visible_keys
-from trainer.objectives import NextToken, make_objective, prepared
+from trainer.objectives.base import prepared
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.registry import make_objective
 
 TINY = {
     "decoder_block": "llama2",

@@ -15,13 +15,16 @@ from ml_collections import FrozenConfigDict
 from safetensors.numpy import load_file
 from support import ALL_COMBINATIONS, pinned
 
-from trainer.backends import make_model
-from trainer.config import resolve
+from trainer.backends.registry import make_model
+from trainer.config.resolve import resolve
 from trainer.layers.attention import OPS
-from trainer.leaves import Leaf, joined, names_of, parted
-from trainer.objectives import NextToken
+from trainer.leaves.source import Leaf, joined, names_of, parted
+from trainer.objectives.next_token import NextToken
 from trainer.ops.blockwise import blockwise_attention
-from trainer.weights import load_parameters, model_config, open_source, write_huggingface
+from trainer.weights.huggingface.write import write_huggingface
+from trainer.weights.load import load_parameters
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())

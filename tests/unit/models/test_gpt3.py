@@ -10,14 +10,17 @@ import pytest
 from flax import nnx
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, pinned, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load, resolve
-from trainer.leaves import Leaf, names_of
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import Leaf, names_of
 from trainer.models.caches import init_cache
 from trainer.models.gpt3.family import Block
 from trainer.optim.qk_clip import scaled
-from trainer.weights import open_source, write_maxtext
+from trainer.weights.maxtext.write import write_maxtext
 from trainer.weights.model_keys import described
+from trainer.weights.open import open_source
 
 FIRST = ALL_COMBINATIONS[0]
 ROWS, LENGTH, HEADS = 2, 16, 4

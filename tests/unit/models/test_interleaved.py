@@ -11,13 +11,16 @@ import pytest
 from checkpoint_cases import EXPERTS, config_of, read_hf, shapes_of
 from support import ALL_COMBINATIONS, arguments, lowered_update
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models.experts import ExpertBlock
 from trainer.models.families import stacks
-from trainer.training import build
-from trainer.weights import model_config, open_source, write_huggingface
+from trainer.training.build import build
 from trainer.weights.huggingface.config_json import config_json
+from trainer.weights.huggingface.write import write_huggingface
 from trainer.weights.maxtext.model_arguments import maxtext_keys
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "qwen3-moe-interleaved"
 KEYS = EXPERTS | {"interleave_moe_layer_step": 2, "base_num_decoder_layers": 4, "logits_via_embedding": False}

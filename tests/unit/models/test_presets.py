@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from support import pinned
 
-from trainer.config import Config, load, resolve
 from trainer.config.files import preset_names
-from trainer.config.load import Loaded
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, load
+from trainer.config.resolve import resolve
 from trainer.layers.param import Buffer
 from trainer.models.transformer import Transformer
-from trainer.training import build
+from trainer.training.build import build
 from trainer.weights.huggingface.config_json import model_keys
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,

@@ -12,18 +12,22 @@ from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE, clipped_gate
 from support import ALL_COMBINATIONS, arguments, model_of, tiny_config
 
 from trainer.compare import measure
-from trainer.config import UserError, load, resolve
-from trainer.inference import MaxEngine, Scheduler, canonical
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.scheduler import Scheduler
+from trainer.inference.weights import canonical
 from trainer.layers.attention import Attention
 from trainer.layers.moe import MoE
-from trainer.leaves import names_of
+from trainer.leaves.source import names_of
 from trainer.models.llama2 import facts
 from trainer.models.llama2.block import make_rope
 from trainer.models.names import names_of_blocks
 from trainer.ops.rope import rope
 from trainer.ops.routing import softmax_of_chosen
-from trainer.products import Context
-from trainer.training import build
+from trainer.products.context import Context
+from trainer.training.build import build
 
 OWN = {"decoder_block": "other_shapes:FAMILY", "rope_interleave": False}
 LENGTH, VOCABULARY = 24, 64

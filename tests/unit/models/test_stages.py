@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, model_of, tiny_config
 
-from trainer.backends import StateCodec
-from trainer.config import UserError
+from trainer.backends.base import StateCodec
 from trainer.config.capabilities.pipeline_keys import Pipeline, unpipelined
+from trainer.config.errors import UserError
 from trainer.layers.stack import Stack
 from trainer.models.families import stacks
 from trainer.models.stages import OUTSIDE, in_stages, named_by_layer, stage_text, to_layers, to_stages
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
-from trainer.optim import make_optimizer
+from trainer.optim.optimizer import make_optimizer
 
 STAGES = "ici_pipeline_parallelism"
 TWO = {STAGES: 2, "ici_fsdp_parallelism": -1, "base_num_decoder_layers": 4}

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, packed_batch, pinned, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import load, resolve
+from trainer.backends.registry import make_model
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.models.caches import init_cache
 from trainer.models.transformer import finish_logits
 

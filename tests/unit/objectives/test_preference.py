@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 from support import arguments, copied, pinned, state_from
 
-from trainer.config import load
 from trainer.config.dump import as_words
+from trainer.config.load import load
 from trainer.data.batches import make_batch
 from trainer.data.documents import Counts, Document
 from trainer.data.packing import Packing
-from trainer.leaves import nested, parted
-from trainer.objectives import Frozen
+from trainer.leaves.source import nested, parted
+from trainer.objectives.base import Frozen
 from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo, of_pairs
 from trainer.objectives.reference import is_reference
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.step import make_gradients
-from trainer.weights import model_config, open_source, weight_shapes
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source, weight_shapes
 
 TESTS = Path(__file__).parents[2]
 GOLDEN, MODEL = json.loads((TESTS / "preferences" / "trl.json").read_text()), TESTS / "goldens" / "llama"

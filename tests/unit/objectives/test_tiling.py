@@ -15,12 +15,13 @@ from support import arguments, packed_batch
 
 from trainer.aot.collectives import collectives
 from trainer.aot.hlo import parse
-from trainer.config import load
+from trainer.config.load import load
 from trainer.layers.param import param
 from trainer.models import transformer
 from trainer.models.llama2 import family as llama2
-from trainer.products import product
-from trainer.training import build, placed
+from trainer.products.plain import product
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 SCALE = 3.5
 TERMS = {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}

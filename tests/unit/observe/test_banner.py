@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from support import pinned
 
-from trainer.config import load, resolve
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.observe.banner import banner_rows
 
 SIZES = {

@@ -9,8 +9,9 @@ import sys
 import pytest
 from console_cases import EVALUATION, ROW, begun, written
 
-from trainer.config import load
-from trainer.observe import Console, Needs
+from trainer.config.load import load
+from trainer.observe.banner import Needs
+from trainer.observe.console import Console
 from trainer.observe.lines import Pace
 
 # The format that programs which parse MaxText's log expect.

@@ -9,9 +9,9 @@ import sys
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from trainer.config import UserError
-from trainer.observe import EventsWriter, open_run
-from trainer.observe.events import EVENTS_FILE
+from trainer.config.errors import UserError
+from trainer.observe.events import EVENTS_FILE, EventsWriter
+from trainer.observe.runs import open_run
 
 
 def records(data):

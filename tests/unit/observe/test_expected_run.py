@@ -5,8 +5,8 @@ import os
 import pytest
 from run_dir_cases import CONFIG, begun, close, finished, opened
 
-from trainer.config import UserError
-from trainer.observe import check_earlier, expected_run
+from trainer.config.errors import UserError
+from trainer.observe.runs import check_earlier, expected_run
 
 
 @pytest.fixture(autouse=True)

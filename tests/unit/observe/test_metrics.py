@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from trainer.config import UserError
-from trainer.observe import EventsWriter, MetricsWriter, TokensSeen
-from trainer.observe.events import EVENTS_FILE
-from trainer.observe.metrics import read_rows
+from trainer.config.errors import UserError
+from trainer.observe.events import EVENTS_FILE, EventsWriter
+from trainer.observe.metrics import MetricsWriter, TokensSeen, read_rows
 
 
 def read(folder):

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trainer.config import UserError, load
-from trainer.observe import MetricsFile, maxtext_row
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.observe.lines import Work, step_fields, step_line
 from trainer.observe.metrics import MetricsWriter, read_rows
-from trainer.training import open_reports
+from trainer.observe.metrics_file import MetricsFile, maxtext_row
+from trainer.training.reports import open_reports
 
 WORK = Work(devices=4, tokens=1024, flops_per_token=2e9)
 STEP = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from run_dir_cases import CONFIG, OPEN, START, START_TEXT, begun, close, finished, opened
 
-from trainer.config import UserError
-from trainer.observe import RunDir
+from trainer.config.errors import UserError
 from trainer.observe.rollouts import RolloutFiles
+from trainer.observe.rundir import RunDir
 from trainer.observe.starts import read_starts
 
 
@@ -135,7 +135,7 @@ def test_a_held_run_refuses_its_name(tmp_path):
 
 def test_a_run_whose_process_was_killed_is_free(tmp_path):
     code = (
-        "import os, signal; from trainer.observe import open_run;"
+        "import os, signal; from trainer.observe.runs import open_run;"
         f"run = open_run({str(tmp_path)!r}, 'mine', 'steps: 1', True, print); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

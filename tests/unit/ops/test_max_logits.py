@@ -7,7 +7,9 @@ import pytest
 from attention_cases import inputs
 
 from trainer import sharding
-from trainer.config import load, make_rules, schema
+from trainer.config.load import load
+from trainer.config.rules import make_rules
+from trainer.config.schema import schema
 from trainer.ops.attention import dot_product_attention
 from trainer.ops.max_logits import max_logits
 

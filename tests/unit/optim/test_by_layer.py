@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from optim_cases import config_of
 
-from trainer.optim import make_optimizer
+from trainer.optim.optimizer import make_optimizer
 from trainer.sharding import Axes
 
 # More layers of one kind than entries in any other axis, so that rows and columns could be confused with layers.

@@ -7,8 +7,9 @@ from compiler import EXACT
 from optim_cases import AXES, CLIP, STEPS, clipped, config_of, gradient, names, trained_params, tree
 from support import assert_equal_bits
 
-from trainer.config import UserError, load
-from trainer.optim import make_optimizer
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.optim.optimizer import make_optimizer
 from trainer.optim.registry import OPTIMIZERS
 
 DECAYS = {"lion": {"lion_weight_decay": 0.2}, "sgd": {"sgd_momentum": 0.5}, "adafactor": {"adafactor_momentum": 0.5}}

@@ -7,8 +7,9 @@ import optax
 import pytest
 from optim_cases import B1, B2, EPS, EPS_ROOT, STEPS, config_of
 
-from trainer.optim import make_optimizer, make_schedule
 from trainer.optim.muon import dimension_numbers
+from trainer.optim.optimizer import make_optimizer
+from trainer.optim.schedule import make_schedule
 from trainer.sharding import Axes
 
 L, D, H, K, F, E, V = 2, 6, 2, 4, 5, 3, 7

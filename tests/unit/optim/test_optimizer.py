@@ -25,10 +25,11 @@ from optim_cases import (
 )
 from support import assert_equal_bits
 
-from trainer.config import UserError
 from trainer.config.capabilities.optimizers import TRAITS
+from trainer.config.errors import UserError
 from trainer.ops.paths import by_name
-from trainer.optim import make_optimizer, make_schedule, trainable
+from trainer.optim.optimizer import make_optimizer, trainable
+from trainer.optim.schedule import make_schedule
 
 
 def adamw(config, decays=(False, True, True), trained=(True, True, True)):

@@ -18,12 +18,12 @@ from optim_cases import (
     tree,
 )
 
-from trainer.config import schema
 from trainer.config.capabilities.optimizers import TRAITS
-from trainer.optim import make_schedule
+from trainer.config.schema import schema
 from trainer.optim.keys import Given, keys_of
 from trainer.optim.optimizer import decayed
 from trainer.optim.registry import OPTIMIZERS
+from trainer.optim.schedule import make_schedule
 
 DECAYED = (False, True, True)  # the leaves of AXES: a norm, a matrix, an embedding
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import tiny_config
 
-from trainer.optim import make_schedule
+from trainer.optim.schedule import make_schedule
 
 PEAK, FINAL = 0.02, 0.005
 LENGTH, WARMUP = 40, 8  # updates

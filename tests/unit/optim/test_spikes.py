@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import tiny_config
 
-from trainer.optim import Seen
+from trainer.optim.rules import Seen
 from trainer.optim.spikes import skip_spikes
 
 INTERVAL, FACTOR = 16, 4.0

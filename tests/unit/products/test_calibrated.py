@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from qwix.contrib import gptq_core
 
-from trainer.config import UserError
-from trainer.products import Kernel, calibrated
+from trainer.config.errors import UserError
+from trainer.products import calibrated
 from trainer.products.calibrated import How, awq, gptq, values
 from trainer.products.dequantized import Storage
+from trainer.products.plain import Kernel
 
 INT4 = How("int4", block=32)
 

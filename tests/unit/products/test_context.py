@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, state_from
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models.deepseek import family as deepseek
 from trainer.ops.dropout import dropout
-from trainer.products import grouped_product, product
-from trainer.training import build, placed
+from trainer.products.plain import grouped_product, product
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 DEEPSEEK = {
     **{"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "head_dim": 12},

@@ -13,11 +13,10 @@ from qwix._src.core.qarray import HowToQuantize
 from qwix.contrib import padded_ptq
 from support import tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
 from trainer.layers.mla import LatentAttention
 from trainer.models.caches import init_cache
-from trainer.products import Kernel
 from trainer.products.dequantized import (
     NF4,
     Packed,
@@ -28,6 +27,7 @@ from trainer.products.dequantized import (
     parameter_count,
     with_awq_scale,
 )
+from trainer.products.plain import Kernel
 
 SHAPES = [((64,), (48,)), ((4, 32), (64,)), ((64,), (4, 32))]
 STORAGES = {

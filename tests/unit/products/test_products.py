@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainer.config import UserError
 from trainer.config.capabilities.invariant_keys import COLUMNS
+from trainer.config.errors import UserError
 from trainer.layers.attention import Attention
 from trainer.layers.dense import Embed
 from trainer.layers.matrices import choose_products
@@ -17,7 +17,8 @@ from trainer.layers.mlp import MLP
 from trainer.layers.moe import MoE
 from trainer.ops.rope import Rope
 from trainer.ops.routing import softmax_of_chosen
-from trainer.products import Context, Kernel, grouped_product, make_wide, product
+from trainer.products.context import Context
+from trainer.products.plain import Kernel, grouped_product, make_wide, product
 
 DTYPES = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
 B, T, E = 2, 3, 8

@@ -11,10 +11,11 @@ from qwix._src.core import dot_general_qt
 from support import ALL_COMBINATIONS, tiny_config
 
 from trainer import sharding
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.layers.dense import INPUT
 from trainer.models.families import axis_rules
-from trainer.products import Context, Kernel
+from trainer.products.context import Context
+from trainer.products.plain import Kernel
 from trainer.products.quantized import DEVICES, Calibration, Recipe, _How, _noise, quantized
 from trainer.sharding import make_mesh, on_mesh
 

@@ -12,11 +12,13 @@ from manager_cases import saved
 from stored_qwix import FROZEN, STORES, as_floats, stored_by
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch, state_from
 
-from trainer.checkpoint import restore
-from trainer.config import load
+from trainer.checkpoint.manager import restore
+from trainer.config.load import load
 from trainer.ops.paths import by_name
-from trainer.state import get_abstract_state_nnx, init_state_fn
-from trainer.training import build, placed
+from trainer.state.builders import get_abstract_state_nnx
+from trainer.state.init import init_state_fn
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 TYPES = ("qarray", "asymmetric", "padded", "with_aux", "with_awq", "with_sq")
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.products import Kernel
+from trainer.products.plain import Kernel
 from trainer.products.sparse import largest
 
 DENSE, OUT, EXPERTS = Kernel((24,), (2, 5), ()), Kernel((4, 6), (5,), ()), Kernel((24,), (7,), (), 3)

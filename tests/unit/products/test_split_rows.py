@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainer.aot.cost import analyze
 from trainer.layers.dense import Dense
-from trainer.products import Context
+from trainer.products.context import Context
 from trainer.sharding import Axes, on_mesh
 
 RULES = {

@@ -9,14 +9,17 @@ from manager_cases import saved
 from stored_int8 import FROZEN, as_floats
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch, state_from
 
-from trainer.checkpoint import restore
-from trainer.config import UserError, load
-from trainer.inference import MaxEngine, Scheduler
+from trainer.checkpoint.manager import restore
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.scheduler import Scheduler
 from trainer.layers.sown import MtpHidden
-from trainer.objectives import prepared
+from trainer.objectives.base import prepared
 from trainer.objectives.forward import ahead_of
 from trainer.ops.paths import by_name
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 DENSE = {"decoder_block": "stored_int8:dense", "logits_via_embedding": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}

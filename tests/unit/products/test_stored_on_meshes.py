@@ -8,13 +8,14 @@ import pytest
 from stored_qwix import FROZEN
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, model_of, packed_batch, tiny_config
 
-from trainer.config import UserError
-from trainer.inference import MaxEngine, canonical
+from trainer.config.errors import UserError
+from trainer.inference.max_engine import MaxEngine
 from trainer.inference.served import serve
-from trainer.leaves import Leaf, names_of
+from trainer.inference.weights import canonical
+from trainer.leaves.source import Leaf, names_of
 from trainer.products.dequantized import dequantize, is_stored
-from trainer.training import build
-from trainer.weights import write_params
+from trainer.training.build import build
+from trainer.weights.params.write import write_params
 
 ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 STORED = {"checkpoint_is_quantized": True}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from sample_data import config_of, write_records
 
-from trainer.config import UserError, resolve
+from trainer.config.errors import UserError
+from trainer.config.resolve import resolve
 from trainer.rl.prompts import INDEX, open_prompts
 from trainer.rl.room import check_rows, rows_for
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import UserError
 from trainer.config.capabilities.chat_keys import functions_problem
+from trainer.config.errors import UserError
 from trainer.rl import rewards as module
 from trainer.rl.rewards import Rewards, Sample, Scored
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import arguments
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.rl import rollouts
 from trainer.rl.prompts import INDEX
 from trainer.rl.rollouts import Rollouts, engine_of

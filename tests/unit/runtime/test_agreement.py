@@ -9,13 +9,13 @@ import jax
 import pytest
 from process_cases import words
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first, lost_process
 
 PROGRAM = """
 import sys
 from types import SimpleNamespace
-from trainer.config import UserError, exit_on_user_error
+from trainer.config.errors import UserError, exit_on_user_error
 from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first
 from trainer.runtime.distributed import distributed
 

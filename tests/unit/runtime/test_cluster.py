@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.runtime.cluster import Cluster, find_cluster
 
 SLURM = {

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.observe.events import EventsWriter
 from trainer.observe.metrics import MetricsWriter
 from trainer.observe.report_file import ReportFile

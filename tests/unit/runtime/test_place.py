@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.runtime.place import place, share_of_rows
 
 

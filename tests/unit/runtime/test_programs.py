@@ -10,13 +10,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.aot import executable
-from trainer.config import UserError
+from trainer.config.errors import UserError
 
 # Compiles a program twice on the devices of a mesh, and prints how often it came from the cache.
 TWICE = """
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from trainer.config import load, resolve
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.sharding.mesh import make_mesh
 
 hits = []

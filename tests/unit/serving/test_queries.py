@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.inference import Sampling
+from trainer.inference.sampling import Sampling
 from trainer.serving.access import Access, read_tokens
 from trainer.serving.errors import ApiError
 from trainer.serving.queries import query, read_json

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from serving_cases import BODY, LENGTH, SLOTS, WAITING, call, complete, served, slow, tiny_engine, wait_for
 
-from trainer.inference import Sampling, Scheduler
 from trainer.inference.controls import Asked
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import Scheduler
 from trainer.serving.reading import HUGE, LARGE
 
 ENDLESS = {"logit_bias": {"256": -100}}  # no token ends the text

@@ -8,7 +8,7 @@ from tokenizers import decoders, models
 
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.inference import Event
+from trainer.inference.scheduler import Event
 from trainer.serving.texts import Names, Text
 
 

@@ -4,10 +4,12 @@ import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import load, make_rules, schema
 from trainer.config.derived import MESH_AXES, UNUSED_AXES
+from trainer.config.load import load
+from trainer.config.rules import make_rules
+from trainer.config.schema import schema
 from trainer.config.tensors import TENSORS
-from trainer.training import build
+from trainer.training.build import build
 
 RULES = make_rules(schema().keys["logical_axis_rules"].default)
 HEADS = {"q_heads", "heads", "kv_heads", "activation_heads", "activation_kv_heads"}

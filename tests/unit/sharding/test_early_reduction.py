@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from trainer.aot import dump
 from trainer.aot.topologies import devices_of
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.topologies import find_topology
 from trainer.layers.dense import Embed
 from trainer.ops.losses import cross_entropy

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import tiny_config
 
-from trainer.backends import make_model
+from trainer.backends.registry import make_model
 from trainer.models.families import axis_rules
 from trainer.ops.paths import by_name
 from trainer.sharding import make_mesh, named_sharding, on_mesh

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import AxisType
 from support import arguments, tiny_config
 
-from trainer.config import UserError, load
 from trainer.config.derived import MESH_AXES
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.sharding import get_mesh_from_config, hardware, make_mesh, slice_count
 from trainer.sharding import mesh as mesh_module
 

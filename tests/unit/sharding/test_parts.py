@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.sharding import Axes, axes_of_parts, named_sharding, on_mesh, with_own_tiles
 
 KERNEL = Axes(("layers", "exp", "embed", "mlp"))

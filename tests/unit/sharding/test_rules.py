@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import tiny_config
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.sharding import (
     Axes,
     constrain,

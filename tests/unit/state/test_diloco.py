@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits
 
-from trainer.backends import TrainTree
-from trainer.config import load
-from trainer.state import DiLoCoTrainState, build_abstract_diloco_state, build_diloco_state
-from trainer.training import build
+from trainer.backends.base import TrainTree
+from trainer.config.load import load
+from trainer.state.diloco import DiLoCoTrainState, build_abstract_diloco_state, build_diloco_state
+from trainer.training.build import build
 
 SETTINGS = {
     "enable_diloco": True,

@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from support import arguments, assert_equal_bits
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models.families import stacks
 from trainer.ops.paths import by_name
 from trainer.state.fragments import fragments

@@ -5,9 +5,11 @@ import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.state.host import check_host_memory
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 BOTH = {"optimizer_memory_host_offload": True, "parameter_memory_host_offload": True}
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2}

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from trainer.state import pick_spec, state_layout, state_to_sharded_layout, table
+from trainer.state import table
+from trainer.state.layout import pick_spec, state_layout, state_to_sharded_layout
 
 HEADS = nnx.MultiHeadAttention
 

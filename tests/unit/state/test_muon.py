@@ -8,12 +8,13 @@ from flax import linen, nnx
 from optax.contrib import MuonDimensionNumbers
 from support import ALL_COMBINATIONS, arguments, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load, resolve
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
-from trainer.state import get_muon_weight_dimension_numbers
-from trainer.state.muon import _ALONE
+from trainer.state.muon import _ALONE, get_muon_weight_dimension_numbers
 
 FLAT = MuonDimensionNumbers((1,), (2,))
 TO_HEADS, FROM_HEADS = MuonDimensionNumbers((1,), (2, 3)), MuonDimensionNumbers((1, 2), (3,))

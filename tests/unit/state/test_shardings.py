@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import ALL_COMBINATIONS, assert_equal_bits, copied, model_of, tiny_config
 
-from trainer.backends import StateCodec
-from trainer.optim import make_optimizer
+from trainer.backends.base import StateCodec
+from trainer.optim.optimizer import make_optimizer
 from trainer.sharding import make_mesh, make_rules
-from trainer.state import init_state_fn, state_shardings, tensors
+from trainer.state.init import init_state_fn
+from trainer.state.shardings import state_shardings, tensors
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 MODEL = {"logits_via_embedding": True, "mlp_activations": "[silu, linear]", "opt_type": "adamw"}

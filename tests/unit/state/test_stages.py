@@ -6,12 +6,12 @@ import jax
 import numpy as np
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits
 
-from trainer.config import load
+from trainer.config.load import load
 from trainer.models.families import stacks
 from trainer.models.stages import to_layers
 from trainer.ops.paths import by_name
 from trainer.state.stages import abstract_layers, in_layers, in_stages
-from trainer.training import build
+from trainer.training.build import build
 
 KEYS = {
     "base_num_decoder_layers": 8,

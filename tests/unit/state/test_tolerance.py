@@ -5,9 +5,10 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.sharding import Axes
-from trainer.state import Tensor, check_tolerance
+from trainer.state.shardings import Tensor
+from trainer.state.tolerance import check_tolerance
 
 MESH = AbstractMesh((2, 8, 4, 1), ("data", "fsdp", "tensor", "stage"))
 

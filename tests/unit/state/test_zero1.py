@@ -12,20 +12,22 @@ from jax.sharding import PartitionSpec as P
 from optimizers import OPTIMIZERS
 from support import ALL_COMBINATIONS, model_of, tiny_config
 
-from trainer.backends import StateCodec
-from trainer.config import Config, UserError, make_rules, schema
-from trainer.optim import make_optimizer
-from trainer.state import (
+from trainer.backends.base import StateCodec
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.rules import make_rules
+from trainer.config.schema import schema
+from trainer.optim.optimizer import make_optimizer
+from trainer.sharding import get_mesh_from_config
+from trainer.state.builders import (
     build_zero1_input_state_mesh_shardings,
     get_abstract_state_nnx,
-    get_mesh_from_config,
     get_named_sharding_nnx,
     get_partition_spec_nnx,
-    init_state_fn,
     set_named_sharding_nnx,
-    state_shardings,
-    tensors,
 )
+from trainer.state.init import init_state_fn
+from trainer.state.shardings import state_shardings, tensors
 from trainer.state.zero1 import over_data
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

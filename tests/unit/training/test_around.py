@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, packed_batch
 
-from trainer.checkpoint import CheckpointManager, Sidecar, restore
+from trainer.checkpoint.manager import CheckpointManager, restore
+from trainer.checkpoint.sidecar import Sidecar
 from trainer.compare import measure
-from trainer.config import load, to_yaml
+from trainer.config.dump import to_yaml
+from trainer.config.load import load
 from trainer.export import main
-from trainer.leaves import names_of
+from trainer.leaves.source import names_of
 from trainer.models.names import Names
 from trainer.optim.average import averaged
-from trainer.training import build, placed
-from trainer.weights import open_source
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.weights.open import open_source
 
 INTERVAL, FACTOR, EMA, ROWS, STEPS, PERIOD = 8, 2.5, 0.75, 8, 12, 4
 KEYS = {

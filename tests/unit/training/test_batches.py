@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from support import arguments, packed_batch
 
-from trainer.config import load
-from trainer.objectives import prepared
+from trainer.config.load import load
+from trainer.objectives.base import prepared
 from trainer.ops.order import DUAL_CHUNK_SWAP, STRIPED, order, restored
-from trainer.training import build, placed
-from trainer.training.batches import check_batch
+from trainer.training.batches import check_batch, placed
+from trainer.training.build import build
 
 AXES = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 1, "mtp_num_layers": 2}
 

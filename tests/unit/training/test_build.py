@@ -7,8 +7,9 @@ import jax
 import pytest
 from support import ALL_COMBINATIONS, arguments
 
-from trainer.config import UserError, load
-from trainer.training import build
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.training.build import build
 
 
 def test_offloading_needs_pinned_host_memory():

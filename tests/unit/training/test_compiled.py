@@ -7,8 +7,11 @@ import jax
 import pytest
 from support import arguments
 
-from trainer.config import UserError, load
-from trainer.training import build, compiled, compiled_step, loaded_step
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.training import compiled
+from trainer.training.build import build
+from trainer.training.compiled import compiled_step, loaded_step
 
 
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):

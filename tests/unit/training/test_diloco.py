@@ -10,13 +10,14 @@ import pytest
 from support import arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from, tiny_config
 
 from trainer.aot.cost import analyze
-from trainer.backends import TrainTree
-from trainer.config import RunStopped, load
+from trainer.backends.base import TrainTree
+from trainer.config.errors import RunStopped
+from trainer.config.load import load
 from trainer.optim.outer import make_outer_optimizer
 from trainer.sharding import get_mesh_from_config
-from trainer.state import DiLoCoTrainState
-from trainer.state.diloco import without_islands
-from trainer.training import build, placed
+from trainer.state.diloco import DiLoCoTrainState, without_islands
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.diloco import build_diloco_train_step
 from trainer.training.finite import check_finite
 

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, tiny_config
 
-from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
-from trainer.config import UserError, load, to_yaml
-from trainer.data import open_dataset
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.save import maybe_save_checkpoint
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
 from trainer.state.diloco import mean_of_islands
-from trainer.training import build, start
+from trainer.training.build import build
+from trainer.training.start import start
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "ici_fsdp_parallelism": 2}
 FOUR = ISLANDS | {"ici_diloco_parallelism": 4, "ici_fsdp_parallelism": 1}

@@ -9,11 +9,14 @@ import optax
 import pytest
 from support import ALL_COMBINATIONS, arguments, packed_batch, tiny_config
 
-from trainer.backends import StateCodec, make_model
-from trainer.config import RunStopped, load
-from trainer.objectives import Evaluation, Mean, NextToken
-from trainer.state import ParamShardings
-from trainer.training import build
+from trainer.backends.base import StateCodec
+from trainer.backends.registry import make_model
+from trainer.config.errors import RunStopped
+from trainer.config.load import load
+from trainer.objectives.base import Evaluation, Mean
+from trainer.objectives.next_token import NextToken
+from trainer.state.shardings import ParamShardings
+from trainer.training.build import build
 from trainer.training.evaluate import make_evaluation, summarize
 
 ROWS = 5

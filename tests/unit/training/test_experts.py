@@ -11,11 +11,13 @@ from support import ALL_COMBINATIONS, arguments, copied, first_tree, model_of, p
 from trainer.aot import dump
 from trainer.aot.collectives import collectives
 from trainer.aot.hlo import parse
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models.flops import forward_flops_per_token
 from trainer.observe.lines import Work, step_line
 from trainer.optim.muon import dimension_numbers
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.diloco import _combined
 from trainer.training.router_metrics import router_metrics
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support import arguments, copied
 
-from trainer.config import RunStopped, load
-from trainer.training import build
+from trainer.config.errors import RunStopped
+from trainer.config.load import load
+from trainer.training.build import build
 from trainer.training.finite import check_finite, names_not_finite
 
 ROW = {"step": 7, "loss": 2.5, "grad_norm": 1.25, "learning_rate": 0.001, "tokens": 100, "skipped": 0, "finite": 1}

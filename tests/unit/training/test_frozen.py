@@ -23,24 +23,24 @@ from support import (
 from trainer.aot import executable
 from trainer.aot.compilation import compile_step
 from trainer.aot.text import report_text
-from trainer.checkpoint import CheckpointManager, Sidecar, maybe_save_checkpoint
-from trainer.config import UserError, load, to_yaml
-from trainer.data import open_dataset
-from trainer.objectives import (
-    Evaluation,
-    Frozen,
-    Mean,
-    NextToken,
-    Sums,
-    Weights,
-    first_parameters,
-    hidden_states,
-    reference_parameters,
-)
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.save import maybe_save_checkpoint
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.objectives.base import Evaluation, Frozen, Mean, Sums, Weights
+from trainer.objectives.forward import hidden_states
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.reference import first_parameters, reference_parameters
 from trainer.objectives.router import WithRouters
 from trainer.ops.paths import by_name
 from trainer.ops.random import seed_key
-from trainer.training import Reports, build, fit, placed, start
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.training.loop import Reports, fit
+from trainer.training.start import start
 from trainer.weights.contents import contents_of
 
 SGD = {

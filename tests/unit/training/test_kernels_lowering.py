@@ -9,7 +9,8 @@ import pytest
 from support import ALL_COMBINATIONS, arguments
 
 from trainer import sharding
-from trainer.config import load, resolve
+from trainer.config.load import load
+from trainer.config.resolve import resolve
 
 # The package exports a function with the same name as the module.
 building = importlib.import_module("trainer.training.build")

@@ -14,16 +14,17 @@ import pytest
 from manager_cases import SIDECAR, small_tree
 from support import arguments, tiny_config
 
-from trainer.checkpoint import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.save import is_due
-from trainer.config import load
-from trainer.data import open_dataset
-from trainer.objectives import Evaluation, Mean
-from trainer.training import Reports, Start, build, fit
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.objectives.base import Evaluation, Mean
 from trainer.training import loop as module
 from trainer.training.batches import LoadedAhead, held_out_batches
-from trainer.training.loop import evaluate
+from trainer.training.build import build
+from trainer.training.loop import Reports, evaluate, fit
 from trainer.training.reports import earlier_evaluations
+from trainer.training.start import Start
 
 STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
 

@@ -18,10 +18,12 @@ from support import (
     tiny_config,
 )
 
-from trainer.config import UserError, load
 from trainer.config.capabilities.lora_keys import ADAPTER
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.ops.paths import by_name
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 FIRST = ALL_COMBINATIONS[0]
 LORA = {"enable_lora": True, "lora_rank": 3, "lora_alpha": 6.0, "learning_rate": 0.05, "warmup_steps_fraction": 0}

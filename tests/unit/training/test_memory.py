@@ -5,7 +5,8 @@ import types
 import jax
 import pytest
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.training import memory
 
 WORDS = ["dataset_type=synthetic", "enable_checkpointing=false"]

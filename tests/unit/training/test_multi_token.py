@@ -23,20 +23,23 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import StateCodec, TrainTree, make_model
-from trainer.config import UserError, load
+from trainer.backends.base import StateCodec, TrainTree
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.layers.sown import MtpHidden, RouterCount, Total, sow
-from trainer.leaves import names_of
+from trainer.leaves.source import names_of
 from trainer.models.llama2 import block as llama2
 from trainer.models.mtp import Ahead, run_mtp
 from trainer.models.transformer import BEFORE_HEAD, EMBEDDING, outer_dropout
-from trainer.objectives import MultiToken, make_objective
 from trainer.objectives.forward import ahead_of
+from trainer.objectives.multi_token import MultiToken
+from trainer.objectives.registry import make_objective
 from trainer.ops.random import seed_key
-from trainer.optim import make_optimizer
-from trainer.products import Context
-from trainer.state import ParamShardings
-from trainer.training import build
+from trainer.optim.optimizer import make_optimizer
+from trainer.products.context import Context
+from trainer.state.shardings import ParamShardings
+from trainer.training.build import build
 from trainer.training.evaluate import make_evaluation, summarize
 from trainer.training.step import make_gradients
 

@@ -17,13 +17,17 @@ from support import (
     state_from,
 )
 
-from trainer.checkpoint import CheckpointManager, Sidecar
-from trainer.config import load, to_yaml
-from trainer.data import open_dataset
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
 from trainer.ops.paths import by_name
-from trainer.optim import applied
-from trainer.training import build, placed, start
+from trainer.optim.rounding import applied
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.parameter_metrics import lost_updates
+from trainer.training.start import start
 
 NARROW = {"weight_dtype": "bfloat16", "warmup_steps_fraction": 0, "lr_schedule_type": "constant"}
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "per_device_batch_size": 1, "diloco_sync_period": 1}

@@ -12,16 +12,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import arguments, compiled, copied, packed_batch, state_from, tiny_config
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
-from trainer.data import open_dataset
-from trainer.objectives import Evaluation, Field, Mean, NextToken, Sums, Weights, hidden_states, target_log_probs
-from trainer.observe import maxtext_row
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.objectives.base import Evaluation, Field, Mean, Sums, Weights
+from trainer.objectives.forward import hidden_states, target_log_probs
+from trainer.objectives.next_token import NextToken
 from trainer.observe.lines import Work, evaluation_line, step_line
+from trainer.observe.metrics_file import maxtext_row
 from trainer.runtime.place import place
-from trainer.training import Reports, Start, build, fit, placed
-from trainer.training.batches import held_out_batches
-from trainer.training.loop import evaluate
+from trainer.training.batches import held_out_batches, placed
+from trainer.training.build import build
+from trainer.training.loop import Reports, evaluate, fit
+from trainer.training.start import Start
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from run_cases import command
 from sample_data import config_of, opened, write_records
 from support import TINY, pinned
 
-from trainer.config import UserError, resolve
+from trainer.config.errors import UserError
+from trainer.config.resolve import resolve
 from trainer.rl.prompts import open_prompts
 from trainer.train import _with_passes
-from trainer.training import passes_text, steps_of
+from trainer.training.passes import passes_text, steps_of
 
 TEXTS = [{"text": "x" * 32, "prompt": "x"}] * 20  # each takes a row of 32 tokens, with the token before it
 GRPO = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "rl_num_iterations": 2}

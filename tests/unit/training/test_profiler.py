@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from support import arguments
 
-from trainer.config import UserError, load
-from trainer.data import open_dataset
-from trainer.observe import Profiler
-from trainer.observe.profiler import TRACES
-from trainer.training import Reports, Start, build, fit
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.observe.profiler import TRACES, Profiler
+from trainer.training.build import build
+from trainer.training.loop import Reports, fit
+from trainer.training.start import Start
 
 VALUES = {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "finite": 1, "tokens": 8, "learning_rate": 0.1}
 

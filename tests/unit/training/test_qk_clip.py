@@ -23,22 +23,25 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import make_model
 from trainer.backends.base import tree_mode
-from trainer.checkpoint import CheckpointManager, Sidecar, restore
-from trainer.config import UserError, load
+from trainer.backends.registry import make_model
+from trainer.checkpoint.manager import CheckpointManager, restore
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.layers.attention import Attention
 from trainer.layers.dense import Dense
 from trainer.layers.sown import MaxLogit, capture
 from trainer.models.clipped import clipped_layers
 from trainer.models.llama2 import block as llama2
-from trainer.objectives import NextToken
+from trainer.objectives.next_token import NextToken
 from trainer.ops.attention import Mask
 from trainer.ops.max_logits import max_logits
 from trainer.ops.rope import Rope
 from trainer.optim.qk_clip import scaled
-from trainer.products import Context
-from trainer.training import build, placed
+from trainer.products.context import Context
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.rules import make_rules
 from trainer.training.step import make_gradients
 

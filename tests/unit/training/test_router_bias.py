@@ -16,11 +16,13 @@ from support import (
     state_from,
 )
 
-from trainer.config import UserError, load
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.ops.paths import by_name
 from trainer.optim.router_bias import direction, router_bias
 from trainer.state.diloco import without_islands
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 
 RATE = 0.125
 KEYS = {

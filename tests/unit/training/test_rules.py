@@ -20,15 +20,19 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import TrainTree, make_model
-from trainer.checkpoint import CheckpointManager, Sidecar, restore
-from trainer.config import load
+from trainer.backends.base import TrainTree
+from trainer.backends.registry import make_model
+from trainer.checkpoint.manager import CheckpointManager, restore
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.load import load
 from trainer.layers.sown import MaxLogit, Total
-from trainer.objectives import NextToken, Sums, Weights
+from trainer.objectives.base import Sums, Weights
+from trainer.objectives.next_token import NextToken
 from trainer.ops.random import seed_key
-from trainer.optim import Rule, any_due, with_rules
-from trainer.state import ParamShardings
-from trainer.training import build, placed
+from trainer.optim.rules import Rule, any_due, with_rules
+from trainer.state.shardings import ParamShardings
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.step import make_update
 
 # Two stacks, of blocks with a buffer.

@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 from support import ALL_COMBINATIONS, LAST_CASE, compiled, packed_batch, random_params, tiny_config
 
-from trainer.backends import TrainTree, make_model
+from trainer.backends.base import TrainTree
+from trainer.backends.registry import make_model
 from trainer.layers.sown import Activation, Maximum, SownValue, Total, check_captured, sow
 from trainer.models.llama2 import block as llama2
-from trainer.objectives import NextToken
-from trainer.state import ParamShardings
+from trainer.objectives.next_token import NextToken
+from trainer.state.shardings import ParamShardings
 from trainer.training.step import make_gradients
 
 

@@ -18,13 +18,15 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.models.matrices import check_matrices
 from trainer.ops.paths import by_name
 from trainer.state.diloco import without_islands
-from trainer.training import build, placed
-from trainer.weights import check_masks
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.weights.masks import check_masks
 
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 START, EVERY = 2, 2

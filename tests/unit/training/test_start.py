@@ -10,10 +10,14 @@ import optax
 import pytest
 from support import arguments, assert_equal_bits, copied, first_tree, tiny_config
 
-from trainer.checkpoint import CheckpointManager, Sidecar
-from trainer.config import UserError, load, to_yaml
-from trainer.data import open_dataset
-from trainer.training import build, start
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+from trainer.training.build import build
+from trainer.training.start import start
 
 ONLY_START = {"load_full_state_path", "load_parameters_path", "reset_optimizer", "steps"}  # what reads these keys
 

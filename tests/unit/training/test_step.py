@@ -21,13 +21,16 @@ from support import (
     tiny_config,
 )
 
-from trainer.backends import TrainTree, make_model
-from trainer.config import load
+from trainer.backends.base import TrainTree
+from trainer.backends.registry import make_model
+from trainer.config.load import load
 from trainer.layers.sown import Total
-from trainer.objectives import NextToken, Sums, Weights
-from trainer.optim import make_optimizer
-from trainer.state import ParamShardings
-from trainer.training import build, placed
+from trainer.objectives.base import Sums, Weights
+from trainer.objectives.next_token import NextToken
+from trainer.optim.optimizer import make_optimizer
+from trainer.state.shardings import ParamShardings
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.finite import names_not_finite
 from trainer.training.step import make_gradients, make_update
 

@@ -10,10 +10,11 @@ import pytest
 from support import arguments, assert_equal_bits, copied, first_tree, packed_batch, state_from
 
 from trainer.aot.cost import analyze
-from trainer.config import load
+from trainer.config.load import load
 from trainer.ops.paths import path_of
 from trainer.optim.outer import sent
-from trainer.training import build, placed
+from trainer.training.batches import placed
+from trainer.training.build import build
 from trainer.training.diloco import Averaged, _synchronization, _take
 
 ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 9}

@@ -10,13 +10,14 @@ import pytest
 from checkpoint_cases import FAMILIES, config_of, hf_tensors, random_params, write_hf
 
 from trainer import export
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.data.tokenizer import ByteTokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.inference.ends import stop_tokens
-from trainer.leaves import About
-from trainer.training import about_run
-from trainer.weights import about_in, about_tokenizer, open_source
+from trainer.leaves.about import About
+from trainer.training.about import about_run
+from trainer.weights.about_files import about_in, about_tokenizer
+from trainer.weights.open import open_source
 
 SAID = {"eos_token_id": [2, 0], "bos_token_id": 1, "temperature": 0.6, "suppress_tokens": [4]}
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from support import ALL_COMBINATIONS, tiny_config
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.leaves.source import Leaf
-from trainer.products import Kernel
 from trainer.products.dequantized import Storage, dequantize
+from trainer.products.plain import Kernel
 from trainer.weights.adapters import Initial, _merged
 from trainer.weights.stored import quantized_on_load
 

@@ -14,11 +14,12 @@ from checkpoint_cases import (
     write_hf,
 )
 
-from trainer.config import UserError
-from trainer.weights import load_parameters, open_source
+from trainer.config.errors import UserError
 from trainer.weights.huggingface.packed import with_matrices
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme, recipe
 from trainer.weights.huggingface.safetensors_file import stored_tensors
+from trainer.weights.load import load_parameters
+from trainer.weights.open import open_source
 
 # Neither divides the size of a matrix, so the last blocks are incomplete.
 ROWS, COLUMNS = 12, 20

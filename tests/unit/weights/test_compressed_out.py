@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.weights.huggingface.compressed_tensors import arrays_of, quantization_config, scheme_of, tensors_of
 from trainer.weights.huggingface.packed import with_matrices
 from trainer.weights.huggingface.quantization_config import recipe

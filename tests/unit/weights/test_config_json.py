@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoint_cases import FAMILIES, ROPES, config_of, hf_config, pairs
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.config.family import import_facts
 from trainer.leaves.source import within
 from trainer.models.huggingface import Layout, reordered, transposed

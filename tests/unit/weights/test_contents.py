@@ -23,12 +23,15 @@ from manager_cases import settings
 from safetensors.numpy import save_file
 
 from trainer import inspect
-from trainer.backends import TrainTree
-from trainer.checkpoint import CheckpointManager, Sidecar
-from trainer.config import UserError, to_yaml
-from trainer.leaves import Leaf, nested
-from trainer.state import DiLoCoTrainState
-from trainer.weights import contents_of, write_params
+from trainer.backends.base import TrainTree
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.leaves.source import Leaf, nested
+from trainer.state.diloco import DiLoCoTrainState
+from trainer.weights.contents import contents_of
+from trainer.weights.params.write import write_params
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from trainer import export
-from trainer.config import UserError
-from trainer.weights import model_config, open_source
+from trainer.config.errors import UserError
 from trainer.weights.huggingface.config_json import config_json, model_keys
-from trainer.weights.model_keys import described
+from trainer.weights.model_keys import described, model_config
+from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")

@@ -12,12 +12,16 @@ from config_cases import write
 from manager_cases import SIDECAR, saved
 
 from trainer import export, generate, inspect, report
-from trainer.backends import TrainTree
-from trainer.compare import Tolerance, compare_checkpoints
-from trainer.config import UserError, load, to_yaml
+from trainer.backends.base import TrainTree
+from trainer.compare.checkpoints import compare_checkpoints
+from trainer.compare.difference import Tolerance
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.leaves import Leaf, nested
-from trainer.weights import open_source, write_params
+from trainer.leaves.source import Leaf, nested
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 
 SECRET = "a line that no published folder may have"
 KINDS = ["run", "params", "hugging face"]

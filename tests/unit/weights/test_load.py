@@ -24,12 +24,15 @@ from checkpoint_cases import (
 )
 from support import ALL_COMBINATIONS, TINY, arguments, pinned
 
-from trainer.config import UserError, load, resolve
-from trainer.leaves import Leaf, names_of, nested
-from trainer.leaves.source import progress
-from trainer.training import build
-from trainer.weights import load_parameters, open_source, write_params
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import Leaf, names_of, nested, progress
+from trainer.training.build import build
+from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.read import in_pairs as in_pairs_in_maxtext
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 
 
 def silent(text):

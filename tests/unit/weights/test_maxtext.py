@@ -26,12 +26,16 @@ from checkpoint_cases import (
 )
 from support import ALL_COMBINATIONS, TINY, pinned
 
-from trainer.checkpoint import CheckpointManager, inspect
-from trainer.config import UserError, load, resolve
-from trainer.leaves import Leaf, names_of, nested
-from trainer.weights import load_parameters, open_source, write_params
-from trainer.weights import write_maxtext as write
+from trainer.checkpoint.manager import CheckpointManager, inspect
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import Leaf, names_of, nested
+from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.model_arguments import maxtext_keys, maxtext_notes
+from trainer.weights.maxtext.write import write_maxtext as write
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 
 # The query scale is then a power of two, so nothing is rounded.
 KEYS = FAMILIES["llama2"] | {"head_dim": 16}

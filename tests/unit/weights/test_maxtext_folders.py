@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from checkpoint_cases import assert_same, shapes_of
 
-from trainer.config import UserError
-from trainer.leaves import names_of, nested, orbax
-from trainer.weights import load_parameters
+from trainer.config.errors import UserError
+from trainer.leaves import orbax
+from trainer.leaves.source import names_of, nested
+from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.read import BIAS
 
 ROOT = Path(__file__).parents[3]

@@ -12,11 +12,16 @@ from checkpoint_cases import abstract_of, assert_same, config_of, pairs, random_
 from olmo2 import ATTENTION, MERGED
 from support import arguments
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
-from trainer.leaves import Leaf, names_of
-from trainer.training import build
-from trainer.weights import load_parameters, open_source, write_huggingface, write_maxtext, write_params
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves.source import Leaf, names_of
+from trainer.training.build import build
+from trainer.weights.huggingface.write import write_huggingface
+from trainer.weights.load import load_parameters
+from trainer.weights.maxtext.write import write_maxtext
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 
 MODEL = {"base_emb_dim": 32, "logits_via_embedding": False, "mlp_activations": "[silu,linear]", "max_target_length": 12}
 HEADS, KV_HEADS, SIZE = 4, 2, 8  # of checkpoint_cases

@@ -15,13 +15,15 @@ from checkpoint_cases import (
 )
 
 from trainer import quantize
-from trainer.config import UserError, begin, load, resolve
 from trainer.config.capabilities.quantization_keys import OF_STORED
+from trainer.config.errors import UserError
+from trainer.config.load import begin, load
+from trainer.config.resolve import resolve
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import EXPORT, convert
-from trainer.weights import open_source, with_model
 from trainer.weights.model_keys import described, model_config
-from trainer.weights.model_of_command import _of_saved
+from trainer.weights.model_of_command import _of_saved, with_model
+from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

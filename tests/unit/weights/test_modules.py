@@ -23,13 +23,17 @@ from checkpoint_cases import (
 from support import arguments
 
 from trainer import export
-from trainer.config import UserError, load, resolve
-from trainer.leaves import names_of
-from trainer.training import build
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.resolve import resolve
+from trainer.leaves.source import names_of
+from trainer.training.build import build
 from trainer.training.start import start
-from trainer.weights import load_parameters, open_source, write_huggingface
+from trainer.weights.huggingface.write import write_huggingface
+from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.model_arguments import maxtext_keys
 from trainer.weights.model_keys import described, model_config
+from trainer.weights.open import open_source
 
 LAYERS, BLOCK = 2, "transformer_layer"
 # Names in README_WEIGHTS.md of DeepSeek-V3 and in its index, and our names.

@@ -24,22 +24,25 @@ from checkpoint_cases import (
 from flax import nnx
 from support import ALL_COMBINATIONS, LAST_CASE, arguments
 
-from trainer.backends import make_model
-from trainer.config import UserError, load
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
 from trainer.config.family import Facts
+from trainer.config.load import load
 from trainer.layers.dense import RESIDUAL, Dense
 from trainer.layers.stack import Stack
-from trainer.leaves import Leaf, joined, names_of
+from trainer.leaves.source import Leaf, joined, names_of
 from trainer.models.family import Family
 from trainer.models.llama2.block import Block
 from trainer.models.llama2.family import FAMILY as LLAMA2
 from trainer.models.llama2.family import MAXTEXT
 from trainer.ops.random import seed_key
-from trainer.products import product
-from trainer.training import build
+from trainer.products.plain import product
+from trainer.training.build import build
 from trainer.training.start import start
-from trainer.weights import load_parameters, model_config, open_source, write_params
-from trainer.weights.model_keys import described
+from trainer.weights.load import load_parameters
+from trainer.weights.model_keys import described, model_config
+from trainer.weights.open import open_source
+from trainer.weights.params.write import write_params
 
 LLAMA = {"decoder_block": "llama2", **FAMILIES["llama2"]}
 # A name stands for the same block in all tests, because `checkpoint_cases` keeps shapes by configuration.

@@ -10,13 +10,15 @@ import pytest
 from checkpoint_cases import FAMILIES, abstract_of, config_of, hf_tensors, random_params, shapes_of, write_hf
 from safetensors.numpy import save_file
 
-from trainer.config import UserError
-from trainer.weights import contents_of, load_parameters, open_source
+from trainer.config.errors import UserError
+from trainer.weights.contents import contents_of
 from trainer.weights.huggingface.packed import with_matrices
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme, recipe
 from trainer.weights.huggingface.quantized_kernels import _part, stored_keys
 from trainer.weights.huggingface.safetensors_file import file_metadata, stored_tensors
+from trainer.weights.load import load_parameters
+from trainer.weights.open import open_source
 
 FOLDER = Path(__file__).parents[2] / "packed"
 CASES = sorted(path.stem for path in FOLDER.iterdir())

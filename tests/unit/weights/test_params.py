@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checkpoint_cases import config_of
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.leaves import orbax
 from trainer.optim.average import AVERAGE
 from trainer.weights.model_keys import model_yaml

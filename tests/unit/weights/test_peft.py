@@ -12,12 +12,14 @@ from checkpoint_cases import shapes_of
 from safetensors.numpy import load_file, save_file
 from support import ALL_COMBINATIONS, pinned, state_from
 
-from trainer.backends import make_model
-from trainer.config import UserError
+from trainer.backends.registry import make_model
 from trainer.config.dump import as_words
-from trainer.leaves import Leaf, names_of, nested, parted
-from trainer.training import build, placed
-from trainer.weights import model_config, open_source
+from trainer.config.errors import UserError
+from trainer.leaves.source import Leaf, names_of, nested, parted
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source
 from trainer.weights.peft.read import PeftSource, is_peft
 from trainer.weights.peft.write import write_peft
 

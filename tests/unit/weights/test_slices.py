@@ -19,14 +19,16 @@ from checkpoint_cases import (
 )
 from support import arguments
 
-from trainer.config import UserError, load
-from trainer.leaves import Leaf, names_of
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves.source import Leaf, names_of
 from trainer.models.families import hugging_face
 from trainer.models.huggingface import EXPERT
-from trainer.training import build
-from trainer.weights import load_parameters, write_params
+from trainer.training.build import build
 from trainer.weights.huggingface import read as hf
 from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_tensors
+from trainer.weights.load import load_parameters
+from trainer.weights.params.write import write_params
 
 MESH = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
 

@@ -11,11 +11,12 @@ import pytest
 from checkpoint_cases import FAMILIES, config_of, hf_config, hf_tensors, random_params, words, write_hf
 
 from trainer import export
-from trainer.config import UserError, load
-from trainer.weights import open_source
+from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.weights.huggingface.config_fields import neutral_keys
 from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.model_keys import model_config, read_model_yaml
+from trainer.weights.open import open_source
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 INDEX = "model.safetensors.index.json"
@@ -246,7 +247,7 @@ def test_export_imports_no_module_that_only_the_folder_names(named_by_a_folder, 
 
 
 def write_tree(folder: Path, config_yml: str) -> None:
-    from trainer.weights import write_params
+    from trainer.weights.params.write import write_params
 
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     from trainer.leaves.source import Leaf

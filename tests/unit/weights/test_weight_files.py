@@ -8,9 +8,10 @@ import pytest
 from checkpoint_cases import FAMILIES, abstract_of, config_of, hf_tensors, random_params, write_hf
 from safetensors.numpy import save_file
 
-from trainer.config import UserError
-from trainer.weights import load_parameters, open_source
+from trainer.config.errors import UserError
 from trainer.weights.huggingface.weight_files import model_tensors
+from trainer.weights.load import load_parameters
+from trainer.weights.open import open_source
 
 INDEX = "model.safetensors.index.json"
 A, B, C = ({name: np.arange(3, dtype=np.float32) + i} for i, name in enumerate("abc"))

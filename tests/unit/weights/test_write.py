@@ -21,12 +21,16 @@ from checkpoint_cases import (
     write_hf,
 )
 
-from trainer.config import UserError, load
-from trainer.leaves import Leaf, names_of, orbax
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.leaves import orbax
+from trainer.leaves.source import Leaf, names_of
 from trainer.models.llama2 import family as llama2
-from trainer.weights import load_parameters, open_source, write_huggingface, write_params
 from trainer.weights.huggingface.read import HuggingFaceSource
-from trainer.weights.params.write import target_dtype
+from trainer.weights.huggingface.write import write_huggingface
+from trainer.weights.load import load_parameters
+from trainer.weights.open import open_source
+from trainer.weights.params.write import target_dtype, write_params
 
 
 def leaves_of(params):

@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config import Config
 from trainer.config.capabilities.expert_keys import scores_by_sigmoid
 from trainer.config.capabilities.splash_tiles import tiles_of
+from trainer.config.keys import Config
 from trainer.layers.mla import LatentAttention
 from trainer.layers.mlp import MLP
 from trainer.layers.moe import SharedMoE

@@ -3,9 +3,9 @@ arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)
 
 from typing import Any
 
-from trainer.config import Config
 from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.family import LATENT
+from trainer.config.keys import Config
 from trainer.layers.mla import PROJECTIONS
 from trainer.layers.stack import Stack
 from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBlock

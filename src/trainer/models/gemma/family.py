@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText

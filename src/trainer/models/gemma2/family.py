@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.families import Place
 from trainer.models.family import Family, MaxText

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.mlp import MLP
 from trainer.layers.norm import LayerNorm
 from trainer.layers.stack import Stack

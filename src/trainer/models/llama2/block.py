@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainer import sharding
-from trainer.config import Config
 from trainer.config.capabilities.context_keys import token_order
 from trainer.config.capabilities.splash_tiles import tiles_of
+from trainer.config.keys import Config
 from trainer.layers.across import Across
 from trainer.layers.attention import Attention
 from trainer.layers.cache import Cache
@@ -21,7 +21,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
 from trainer.ops.dropout import dropout
 from trainer.ops.rope import Rope
-from trainer.products import Context
+from trainer.products.context import Context
 
 # Dropout sites of a block.
 ATTENTION, HIDDEN, OUTPUT = range(3)

@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral's block with a mixture of experts."""
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token

@@ -1,6 +1,6 @@
 """Qwen3 with experts (Qwen team 2025, arXiv:2505.09388): Qwen3's block with a mixture of experts."""
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family, MaxText

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.weights.huggingface.packed_words import WORD, packed_words
 from trainer.weights.huggingface.quantization_config import Scheme
 from trainer.weights.huggingface.safetensors_file import Tensors

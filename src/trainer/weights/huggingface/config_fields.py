@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import EXPERTS, LAYERS, MODULES, PERIOD
 from trainer.leaves.about import LONGEST, TOKENS

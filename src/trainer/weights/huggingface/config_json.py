@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import Config, UserError, schema
 from trainer.config.capabilities.expert_keys import dense_layers
 from trainer.config.capabilities.latent_keys import TYPE
 from trainer.config.capabilities.windows import has_window, period
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import shown
+from trainer.config.keys import Config
 from trainer.config.limits import PERIOD
+from trainer.config.schema import schema
 from trainer.config.values import check
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face

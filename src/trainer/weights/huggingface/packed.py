@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.config import UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.packed_words import AWQ_ORDER, WORD, Readable, Turned, Words
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme

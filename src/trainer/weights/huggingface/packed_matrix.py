@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.leaves.source import Box
 from trainer.weights.huggingface.packed_words import Readable
 from trainer.weights.huggingface.quantization_config import Scheme

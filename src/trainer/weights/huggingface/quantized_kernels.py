@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.quantization_keys import METHODS, WHICH
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves.source import Leaf, Tick, names_of, nested, whole
 from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.matrices import matrix_names

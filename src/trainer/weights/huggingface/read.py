@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from trainer.backends import make_model
-from trainer.config import Config, UserError
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
 from trainer.config.json_files import read_object
+from trainer.config.keys import Config
 from trainer.leaves.source import (
     Box,
     Leaf,

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config import Config
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.windows import has_window
 from trainer.config.errors import shortened
+from trainer.config.keys import Config
 from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
 

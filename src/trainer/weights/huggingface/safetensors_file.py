@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import ml_dtypes
 import numpy as np
 
-from trainer.config import UserError
+from trainer.config.errors import UserError
 from trainer.leaves.source import Box
 
 # The dtypes that can be read and written, by their names in the format.

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import read_object, shown
 from trainer.config.paths import path_problem
 from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_tensors

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import Config
+from trainer.config.keys import Config
 from trainer.leaves.about import About
 from trainer.leaves.source import Leaf, Tick, names_of, nested, progress
 from trainer.models.families import Place, places_of

@@ -3,9 +3,10 @@ e591f30 (0.2.4) and 0.2.5."""
 
 from typing import Any
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.expert_keys import has_experts, only_experts
 from trainer.config.capabilities.windows import has_window, period
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.models.families import maxtext
 from trainer.models.family import MaxText
 from trainer.weights.huggingface.config_json import SIZES

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import Config, UserError
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.effects import no_effect_of
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves import orbax
 from trainer.leaves.source import Leaf, Shapes, check_tensors, common_dtype, resharded
 from trainer.models.families import Place, maxtext, places_of, stacks

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import Config
 from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.keys import Config
 from trainer.leaves import orbax
 from trainer.leaves.orbax import ITEMS
 from trainer.leaves.source import Leaf, Tick, progress

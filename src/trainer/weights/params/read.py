@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves import orbax
 from trainer.leaves.about import LONGEST
 from trainer.leaves.source import Leaf, Shapes, check_tensors, names_of, nested

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import Config, UserError
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves import orbax
 from trainer.leaves.source import Leaf, progress
 from trainer.weights.model_keys import model_yaml

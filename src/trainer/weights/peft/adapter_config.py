@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import Field, field_problems, read_object, shown
 
 CONFIG = "adapter_config.json"

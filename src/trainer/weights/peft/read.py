@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.sidecar import Base
-from trainer.config import Config, UserError
 from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.config.dump import as_words
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
+from trainer.config.keys import Config
 from trainer.leaves.about import FIELDS, GENERATION
 from trainer.leaves.source import Leaf, Shapes, check_tensors
 from trainer.runtime.folders import check_folder

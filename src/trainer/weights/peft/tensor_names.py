@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import Config, UserError
-from trainer.config.errors import shortened
+from trainer.config.errors import UserError, shortened
+from trainer.config.keys import Config
 from trainer.leaves.source import Box, whole
 from trainer.models.adapters import adapter_names
 from trainer.models.families import Place, hugging_face, place, stacks

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.backends import make_model
-from trainer.config import Config, UserError
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.leaves.source import Leaf, Tick, joined, names_of, progress
 from trainer.models.huggingface import EXPERT
 from trainer.weights.huggingface.read import head_to_reorder, tensors_of
