@@ -37,7 +37,7 @@ class LinenBlock(linen.Module):
 
     @linen.compact
     def __call__(self, x, cache, context):
-        """One layer: [b, t, e] -> [b, t, e]. `context`: see `trainer.products.Context`."""
+        """One layer: [b, t, e] -> [b, t, e]. `context`: see `trainer.products.context.Context`."""
         heads, head_dim = self.config.base_num_query_heads, self.config.head_dim
         h = linen.LayerNorm(name="ln_1")(x)
         q, k, v = jnp.split(linen_dense(3 * heads * head_dim, UP, "c_attn")(h), 3, axis=-1)

@@ -29,8 +29,15 @@ def test_layers_and_ops_take_no_configuration():
     for package in ("layers", "ops"):
         for path in (SOURCE / package).rglob("*.py"):
             names = [name for name in imported(path) if name.startswith("trainer.config.")]
-            allowed = ("trainer.config.UserError", "trainer.config.errors.", "trainer.config.capabilities.")
+            allowed = ("trainer.config.errors.", "trainer.config.capabilities.")
             assert not [name for name in names if not name.startswith(allowed)], path
+
+
+def test_an_import_names_the_file():
+    """So that importing one file does not load its neighbours. The helpers of sharding are one interface."""
+    packages = {path.parent.name: imported(path) for path in FILES if path.name == "__init__.py"}
+    with_names = [name for name, found in packages.items() if any(it.startswith("trainer") for it in found)]
+    assert {*with_names} - {"trainer"} == {"sharding"}
 
 
 def test_only_products_knows_qwix():
