@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import flags
-from trainer.config.flags import COMBINATIONS, FLAGS
+from trainer.config.flags import FLAGS
 
 MARK = "default_combination"
 # The tests that use the default, or their files.
@@ -40,6 +40,7 @@ _schema = importlib.import_module("trainer.config.schema")  # because the packag
 _readers = (_schema, importlib.import_module("trainer.config.files"))
 ORIGINAL = _schema.BASE_YML
 _popen = subprocess.Popen
+_NAMES = flags._NAMES
 
 
 def flipped(text: str) -> str:
@@ -101,14 +102,14 @@ def true_defaults() -> Iterator[None]:
 
 
 def _flip(copy: Path) -> None:
-    # The table as flags.py sees it. Tests that iterate over all combinations still get only the real ones.
-    flags.COMBINATIONS = COMBINATIONS | {UNPINNED: FLIPPED}
+    # How flags.py names settings. COMBINATIONS still has only the real ones.
+    flags._NAMES = _NAMES | {FLIPPED: UNPINNED}
     _read_from(copy)
     subprocess.Popen = _Popen
 
 
 def _restore() -> None:
-    flags.COMBINATIONS = COMBINATIONS
+    flags._NAMES = _NAMES
     _read_from(ORIGINAL)
     subprocess.Popen = _popen
 

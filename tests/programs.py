@@ -21,29 +21,27 @@ import compiler
 import pytest
 from whole import is_whole
 
-# Upper bounds: 15 % or 10 above the numbers of README's command on 2026-11-28, which had small programs, too.
+# 15 % or 10 above the numbers of README's command on 2026-11-28.
 LIMITS = {
-    "integration": 1480,
-    "unit/aot": 40,
-    "unit/backends": 40,
-    "unit/calibration": 100,
-    "unit/checkpoint": 60,
-    "unit/compare": 80,
-    "unit/docs": 180,
-    "unit/inference": 1440,
-    "unit/layers": 1240,
-    "unit/linen": 70,
-    "unit/models": 720,
-    "unit/objectives": 730,
-    "unit/ops": 950,
-    "unit/optim": 580,
-    "unit/products": 2290,
-    "unit/runtime": 20,
-    "unit/serving": 40,
-    "unit/sharding": 310,
-    "unit/state": 290,
-    "unit/training": 850,
-    "unit/weights": 770,
+    "integration": 475,
+    "unit/aot": 20,
+    "unit/calibration": 24,
+    "unit/checkpoint": 16,
+    "unit/compare": 37,
+    "unit/docs": 19,
+    "unit/inference": 310,
+    "unit/layers": 170,
+    "unit/linen": 37,
+    "unit/models": 150,
+    "unit/objectives": 65,
+    "unit/ops": 205,
+    "unit/optim": 73,
+    "unit/products": 300,
+    "unit/serving": 28,
+    "unit/sharding": 41,
+    "unit/state": 75,
+    "unit/training": 170,
+    "unit/weights": 115,
 }
 OTHERS = 10  # of any other folder
 SMALL = 1000  # bytes of MLIR; an operation of jax.numpy has 300 to 800

@@ -12,7 +12,7 @@ import pytest
 from parity_cases import run
 from support import ALL_COMBINATIONS
 
-from trainer import parity, training
+from trainer import parity
 from trainer.compare import measure, programs
 from trainer.layers.stack import Stack
 from trainer.models.deepseek import family as deepseek
@@ -24,6 +24,7 @@ from trainer.optim.qk_clip import qk_clip
 from trainer.optim.registry import OPTIMIZERS
 from trainer.optim.spikes import skip_spikes
 from trainer.sharding import Axes
+from trainer.training import build as building
 from trainer.training import rules, step
 from trainer.training.step import Gradients
 
@@ -243,7 +244,7 @@ def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
     """This holds between programs of the same block. Another block may have other names."""
-    built, original = [], training.build
+    built, original = [], building.build
 
     def build(config, devices):
         run = original(config, devices)
@@ -252,7 +253,7 @@ def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
         built.append(run)
         return run
 
-    monkeypatch.setattr(training, "build", build)
+    monkeypatch.setattr(building, "build", build)
     said = "logical axes of decoder/layers/mlp/wo/kernel: [layers, mlp, embed] against [layers, mlp, norm]"
     for word, expected in (("right.scan_layers=false", 1), ("right.decoder_block=mistral", 0)):
         built.clear()

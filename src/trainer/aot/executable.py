@@ -15,12 +15,14 @@ import jax
 import trainer
 from trainer.aot import sources
 from trainer.config.capabilities.all_keys import step_keys
+from trainer.config.capabilities.kernels import read_documents
 from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.config.keys import Config
 from trainer.models.families import block_class, blocks, stacks
 from trainer.runtime.programs import is_mixed_up
 from trainer.runtime.versions import installed
+from trainer.sharding import compute_capability
 
 MAGIC = b"trainer-executable 1\n"
 # The module that builds the step. This module and its imports are the step's source code.
@@ -56,7 +58,9 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
         *(["sft_train_on_completion_only"] if config.use_dpo else []),
     ]
     return {
-        "configuration": {name: _plain(config[name]) for name in keys},
+        "configuration": {name: _plain(config[name]) for name in keys}
+        # Of the keys of the data, how many documents share a row, for a kernel that reads them as lengths.
+        | {"documents of a row": read_documents(config, compute_capability(devices))},
         "devices": {
             "kind": first.device_kind,
             "number": len(devices),

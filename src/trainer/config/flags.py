@@ -17,6 +17,8 @@ COMBINATIONS: dict[str, tuple[bool, ...]] = {
     "linen": (False, False, False),
 }
 
+_NAMES = {flags: name for name, flags in COMBINATIONS.items()}
+
 
 def combination(config: Mapping[str, Any]) -> str:
     """Returns the name of the combination that `config` selects.
@@ -26,7 +28,7 @@ def combination(config: Mapping[str, Any]) -> str:
     """
     if problem := unsupported(config):
         raise UserError(problem)
-    return {flags: name for name, flags in COMBINATIONS.items()}[_flags(config)]
+    return _NAMES[_flags(config)]
 
 
 def flags_of(name: str) -> dict[str, bool]:
@@ -59,7 +61,7 @@ def removal(config: Config) -> str | None:
 def unsupported(config: Mapping[str, Any]) -> str | None:
     """Returns why the flags of `config` are not a combination, and which to change; None if they are one."""
     asked = _flags(config)
-    if asked in COMBINATIONS.values():
+    if asked in _NAMES:
         return None
     changes = {name: _changes(asked, flags) for name, flags in COMBINATIONS.items()}
     fewest = min(len(change) for change in changes.values())

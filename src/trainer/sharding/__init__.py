@@ -1,7 +1,7 @@
 """Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config.rules import make_rules
-from trainer.sharding.capability import hardware, slice_count
+from trainer.sharding.capability import compute_capability, hardware, slice_count
 from trainer.sharding.context import (
     MAPPED,
     capability_of_mesh,
@@ -36,6 +36,7 @@ __all__ = [
     "axes_of",
     "axes_of_parts",
     "capability_of_mesh",
+    "compute_capability",
     "constrain",
     "entry",
     "for_product",

@@ -21,6 +21,7 @@ from support import ALL_COMBINATIONS, LAST_CASE, assert_equal_bits, copied, pack
 from trainer.aot import executable, sources
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.training.batches import placed
 from trainer.training.build import build
@@ -204,6 +205,12 @@ def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
     assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
 
 
+# The key has how many documents share a row, for kernels that read them: these say it, and stand in checks beside it.
+OF_DOCUMENTS = (
+    *("dataset_type", "data_pipeline", "grain_file_type", "packing", "max_segments_per_seq", "reset_attention_mask"),
+    *("packing_max_segments_per_sample", "mmap_eod_id", "mmap_npy_split", "eod_mask_loss", "held_out_share"),
+    *("tokenizer_path", "tokenizer_type"),
+)
 # Keys that the code of the step reads although they do not affect it. Values derived from them have their own keys.
 READ_BESIDES = {
     "eval_interval",
@@ -217,8 +224,8 @@ READ_BESIDES = {
     *("prefill_chunk_size", "quantize_kvcache"),  # in checks of batch_invariant
     "sharding_tolerance",
     "steps",
-    *("num_batches", "rl_num_iterations"),  # steps follow from them
     *("decode_sampling_temperature", "sft_train_on_completion_only"),  # in the key with use_grpo, with use_dpo
+    *OF_DOCUMENTS,
 }
 
 
@@ -244,6 +251,14 @@ def test_the_last_step_is_in_the_key_of_islands():
         configs = (tiny_config(ALL_COMBINATIONS[0], devices=2, steps=steps, **given) for steps in (5, 6))
         found = [executable.origin_of(config, jax.devices()[:2], ())["configuration"] for config in configs]
         assert (found[0] != found[1]) == differ
+
+
+@pytest.mark.parametrize(("attention", "differ"), [("cudnn_flash_jax", True), ("dot_product", False)])
+def test_the_documents_of_a_row_are_in_the_key_of_a_kernel_that_reads_them(attention, differ):
+    config = tiny_config(ALL_COMBINATIONS[0])
+    both = [Config({**config, "attention": attention, "packing": packing}) for packing in (True, False)]
+    found = [executable.origin_of(config, jax.devices()[:1], ())["configuration"] for config in both]
+    assert (found[0] != found[1]) == differ
 
 
 @pytest.mark.parametrize("installed", [False, True])

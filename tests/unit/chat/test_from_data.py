@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sample_data import config_of, say_nothing, write_records
 
-from trainer import sft, train_compile, weights
+from trainer import sft, train_compile
 from trainer.chat import from_data
 from trainer.chat.encoder import chat_encoder
 from trainer.chat.pairs import pair_encoder
@@ -31,7 +31,7 @@ def length(tmp_path, monkeypatch):
     """length(command, rows, *words): the key that a run of `command` takes from rows, and the line on it."""
     monkeypatch.chdir(tmp_path)
     model = SimpleNamespace(length=8192)
-    monkeypatch.setattr(weights, "open_source", lambda *given, **options: model)
+    monkeypatch.setattr("trainer.weights.open.open_source", lambda *given, **options: model)
 
     def taken_from(command, rows, *words, positions=8192):
         model.length = positions
@@ -90,7 +90,7 @@ def test_a_run_that_continues_keeps_its_length(length, monkeypatch):
         {"max_target_length": 256, "train_data_columns": ["messages"], "eval_data_columns": ["text"]},
         "checkpoints/3",
     )
-    monkeypatch.setattr(weights, "own_run", lambda config, path: asked.append(path) or own)
+    monkeypatch.setattr("trainer.weights.model_of_command.own_run", lambda config, path: asked.append(path) or own)
     words = "train_data_columns=messages", "run_name=x"
     found, (line,) = length("sft", longer(600), *words)
     assert (found, line) == (256, "max_target_length=256 (not given): as in checkpoints/3")
@@ -135,7 +135,7 @@ def test_other_columns_are_left_to_the_user(length):
 
 
 def test_a_compilation_asks_for_the_length(length, monkeypatch, capsys):
-    monkeypatch.setattr(weights, "with_model", lambda begun: load(words))
+    monkeypatch.setattr("trainer.weights.model_of_command.with_model", lambda begun: load(words))
     words = ["base.yml", "use_sft=true", "load_parameters_path=model", "compile_topology=cpu-1", "tokenizer_type=bytes"]
     with pytest.raises(SystemExit) as ended:
         train_compile.main(words)

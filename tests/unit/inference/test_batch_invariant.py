@@ -14,6 +14,7 @@ from support import ALL_COMBINATIONS, EVERY_MATRIX, model_of, pinned, random_var
 from trainer.backends.registry import make_model
 from trainer.config.capabilities.invariant_keys import TILE, compiler_options, unchecked
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.inference import max_engine
 from trainer.inference.engine import Engine
@@ -319,5 +320,5 @@ def test_another_loop_than_that_of_the_training_is_refused(monkeypatch):
 def test_what_nobody_has_compared_is_said():
     config = tiny_config("nnx", **MODEL)
     assert not unchecked(config, "cpu")
-    assert not unchecked({"batch_invariant": False}, "tpu")
+    assert not unchecked(Config({"batch_invariant": False}), "tpu")
     assert "have not been compared on tpu" in unchecked(config, "tpu")

@@ -162,7 +162,7 @@ class WithMoreArguments(Called):
         (
             WithSixArguments,
             r"it cannot be called as block\(x, cache, context\), where context has the fields positions, segments, "
-            r"rows, key, sampled, ranks \(missing a required argument: 'segment'\)",
+            r"rows, key, sampled, ranks, documents \(missing a required argument: 'segment'\)",
         ),
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
