@@ -72,12 +72,12 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
     import jax
     from orbax.checkpoint import v1  # noqa: F401
 
-    import trainer.config
     import trainer.weights.load as loading
+    from trainer.config.load import load
     from trainer.training.build import build
 
     given = ["base.yml", "dataset_type=synthetic", *words(layers), f"weight_dtype={weight_dtype}", *keys]
-    run = build(trainer.config.load(given).config, jax.devices())
+    run = build(load(given).config, jax.devices())
     abstract = run.codec.unpack(run.abstract_args()[0]).params
     place, loaded, above = loading._place, 0, 0
 
@@ -99,11 +99,11 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
     """Measures `trainer.export`, without the time and memory of its imports."""
     import jax
 
-    import trainer.checkpoint
     from trainer.export import main
+    from trainer.weights.model_keys import model_config
     from trainer.weights.open import weight_shapes
 
-    weight_shapes(trainer.weights.model_config({}, [], ""))
+    weight_shapes(model_config({}, [], ""))
     jax.devices()
     from orbax.checkpoint import v1  # noqa: F401
 
