@@ -42,7 +42,7 @@ def resolve(
     Raises:
       UserError: lists all errors of the stage, one line each.
     """
-    values = ml_collections.ConfigDict({name: frozen(value) for name, value in config.items()})
+    values = ml_collections.ConfigDict({name: frozen(value) for name, value in config.items()}, type_safe=False)
     _fill(values, platform)
     mistakes = _other_hardware(values.hardware, platform)
     mesh_problems = fill_mesh(values, device_count, num_slices)

@@ -155,7 +155,7 @@ def run_mtp(
     rate = config.dropout_rate if config.enable_dropout else 0.0
     sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in types}
     for k in depths(config):
-        context = context._replace(segments=ahead.segments[..., k - 1])
+        context = context._replace(segments=ahead.segments[..., k - 1], documents=None)
         # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the modules.
         outside = context.at(layers + count + k)
         embedding = jnp.where((context.segments != 0)[..., None], x_kbte[k - 1], 0)

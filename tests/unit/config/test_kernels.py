@@ -1,10 +1,11 @@
 """The table of attention kernels: which kernel `attention` selects, and which choices are refused by name."""
 
+import contextlib
 import dataclasses
 
 import pytest
 
-from trainer.config.capabilities.kernels import KERNELS, unsupported
+from trainer.config.capabilities.kernels import KERNELS, unsupported, why_no_kernel
 from trainer.config.errors import UserError
 from trainer.config.load import load
 from trainer.config.resolve import resolve
@@ -97,9 +98,14 @@ def test_the_kernel_of_each_platform(words, cpu, gpu, tpu):
     ],
 )
 def test_the_widths_of_each_gpu(words, takes):
+    """attention=autoselected takes only those that every GPU takes: no card has run the others."""
     for capability in (A100, H200, B200):
-        found = resolved(words, "gpu", capability=capability).attention
-        assert found == ("cudnn_flash_jax" if capability in takes else "blockwise"), capability
+        config = resolved(words, "gpu", capability=capability)
+        assert config.attention == ("cudnn_flash_jax" if A100 in takes else "blockwise"), capability
+        said = why_no_kernel(config, {}, "gpu", capability)
+        assert ("attention=flash takes it here" in said) == (capability in takes and A100 not in takes), capability
+        with contextlib.nullcontext() if capability in takes else pytest.raises(UserError, match="does not support"):
+            assert resolved(f"{words} attention=flash", "gpu", capability=capability).attention == "cudnn_flash_jax"
 
 
 @pytest.mark.parametrize(

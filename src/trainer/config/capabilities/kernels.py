@@ -116,10 +116,10 @@ def choose_attention(
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
+    if asked == "autoselected":  # takes only what has run on a card: docs/benchmarks/gpu.md
+        return "blockwise" if _unmet(name, values, mesh, platform, None) else name, []
     if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
-    if asked == "autoselected":
-        return "blockwise", []
     what = name if asked == name else f"on {platform} this is {name}, which"
     advice = "choose attention=autoselected or blockwise"
     return name, [f"attention={asked}: {what} does not support {', '.join(unmet)}; {advice}"]
@@ -131,15 +131,20 @@ def read_documents(config: Config, capability: Capability | None) -> int | None:
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
+    # With several, the kernel leaves the statistics of each head for each of them: more than a bias would take.
+    if most > 1 and 2 * config.base_num_query_heads * (most + 1) > config.max_target_length:
+        return None
     return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
     """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
     name = FLASH[platform]
-    if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform, capability)):
+    if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform, None)):
         return ""
-    return f"{name} does not support {', '.join(unmet)}"
+    if here := _unmet(name, config, mesh, platform, capability):
+        return f"{name} does not support {', '.join(here)}"
+    return f"{name} was never run with {', '.join(unmet)}; attention=flash takes it here"
 
 
 def _strategy(values: Config) -> Strategy:
