@@ -60,7 +60,7 @@ def resolve(
     mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
-    return Config(values)
+    return Config(dict(values.items()))  # which compares with any other configuration
 
 
 def _wrong_tiles(values: Config) -> list[str]:

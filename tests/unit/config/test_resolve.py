@@ -14,6 +14,7 @@ from trainer.config.derived import (
 )
 from trainer.config.dump import PROCESSES, to_yaml
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.config.resolve import resolve
 from trainer.config.schema import schema
@@ -330,3 +331,11 @@ def test_hardware_is_the_devices(hardware, platform):
 def test_other_hardware_is_an_error():
     with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out, JAX_PLATFORMS selects"):
         resolve(load(["hardware=tpu"]).config, device_count=1, platform="cpu")
+
+
+def test_a_resolved_configuration_equals_one_that_is_made_from_its_keys():
+    """JAX looks up traces by configuration."""
+    resolved = resolve(load(["base.yml", "dataset_type=synthetic"]).config, device_count=1, platform="cpu")
+    again = Config({**resolved})
+    assert (again, hash(again)) == (resolved, hash(resolved))
+    assert Config({**resolved, "steps": resolved.steps + 1}) != resolved
