@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if base and not isinstance(checkpoint, Merged):
         raise UserError(
             f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
-            f"leave it out"
+            "leave it out"
         )
     # Quantized weights are written as such where that is possible and no dtype is given.
     floats = options["format"] == "maxtext" or "dtype" in options

@@ -195,7 +195,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[
     if asks_for_floats(keys):
         mistakes.append(
             f"checkpoint_is_quantized={given['checkpoint_is_quantized']}: what this command writes is "
-            f"quantized; leave it out"
+            "quantized; leave it out"
         )
     if mistakes:
         raise UserError("\n  ".join(["cannot quantize:", *mistakes, "see python -m trainer.quantize --help"]))

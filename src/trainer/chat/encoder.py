@@ -123,7 +123,7 @@ class ChatEncoder(Encoder):
             counts.notice(
                 "differing",
                 lambda: (
-                    f"turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
+                    "turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
                     f"{kept}; the first in {record.where}, {found.differing[0]}"
                 ),
                 len(found.differing),

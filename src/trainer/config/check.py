@@ -35,21 +35,24 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
 
 
 def _path(key: str) -> Check:
+    separators = "[;,|:]" if key in paths_of(Place.GLOBS) else "$^"
+
     def problem(config: Config) -> str | None:
         if "://" in config[key]:
             return None  # `_remote` reports unsupported ones
-        separators = "[;,|:]" if key in paths_of(Place.GLOBS) else "$^"
         return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
 
     return (key,), problem
 
 
 def _remote(key: str) -> Check:
+    may_be_bucket = key in paths_of(Place.BUCKET)
+
     def problem(config: Config) -> str | None:
         scheme, separator, _ = config[key].partition("://")
-        if not separator or (scheme == "gs" and key in paths_of(Place.BUCKET)):
+        if not separator or (scheme == "gs" and may_be_bucket):
             return None
-        if key in paths_of(Place.BUCKET):
+        if may_be_bucket:
             return Unbuilt("only gs:// is supported for remote paths")
         return None if no_effect_of(config, key) else Unbuilt("remote paths are not supported yet; give a local folder")
 

@@ -42,8 +42,14 @@ class Resume(Enum):
 
 
 class Place(Enum):
-    """Where a path may lead: to this machine, also as a list of globs; to a bucket, too; or somewhere below another
-    path or as another check says."""
+    """Where a path may lead.
+
+    Attributes:
+      LOCAL: to this machine.
+      GLOBS: a list of globs on this machine.
+      BUCKET: to this machine or to a gs:// bucket.
+      ANY: only its syntax is checked here.
+    """
 
     LOCAL, GLOBS, BUCKET, ANY = range(4)
 
@@ -54,7 +60,7 @@ class Row(NamedTuple):
     Attributes:
       resume: what may differ on resume.
       step: whether the compiled step depends on their resolved values.
-      path: for paths.
+      path: where the path may lead, if the values are paths.
       code: whether a value makes a program run code that is not part of the trainer.
     """
 

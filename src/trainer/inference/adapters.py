@@ -67,21 +67,21 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
             f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
-            f"together; serve them one "
+            "together; serve them one "
             "by one, or train and generate with dtype=bfloat16"
         )
     for found, each in zip(adapters, keys, strict=True):
         if each.get("lora_weight_qtype"):
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_weight_qtype={each['lora_weight_qtype']}: its "
-                f"bits are not proved"
+                "bits are not proved"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
         # Training multiplies x a by it; beside others, b has it, and only a power of two rounds the same in both.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is no power "
-                f"of two, so where rows "
+                "of two, so where rows "
                 "choose adapters its bits differ from training; generate with it alone"
             )
 

@@ -119,7 +119,7 @@ class MaxEngine(Engine):
         if isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
             raise UserError(
                 f"batch_invariant=true: {path} has adapters, which training did not add to their base; generate "
-                f"from the base, "
+                "from the base, "
                 f"with adapters={path}"
             )
         saved = keys_of_run(path)

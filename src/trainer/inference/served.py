@@ -116,7 +116,7 @@ def serve(
     if config.batch_invariant and mesh.shape["fsdp"] > 1:
         raise UserError(
             f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
-            f"prompt; generate "
+            "prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
     parts = row_parts(mesh, rules)  # more than in training, where several devices may share a row
@@ -147,9 +147,8 @@ def decoding_loop(config: Config, platform: str) -> bool:
     # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    return config.scan_layers and (
-        config.batch_invariant or not unrolled
-    )  # with the key, bits are those of the training step
+    # With batch_invariant, bits are those of the training step.
+    return config.scan_layers and (config.batch_invariant or not unrolled)
 
 
 def longest_prompt(config: Config) -> int:

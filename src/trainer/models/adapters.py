@@ -44,14 +44,14 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
     if kernel.name == "token_embedder/embedding":
         raise UserError(
             f"lora_module_path={config.lora_module_path} matches {kernel.name}: tokens are looked up in the "
-            f"table of a tied head, and "
+            "table of a tied head, and "
             "an adapter changes only a product; choose other matrices, as with decoder/.*"
         )
     if config.lora_weight_qtype and not config.checkpoint_is_quantized:
         if make is not make_plain:
             raise UserError(
                 f"lora_weight_qtype={config.lora_weight_qtype}: {kernel.name} has a product of its own, which "
-                f"is not quantized"
+                "is not quantized"
             )
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)

@@ -80,7 +80,7 @@ def _pipelined(config: Config, stack: Stack) -> int:
         sizes = _sizes(asked, here, repeats, period) or [max(period, round(per_stage / period) * period)]
         raise UserError(
             f"num_layers_per_pipeline_stage={per_stage}: {what} repeats a pattern of {period} different layers, "
-            f"which a stage has as a "
+            "which a stage has as a "
             f"whole; nearest: num_layers_per_pipeline_stage={_nearest(sizes, per_stage)}"
         )
     if repeats == -1 and asked % (here * per_stage) == 0 and asked:

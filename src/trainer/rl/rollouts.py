@@ -315,7 +315,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
     if config.batch_invariant and mesh.shape["fsdp"] > 1:
         raise UserError(
             f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
-            f"prompt; set "
+            "prompt; set "
             "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
     own = Config({**unpipelined(config), "return_log_prob": True})

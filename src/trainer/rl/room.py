@@ -34,7 +34,7 @@ def check_rows(config: Config) -> None:
         steps = -(-needed // microbatch_rows(config))
         raise UserError(
             f"batch_size={config.batch_size}, rl_num_generations={config.rl_num_generations}: the {sequences:,} "
-            f"sequences of a round have up "
+            "sequences of a round have up "
             f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
             f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "

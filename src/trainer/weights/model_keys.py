@@ -140,7 +140,7 @@ def check_same_model(
     if config.checkpoint_is_quantized and not keys.get("checkpoint_is_quantized"):
         raise UserError(
             f"{where} contains float weights, but checkpoint_is_quantized=true; python -m trainer.quantize "
-            f"quantizes them"
+            "quantizes them"
         )
     keys = {name: value for name, value in keys.items() if name in ours or name not in OF_STORED}
     block, trained = config.decoder_block, keys.get("decoder_block", config.decoder_block)

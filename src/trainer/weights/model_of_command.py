@@ -122,7 +122,7 @@ def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]
     )
     return {}, [
         f"warning: tokenizer_path is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, "
-        f"whose tokens "
+        "whose tokens "
         "the model has never seen"
     ]
 

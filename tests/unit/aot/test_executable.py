@@ -224,6 +224,7 @@ READ_BESIDES = {
     *("prefill_chunk_size", "quantize_kvcache"),  # in checks of batch_invariant
     "sharding_tolerance",
     "steps",
+    *("num_batches", "rl_num_iterations"),  # steps follow from them
     *("decode_sampling_temperature", "sft_train_on_completion_only"),  # in the key with use_grpo, with use_dpo
     *OF_DOCUMENTS,
 }
@@ -237,7 +238,7 @@ def test_every_key_that_the_code_of_the_step_reads_is_in_the_key():
             if isinstance(node, ast.Attribute):
                 owner = node.value
                 name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-                read |= {node.attr} & known if name in ("config", "c") else set()
+                read |= {node.attr} & known if name in ("config", "c", "values") else set()
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 read |= {node.value} & known
     assert len(read) > 80

@@ -1,4 +1,4 @@
-"""What all capabilities say of their keys. A file of this package is listed here, in the order of its messages."""
+"""The rows and checks of all capabilities. List each file of this package here; the order is that of the messages."""
 
 import importlib
 

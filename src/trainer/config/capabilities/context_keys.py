@@ -37,9 +37,8 @@ def token_order(config: Config) -> tuple[str, int] | None:
     """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
     devices; see `ops.order`. None: they stay in order."""
     n = _sizes(config)[CONTEXT]
-    if (
-        n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses"
-    ):  # which splits heads, all with the same work
+    # ulysses splits heads, all with the same work.
+    if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
     # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
     return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n

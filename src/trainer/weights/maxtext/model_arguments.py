@@ -94,7 +94,7 @@ def _inexpressible(config: Config) -> list[str]:
     if config.query_pre_attn_scalar not in (0, config.head_dim) and not (there.scaled_queries or there.own_scale):
         refused.append(
             f"query_pre_attn_scalar={config.query_pre_attn_scalar}: it always divides scores by the square root "
-            f"of head_dim"
+            "of head_dim"
         )
     if has_window(config) and config.local_rope_max_timescale != -1:
         refused += [

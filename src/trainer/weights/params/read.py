@@ -97,7 +97,7 @@ class ParamsSource:
         if kernels and self.keys["rope_interleave"] != config.rope_interleave:
             raise UserError(
                 f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}: the order of "
-                f"quantized weights is kept; give "
+                "quantized weights is kept; give "
                 f"rope_interleave={self.keys['rope_interleave']}, or checkpoint_is_quantized=false"
             )
         return self._leaves(config, shapes, self._heads(config, shapes))
