@@ -9,6 +9,7 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.tokenizer_files import tokenizer_parts
+from trainer.config.words import counted
 from trainer.leaves.about import LONGEST, TOKENS, About
 from trainer.leaves.source import Leaf, Shapes
 from trainer.runtime.folders import check_folder, read_bounded
@@ -66,7 +67,7 @@ class Like:
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
         """Returns lines on what is copied, and on the dtype if `leaves`, cast to `dtype`, have another one."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
-        lines = [f"like={self.path}: {len(self.others)} other tensors are copied as they are"]
+        lines = [f"like={self.path}: copied as they are: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:
             lines.append(f"like={self.path}: the text model is written in {written}, there it is {self._table.name}")
         return lines

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import shown
+from trainer.config.words import counted
 from trainer.leaves.about import LONGEST
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.observe.text import si
@@ -39,8 +40,8 @@ class TextModel(NamedTuple):
     """
 
     outer: Outer
-    config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
     others: Mapping[str, StoredTensor]
     prefixes: Mapping[str, str]
 
@@ -59,7 +60,7 @@ class TextModel(NamedTuple):
         towers = dict[str, list[StoredTensor]]()
         for name, tensor in self.others.items():
             towers.setdefault(name.removeprefix("model.").partition(".")[0], []).append(tensor)
-        sizes = [f"{name} ({len(them)} tensors, {_bytes(them)})" for name, them in towers.items()]
+        sizes = [f"{name} ({counted(len(them), 'tensor')}, {_bytes(them)})" for name, them in towers.items()]
         return f"only the text model of {self.outer.model_type} is read; left out: {', '.join(sizes) or 'no tensors'}"
 
 
