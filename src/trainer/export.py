@@ -148,6 +148,11 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
     config = model_config(described, [*as_words(lora), *words], str(adapters.path))
     leaves = adapters.leaves(config, weight_shapes(config))
     place = base or adapters.origin.path
+    if place and "://" not in place and local_path(place).is_dir() and getattr(open_source(place), "text", None):
+        print(
+            f"the adapters have the names of the text model alone, which peft does not find in {visible(place)}; "
+            "trainer.export format=hf writes that model"
+        )
     with new_folder(out) as partial:
         write_peft(
             partial,

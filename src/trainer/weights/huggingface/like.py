@@ -14,6 +14,7 @@ from trainer.leaves.about import LONGEST, TOKENS, About
 from trainer.leaves.source import Leaf, Shapes
 from trainer.runtime.folders import check_folder, read_bounded
 from trainer.weights.huggingface.read import CONFIG, HuggingFaceSource
+from trainer.weights.huggingface.safetensors_file import Tensors
 from trainer.weights.huggingface.weight_files import BUFFER
 from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source
@@ -26,7 +27,7 @@ class Like:
     """A directory that is written again with the weights of another text model.
 
     Attributes:
-      others: the tensors that are copied, by name.
+      others: the tensors that are copied, by name; `shapes`: their shapes and dtypes.
     """
 
     def __init__(self, path: str, config: Config, shapes: Shapes):
@@ -57,8 +58,11 @@ class Like:
         self.path, self._text, self._about = source.path, source.text, source.about
         buffers = {name: tensor for name, tensor in self._text.tensors.items() if name.endswith(BUFFER)}
         self.others = {**buffers, **self._text.others}
-        if unknown := sorted({tensor.kind for tensor in self.others.values() if tensor.shown_dtype is None}):
-            raise UserError(f"like={path}: tensors of dtype {', '.join(unknown)} are not copied")
+        self.shapes: Tensors = {}
+        for name, tensor in self.others.items():
+            if (dtype := tensor.shown_dtype) is None:
+                raise UserError(f"like={path}: {name} has the dtype {tensor.kind}, which cannot be written")
+            self.shapes[name] = (tensor.shape, dtype)
 
     def here(self, name: str) -> str:
         """Returns the name in the directory of a tensor of the text model alone."""

@@ -74,7 +74,7 @@ def write_huggingface(
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     ordered = _in_order({name: (places[name], become[name]) for name in shapes})
     copied = like.others if like else {}
-    shards = _shards(ordered | {name: (it.shape, it.shown_dtype) for name, it in copied.items()}, shard_bytes)
+    shards = _shards(ordered | (like.shapes if like else {}), shard_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
@@ -89,8 +89,8 @@ def write_huggingface(
             else:
                 targets = [(file_of[tensor], tensor) for tensor in names[name]]
                 _write_leaf(leaves[name], layouts[name], dtypes[name], head, targets, tick)
-        for name, tensor in copied.items():
-            file_of[name].copy(name, tensor)
+        for tensor, stored in copied.items():
+            file_of[tensor].copy(tensor, stored)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 
