@@ -52,7 +52,7 @@ class TextModel(NamedTuple):
 
     def here(self, name: str) -> str:
         """Returns the inverse of `alone`. A head that is not stored gets the name that transformers gives it."""
-        own = next(own for own in _PREFIXES if name.startswith(own))
+        own = next((own for own in _PREFIXES if name.startswith(own)), "")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
     def note(self) -> str:
