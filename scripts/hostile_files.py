@@ -34,6 +34,7 @@ from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.unpacked import check_unpacked
 from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.huggingface.quantization_config import recipe
+from trainer.weights.huggingface.towers import text_model
 
 SECONDS, BYTES = 10, 2 << 30
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -250,8 +251,17 @@ def config(draw: random.Random, folder: Path) -> Callable[[], Any]:
         ]
     )
     data = json.loads(json.dumps(CONFIG | changes))
+    if draw.random() < 0.3:
+        inner = draw.choice(
+            [data, data | {"model_type": "gemma3_text"}, data | {"model_type": "mistral"}, [CONFIG], count]
+        )
+        outer = {"quantization_config": quantized, "image_token_index": count}
+        data = {"model_type": draw.choice(["gemma3", "mistral3"]), "text_config": inner} | draw.choice([{}, outer])
 
     def read() -> None:
+        nonlocal data
+        if text := text_model(data, dict.fromkeys(["language_model.model.norm.weight"]), Path("config.json")):
+            data = text.config
         found = recipe(data, refused := [])
         if found and not refused:
             found.schemes_of([f"model.layers.{i}.mlp.experts.{j}.gate_proj" for i in range(60) for j in range(64)])

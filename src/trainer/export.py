@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 WEIGHTS = ("raw", "ema")
 HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=float32|bfloat16] [weights=raw|ema]
-                                 [key=value ...]
+                                 [like=FOLDER] [key=value ...]
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
         a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items).
@@ -34,6 +34,8 @@ format  hf: a Hugging Face model directory, config.json and safetensors
         peft: the adapters of a run with LoRA, and what else it trained, as a folder of Hugging Face's PEFT
 dtype   of the output; default: as stored in FROM. Weights that trainer.quantize quantized stay so in params, and in
         hf, in the layout of compressed-tensors; with dtype, and in maxtext, they are floats
+like    with format=hf: a Hugging Face model directory whose text model FROM is, and which has more, such as a tower for
+        images: OUT is this directory with the text model's tensors replaced
 weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
         float32; frozen parameters are their own average
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.products.dequantized import parameter_count
     from trainer.weights.about_files import copy_beside
     from trainer.weights.adapters import Merged
+    from trainer.weights.huggingface.like import Like
     from trainer.weights.masks import check_masks
     from trainer.weights.model_keys import check_words, model_config
     from trainer.weights.open import open_source, weights_of
@@ -89,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_masks(config, checkpoint, shapes)
     leaves = checkpoint.leaves(config, shapes)
     leaves = {name: dataclasses.replace(leaf, buffer=name in buffers) for name, leaf in leaves.items()}
+    like = Like(options["like"], config, shapes) if "like" in options else None
     about = _about(checkpoint)
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
     if length:
@@ -96,8 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with new_folder(out) as partial:
         for note in filter(None, [*checkpoint.notes(config), about.note()]):
             print(visible(note))
-        _write(partial, options, config, leaves, about)
+        _write(partial, options, config, leaves, about, like)
         copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
+        if like:
+            like.copy_files(partial)
     _report(out, options, parameter_count(model.abstract[0]))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
@@ -142,6 +148,11 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
     config = model_config(described, [*as_words(lora), *words], str(adapters.path))
     leaves = adapters.leaves(config, weight_shapes(config))
     place = base or adapters.origin.path
+    if place and "://" not in place and local_path(place).is_dir() and getattr(open_source(place), "text", None):
+        print(
+            f"the adapters have the names of the text model alone, which peft does not find in {visible(place)}; "
+            "trainer.export format=hf writes that model"
+        )
     with new_folder(out) as partial:
         write_peft(
             partial,
@@ -159,8 +170,8 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
     """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
     paths, rest = words[:2], words[2:]
-    named = {"format", "dtype", "weights", *schema().keys}
-    own: tuple[str, ...] = ("format=", "dtype=", "weights=", "load_parameters_path=")
+    named = {"format", "dtype", "weights", "like", *schema().keys}
+    own: tuple[str, ...] = ("format=", "dtype=", "weights=", "like=", "load_parameters_path=")
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
@@ -171,6 +182,8 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
         mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(DTYPES)}, or leave it out")
     if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
         mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
+    if "like" in options and options.get("format") != "hf":
+        mistakes.append("like=...: only with format=hf")
     try:
         _scans(options)
     except ValueError as error:
@@ -189,7 +202,7 @@ def _length_given(keys: Sequence[str]) -> bool:
     return any(word.startswith("max_target_length=") for word in keys)
 
 
-def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, about: Any) -> None:
+def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, about: Any, like: Any) -> None:
     from trainer.weights.huggingface.config_json import length_notes
     from trainer.weights.huggingface.write import write_huggingface
     from trainer.weights.masks import with_zeros
@@ -200,9 +213,9 @@ def _write(folder: Path, options: dict[str, str], config: Config, leaves: Any, a
     if options["format"] != "params":
         leaves = with_zeros(config, leaves)
     if options["format"] == "hf":
-        for note in length_notes(config, about.fields):
-            print(note)
-        write_huggingface(folder, config, leaves, options.get("dtype"), about)
+        for note in like.notes(leaves, options.get("dtype")) if like else length_notes(config, about.fields):
+            print(visible(note))
+        write_huggingface(folder, config, leaves, options.get("dtype"), about, like=like)
     elif options["format"] == "maxtext":
         for note in maxtext_notes(config):
             print(note)

@@ -17,8 +17,9 @@ GENERATION, FIELDS = "generation_config.json", "huggingface.json"
 CHANGED = "changed_by_training"
 # Fields of config.json.
 TOKENS, LONGEST = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"
+IMAGES = ("image_token_index", "boi_token_index", "eoi_token_index")  # tokens that stand for images, and around them
 _, _END, _ = TOKENS
-_OF_TOKENIZER = ("_id", "_ids", "suppress_tokens", "tokenizer_class")  # ends of names
+_OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")  # ends of names
 
 
 class About(NamedTuple):
@@ -40,8 +41,13 @@ class About(NamedTuple):
         return _listed(self.fields.get(_END) if said is None else said)
 
     @property
+    def images(self) -> dict[int, str]:
+        """The tokens of images, of a model that has a tower for them, with the fields that name them."""
+        return {self.fields[name]: name for name in IMAGES if self.fields.get(name) is not None}
+
+    @property
     def tokens(self) -> set[int]:
-        """All tokens that it names."""
+        """All tokens that it names but those of images."""
         said = [{**holder}.get(name) for holder in (self.fields, self.generation or {}) for name in TOKENS]
         return {token for value in said for token in _listed(value)}
 

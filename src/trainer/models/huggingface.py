@@ -103,6 +103,26 @@ class Layout(NamedTuple):
         return ours.reshape(-1) if self.flat else ours
 
 
+class Outer(NamedTuple):
+    """A model in transformers that has more than a model of text, which is one of a family.
+
+    Attributes:
+      model_type: its name there.
+      texts: the model types of `text_config` that it may have; the first one if text_config names none.
+      towers: the first words of the names of its other tensors; transformers 5 may write "model." before them.
+      fields: the fields of config.json that only its other parts read.
+      tokens: the fields with the tokens that stand for what is no text, with their defaults there.
+      tied: the default of its tie_word_embeddings.
+    """
+
+    model_type: str
+    texts: Sequence[str]
+    towers: Sequence[str]
+    fields: Sequence[str]
+    tokens: Mapping[str, int]
+    tied: bool
+
+
 class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
@@ -110,6 +130,9 @@ class HuggingFace(NamedTuple):
       model_type, architecture: the family's names there.
       layouts: the layout of each parameter, by canonical name.
       defaults: values of absent fields of config.json.
+      nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
+        that differ from its class, whose values these are.
+      outers: models with towers whose text model is one of this type, or of another that they name.
       qk_norm: whether the family normalizes queries and keys.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
@@ -157,6 +180,8 @@ class HuggingFace(NamedTuple):
     aliases: Sequence[str] = ()
     modules: Mapping[str, str] = {}
     methods: tuple[str, str] = ("", "")
+    nested: Mapping[str, Any] = {}
+    outers: Sequence[Outer] = ()
 
     def contradicted(self, config: Config) -> list[str]:
         """Returns the keys of `implies` that have another value in `config`."""

@@ -48,15 +48,18 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
+        self._images = {} if run.config.dataset_type == "synthetic" else start.about.images
         self.updates, self.metrics = 1, dict[str, float]()
         share = share_of_rows(run.batch_shardings["row"], run.rows)
         stream = dataset.train_stream(start.position, rows=run.rows, **share)
         super().__init__(stream, max(0, run.config.steps - start.updates))
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position]:
-        """See `BatchSource.take`."""
+        """See `BatchSource.take`. Raises UserError if a row has a token of an image."""
         del state, interrupted
-        return next(self)
+        batch, position = next(self)
+        check_no_images(batch, self._images)
+        return batch, position
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
         """See `BatchSource.held_out`."""
@@ -71,6 +74,23 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
     steps = run.config.eval_steps
     count = steps if steps < 0 else steps * eval_parts(run.config)
     return eval_batches(dataset.evaluation, run.eval_rows, count, **share)
+
+
+def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
+    """Checks that no row of a batch has one of the tokens `images`, which are given with the fields of config.json that
+    name them: the model has no tower here, so nothing would stand in their place.
+
+    Raises:
+      UserError: names a row and its token.
+    """
+    for name in ("inputs", "targets") if images else ():
+        found = np.isin(batch[name], list(images)) & (batch[f"{name}_segmentation"] > 0)
+        if found.any():
+            token = int(batch[name][found][0])
+            raise UserError(
+                f"row {batch['row'][found.any(axis=1)][0]} of a batch of training data has the token {token}, which "
+                f"stands for an image ({images[token]}); only text can be trained: leave such documents out"
+            )
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:

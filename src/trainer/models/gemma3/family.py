@@ -12,7 +12,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gemma2 import family as gemma2
-from trainer.models.huggingface import HuggingFace
+from trainer.models.huggingface import HuggingFace, Outer
 from trainer.models.patterns import alternating, other_period
 from trainer.models.qwen3.family import NORMS
 
@@ -52,6 +52,21 @@ def _refuses(config: Config) -> list[str]:
     return refused
 
 
+# The values of transformers' Gemma3TextConfig, in which 4B to 27B differ in a few fields.
+NESTED = {
+    **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072},
+    **{"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+}
+WITH_IMAGES = Outer(
+    "gemma3",
+    texts=("gemma3_text",),
+    towers=("vision_tower", "multi_modal_projector"),
+    fields=("vision_config", "mm_tokens_per_image"),
+    tokens={"image_token_index": 262_144, "boi_token_index": 255_999, "eoi_token_index": 256_000},
+    tied=True,
+)
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -80,6 +95,8 @@ FAMILY = Family(
             ignored=("hidden_act", "_sliding_window_pattern"),
             off=("use_bidirectional_attention", "attn_logit_softcapping"),
             implies=dict.fromkeys(gemma2.POST_NORMS, True),
+            nested=NESTED,
+            outers=(WITH_IMAGES,),
         )
     ],
     maxtext=MaxText(

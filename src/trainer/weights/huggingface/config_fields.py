@@ -1,13 +1,13 @@
 """The allowed values of the fields of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import EXPERTS, LAYERS, MODULES, PERIOD
-from trainer.leaves.about import LONGEST, TOKENS
-from trainer.models.huggingface import HuggingFace
+from trainer.leaves.about import IMAGES, LONGEST, TOKENS
+from trainer.models.huggingface import HuggingFace, Outer
 from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
 # Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
@@ -46,7 +46,7 @@ _FIELDS = {
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
-    **dict.fromkeys(TOKENS, _TOKEN) | {"eos_token_id": Field(int, null=True, many=True)},
+    **dict.fromkeys((*TOKENS, *IMAGES), _TOKEN) | {"eos_token_id": Field(int, null=True, many=True)},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
     "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
@@ -80,7 +80,7 @@ _OF_GENERATION = (
     *("suppress_tokens", "begin_suppress_tokens"),
 )
 # Fields of config.json that do not affect what the model computes, and that an export writes again.
-NEUTRAL = (*TOKENS, "initializer_range", LONGEST, *_OF_GENERATION)
+NEUTRAL = (*TOKENS, *IMAGES, "initializer_range", LONGEST, *_OF_GENERATION)
 
 
 # Fields that every declaration reads.
@@ -123,6 +123,16 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     known |= {hf.activation, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
     known |= {*COUNTS} if "num_experts" in hf.sizes else set()
     known |= {*_LATENT} if hf.latent else set()
+    return _unknown(known, data)
+
+
+def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
+    """Returns the same of a config.json that has a `text_config`."""
+    known = {"model_type", "text_config", "tie_word_embeddings", *outer.fields, *outer.tokens}
+    return _unknown({*known, *NEUTRAL, *QUANTIZED, *_OF_LIBRARY}, data)
+
+
+def _unknown(known: Collection[str], data: Mapping[str, Any]) -> list[str]:
     unknown = {name: value for name, value in data.items() if name not in known and value is not None}
     return [
         f"{shortened(name)}={shown(value)}: not known, so it may change the function" for name, value in unknown.items()

@@ -101,22 +101,28 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     return keys
 
 
+def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
+    """Returns all declarations with their families: those of this package, and that of `decoder_block`, which may be an
+    import path."""
+    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
+    return [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
+
+
 def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
     """Returns the family of the model type of `data`, and its declaration. For the arguments see `model_keys`.
 
     Raises:
       UserError: no family declares it.
     """
-    own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
-    declared = [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
+    declared = declarations(decoder_block)
     known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
     if data.get("model_type", "") not in known:
         given = shortened(data.get("model_type", "(absent)"))
         if isinstance(data.get("text_config"), Mapping):
             others = [name for name in data if name.endswith("_config")]
             raise UserError(
-                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}. "
-                "Only the text model can be read; docs/guides/weights.md shows how transformers writes it alone"
+                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}; "
+                f"those whose text model is read: {', '.join(it.model_type for _, hf in declared for it in hf.outers)}"
             )
         raise UserError(
             f"{where}: model_type={given} is not known; known: {', '.join(known)}; for a family of your own, give "

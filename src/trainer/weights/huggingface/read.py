@@ -42,6 +42,7 @@ from trainer.weights.huggingface.packed_words import Readable
 from trainer.weights.huggingface.quantization_config import recipe
 from trainer.weights.huggingface.quantized_kernels import stored_keys, stored_leaves, stored_matrices
 from trainer.weights.huggingface.safetensors_file import DTYPES, StoredTensor
+from trainer.weights.huggingface.towers import text_model
 from trainer.weights.huggingface.weight_files import BUFFER, model_tensors, other_forms
 from trainer.weights.model_keys import model_config
 from trainer.weights.stored import stored_kernels
@@ -59,7 +60,12 @@ class Values(Readable, Protocol):
 
 
 class HuggingFaceSource:
-    """See `Source`."""
+    """See `Source`.
+
+    Attributes:
+      text: the part of the directory that is read, if it has towers, too.
+      quantized: whether config.json says that matrices are quantized.
+    """
 
     kind = "Hugging Face"
     averaged = False
@@ -71,15 +77,21 @@ class HuggingFaceSource:
           UserError: config.json cannot be represented, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
-        config = read_object(path / CONFIG)
+        config, tensors = read_object(path / CONFIG), model_tensors(path)
+        self.text = text_model(config, tensors, path / CONFIG, decoder_block)
+        if self.text:
+            config, tensors = self.text.config, self.text.tensors
         keys = model_keys(config, str(path / CONFIG), decoder_block)
         self.about = about_in(path, neutral_keys(config, str(path / CONFIG)))
         self.length = config.get("max_position_embeddings")
-        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = model_tensors(path)
+        self._tensors: Mapping[str, StoredTensor | PackedMatrix] = tensors
         self._others = other_forms(path)
         self._recipe = recipe(config, [])
+        self.quantized = self._recipe is not None
         if self._recipe:
-            self._tensors = with_matrices(self._tensors, self._recipe, path)
+            self._tensors = with_matrices(tensors, self._recipe, path)
+        if self.text:
+            self._tensors = {self.text.alone(name): tensor for name, tensor in self._tensors.items()}
         self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
         self._float_keys = {**keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
 
@@ -94,7 +106,8 @@ class HuggingFaceSource:
         matrices = (
             note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
         )
-        return tuple(f"{self.path}: {line}" for line in (self._others, matrices) if line)
+        towers = self.text.note() if self.text else ""
+        return tuple(f"{self.path}: {line}" for line in (towers, self._others, matrices) if line)
 
     def _stored_keys(self) -> dict[str, Any]:
         """See `stored_keys`."""

@@ -158,6 +158,24 @@ class SafetensorsFile:
         self._file.seek(start)
         self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
+    def copy(self, name: str, tensor: StoredTensor) -> None:
+        """Writes the bytes of a tensor in another file, in strips. It must have the shape and dtype that the header
+        states.
+
+        Raises:
+          UserError: that file was truncated after it was opened.
+        """
+        start, end = self._offsets[name]
+        assert tensor.nbytes == end - start, name
+        self._file.seek(start)
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start)
+            for at in range(start, end, _STRIP):
+                strip = file.read(min(_STRIP, end - at))
+                if len(strip) < min(_STRIP, end - at):
+                    raise UserError(f"{tensor.path}: the file ends within its tensors")
+                self._file.write(strip)
+
     def __enter__(self) -> Self:
         return self
 

@@ -14,6 +14,7 @@ from trainer.models.families import Place, places_of
 from trainer.models.huggingface import Layout
 from trainer.weights.huggingface.compressed_tensors import quantization_config
 from trainer.weights.huggingface.config_json import config_json
+from trainer.weights.huggingface.like import Like
 from trainer.weights.huggingface.quantized_kernels import arrays_out, scheme_out, tensors_out
 from trainer.weights.huggingface.read import CONFIG, head_to_reorder, layouts_of, tensors_of
 from trainer.weights.huggingface.safetensors_file import SafetensorsFile, Tensors
@@ -32,6 +33,7 @@ def write_huggingface(
     dtype: str | None,
     about: About = About(),  # noqa: B008 (immutable)
     shard_bytes: int = SHARD_BYTES,
+    like: Like | None = None,
 ) -> None:
     """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Weights that are
     stored quantized are written in the layout of compressed-tensors.
@@ -41,6 +43,7 @@ def write_huggingface(
       dtype: the dtype to cast to; None keeps the stored dtype of each tensor.
       about: whose fields are written into config.json.
       shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
+      like: the directory whose other tensors and config.json are written, too. `leaves` are no quantized weights.
 
     Raises:
       UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the
@@ -52,8 +55,10 @@ def write_huggingface(
     shapes |= {name: kernel.shape if hasattr(kernel, "shape") else () for name, kernel in kernels.items()}
     places = places_of(config, shapes)
     layouts = layouts_of(config, places)
+    if like:
+        layouts = {name: layout._replace(name=like.here(layout.name)) for name, layout in layouts.items()}
     dtypes = target_dtypes({name: leaf for name, leaf in leaves.items() if name not in parts}, dtype)
-    data = config_json(config, dtypes["token_embedder/embedding"].name, about.fields)
+    data = like.config(about) if like else config_json(config, dtypes["token_embedder/embedding"].name, about.fields)
 
     schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
     names = {name: [it for it, _ in tensors_of(layouts[name], places[name], shape)] for name, shape in shapes.items()}
@@ -67,7 +72,9 @@ def write_huggingface(
         others = [tensor for tensor in dict.fromkeys(linear) if tensor not in quantized]
         data["quantization_config"] = quantization_config(quantized, others)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    shards = _shards(_in_order({name: (places[name], become[name]) for name in shapes}), shard_bytes)
+    ordered = _in_order({name: (places[name], become[name]) for name in shapes})
+    copied = like.others if like else {}
+    shards = _shards(ordered | (like.shapes if like else {}), shard_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
@@ -82,6 +89,8 @@ def write_huggingface(
             else:
                 targets = [(file_of[tensor], tensor) for tensor in names[name]]
                 _write_leaf(leaves[name], layouts[name], dtypes[name], head, targets, tick)
+        for tensor, stored in copied.items():
+            file_of[tensor].copy(tensor, stored)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 

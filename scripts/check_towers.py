@@ -1,0 +1,170 @@
+"""Compares `trainer.export ... format=hf like=FOLDER` with Hugging Face's transformers, on tiny models with images.
+
+    pip install -e ".[goldens]" && python scripts/check_towers.py
+
+For Gemma 3 and Mistral 3, with the names of tensors of published folders and of modules of transformers 5: transformers
+saves a random model, which is exported straight after loading, and after three steps of training. Checked, in float32
+on the CPU: the tensors of the towers are equal in all bytes; straight after loading the logits of a row with an image
+are equal in all bits, and so are all tensors; the logits of a text are ours, before and after training.
+"""
+
+import contextlib
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if kernels are installed
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from trainer import export, train
+from trainer.backends.registry import make_model
+from trainer.leaves.source import nested, parted
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source, weight_shapes
+
+TOLERANCE = 1e-5
+LENGTH, VOCABULARY = 20, 67
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": 30, "intermediate_size": 37, "num_hidden_layers": 7}
+TEXT |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14, "max_position_embeddings": 333}
+VISION = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION |= {"image_size": 16, "patch_size": 4, "num_channels": 3}
+NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+
+
+def gemma3() -> tuple[Any, dict[str, Any]]:
+    """Returns a model, and a row with an image: the four tokens 61."""
+    text = transformers.Gemma3TextConfig(**TEXT, sliding_window=5, query_pre_attn_scalar=9)
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(),
+        vision_config=transformers.SiglipVisionConfig(**VISION).to_dict(),
+        mm_tokens_per_image=4,
+        image_token_index=61,
+        boi_token_index=62,
+        eoi_token_index=63,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    tokens = torch.tensor([[5, 7, 62, 61, 61, 61, 61, 63, *range(12)]])
+    return model, {"input_ids": tokens, "token_type_ids": (tokens == 61).long(), "pixel_values": pixels()}
+
+
+def mistral3(tied: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token."""
+    text = transformers.MistralConfig(**TEXT, sliding_window=None)
+    config = transformers.Mistral3Config(
+        text_config=text.to_dict(),
+        vision_config={"model_type": "pixtral", "head_dim": 4, **VISION},
+        image_token_index=10,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config)
+    tokens = torch.tensor([[5, 7, 10, 10, 10, 10, *range(11, 25)]])
+    return model, {"input_ids": tokens, "image_sizes": torch.tensor([[16, 16]]), "pixel_values": pixels()}
+
+
+CASES = {"gemma3": gemma3, "mistral3": mistral3, "mistral3 tied": lambda: mistral3(tied=True)}
+
+
+def pixels() -> torch.Tensor:
+    """Returns an image."""
+    return torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def saved(model: Any, folder: Path, as_modules: bool) -> None:
+    """Makes the model random and saves it, with the names of its modules or those that transformers chooses."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    model.save_pretrained(folder)
+    if as_modules:
+        tensors = load_file(folder / "model.safetensors")
+        renamed = {}
+        for name, value in tensors.items():
+            prefix = next((prefix for prefix in NAMES if name.startswith(prefix)), "")
+            renamed[NAMES.get(prefix, "model.") + name.removeprefix(prefix)] = value
+        (folder / "model.safetensors").unlink()
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+def theirs(model: Any, folder: Path, row: dict[str, Any]) -> np.ndarray:
+    """Returns the logits of transformers for a model in `folder`."""
+    found, report = type(model).from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    if any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise ValueError(f"tensors: {report}")
+    with torch.no_grad():
+        return found.eval()(**row).logits.numpy()
+
+
+def ours(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Returns our logits for the text model in `folder`."""
+    source = open_source(str(folder))
+    config = model_config(source.keys, ["dtype=float32"], str(folder))
+    model = make_model(config)
+    leaves = source.leaves(config, weight_shapes(config))
+    weights = {name: leaf.read(np.dtype(np.float32), lambda count: None) for name, leaf in leaves.items()}
+    params, rest = parted(nested(weights), model.abstract[1])
+    position, ones = np.arange(tokens.size, dtype=np.int32)[None], np.ones_like(tokens)
+    hidden, _, _ = model.apply(params, rest, tokens, position, ones, np.zeros(1, np.int32))
+    return np.asarray(model.apply(params, rest, hidden, method="head")[0])
+
+
+def check(make: Any, folder: Path, as_modules: bool) -> list[float]:
+    """Checks one case, and returns the differences of the logits of a text before and after training, as a share.
+
+    Raises:
+      ValueError: what has to be equal is not.
+    """
+    model, row = make()
+    first, back, run, trained = (folder / name for name in ("first", "back", "run", "trained"))
+    saved(model, first, as_modules)
+    steps = [f"base_output_directory={folder}", "run_name=run", "steps=3", "dataset_type=synthetic", "dtype=float32"]
+    small = ["per_device_batch_size=1", "max_target_length=32", "learning_rate=0.03", "warmup_steps_fraction=0"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        export.main([str(first), str(back), "format=hf", f"like={first}"])
+        train.main(["base.yml", f"load_parameters_path={first}", *steps, *small, "enable_checkpointing=true"])
+        export.main([str(run), str(trained), "format=hf", f"like={first}"])
+    before, after, final = (load_file(it / "model.safetensors") for it in (first, back, trained))
+    if not before.keys() == after.keys() == final.keys():
+        raise ValueError("other names of tensors")
+    if [name for name in before if before[name].tobytes() != after[name].tobytes()]:
+        raise ValueError("other tensors straight after loading")
+    changed = {name for name in before if before[name].tobytes() != final[name].tobytes()}
+    if changed != {name for name in before if "language_model" in name or name.startswith("lm_head")}:
+        raise ValueError("other tensors are trained than those of the text model")
+    if not np.array_equal(theirs(model, first, row), theirs(model, back, row)):
+        raise ValueError("other logits of an image straight after loading")
+    text = np.arange(20, 20 + LENGTH, dtype=np.int32)[None]
+    differences = []
+    for each in (back, trained):
+        expected = theirs(model, each, {"input_ids": torch.tensor(text, dtype=torch.long)})
+        differences.append(float(np.max(np.abs(ours(each, text) - expected)) / np.max(np.abs(expected))))
+    return differences
+
+
+def main() -> int:
+    """Checks all cases."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}")
+    worst = 0.0
+    for name, make in CASES.items():
+        for as_modules in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                found = check(make, Path(folder), as_modules)
+            print(f"{name}, {'names of modules' if as_modules else 'names as saved'}: {found[0]:.1e} {found[1]:.1e}")
+            worst = max(worst, *found)
+    return worst > TOLERANCE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""Writes the weights of a text model into a copy of a directory of Hugging Face that has towers beside it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.json_files import read_object
+from trainer.config.keys import Config
+from trainer.config.tokenizer_files import tokenizer_parts
+from trainer.config.words import counted
+from trainer.leaves.about import LONGEST, TOKENS, About
+from trainer.leaves.source import Leaf, Shapes
+from trainer.runtime.folders import check_folder, read_bounded
+from trainer.weights.huggingface.read import CONFIG, HuggingFaceSource
+from trainer.weights.huggingface.safetensors_file import Tensors
+from trainer.weights.huggingface.weight_files import BUFFER
+from trainer.weights.model_keys import described, model_config
+from trainer.weights.open import open_source
+from trainer.weights.params.write import target_dtypes
+
+_TABLE = "token_embedder/embedding"
+
+
+class Like:
+    """A directory that is written again with the weights of another text model.
+
+    Attributes:
+      others: the tensors that are copied, by name; `shapes`: their shapes and dtypes.
+    """
+
+    def __init__(self, path: str, config: Config, shapes: Shapes):
+        """
+        Args:
+          path: the directory.
+          config: of the text model whose weights are written, resolved; `shapes`: of its weights.
+
+        Raises:
+          UserError: the directory has no towers, or its text model is another one.
+        """
+        source = open_source(path, config.decoder_block)
+        if not isinstance(source, HuggingFaceSource) or source.text is None:
+            raise UserError(f"like={path}: not a model of Hugging Face with more than a text model; leave it out")
+        if source.keys.get("checkpoint_is_quantized") or source.quantized:
+            raise UserError(f"like={path}: its matrices are quantized; give the directory with floats")
+        if config.checkpoint_is_quantized:
+            raise UserError(f"like={path}: the weights are quantized; give dtype=float32 or dtype=bfloat16")
+        here = described(model_config(source.keys, [], str(source.path)))
+        ours = described(config)
+        if differing := [name for name in {**here, **ours} if here.get(name) != ours.get(name)]:
+            theirs, given = (as_words(keys, [name for name in differing if name in keys]) for keys in (here, ours))
+            raise UserError(
+                f"like={path}: another text model: it has {', '.join(theirs) or 'none of the following'}; the weights "
+                f"have {', '.join(given) or 'none of these'}"
+            )
+        self._table = source.leaves(config, shapes)[_TABLE].dtype  # compares names and shapes, too
+        self.path, self._text, self._about = source.path, source.text, source.about
+        buffers = {name: tensor for name, tensor in self._text.tensors.items() if name.endswith(BUFFER)}
+        self.others = {**buffers, **self._text.others}
+        self.shapes: Tensors = {}
+        for name, tensor in self.others.items():
+            if (dtype := tensor.shown_dtype) is None:
+                raise UserError(f"like={path}: {name} has the dtype {tensor.kind}, which cannot be written")
+            self.shapes[name] = (tensor.shape, dtype)
+
+    def here(self, name: str) -> str:
+        """Returns the name in the directory of a tensor of the text model alone."""
+        return self._text.here(name)
+
+    def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
+        """Returns lines on what is copied, and on the dtype if `leaves`, cast to `dtype`, have another one."""
+        written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
+        lines = [f"like={self.path}: copied as they are: {counted(len(self.others), 'other tensor')}"]
+        if written != self._table.name:
+            lines.append(f"like={self.path}: the text model is written in {written}, there it is {self._table.name}")
+        return lines
+
+    def config(self, about: About) -> dict[str, Any]:
+        """Returns config.json of the directory, with the tokens that end a text and the longest text of `about`."""
+        data, said = read_object(self.path / CONFIG), self._about.fields
+        new = {name: about.fields[name] for name in (*TOKENS, LONGEST) if name in about.fields}
+        for name in [name for name in new if new[name] != said.get(name)]:
+            whole = data if name in TOKENS else data["text_config"]
+            whole[name] = new[name]
+        return data
+
+    def copy_files(self, target: Path) -> None:
+        """Copies into `target` how images are prepared; and the tokenizer, if there is none."""
+        names = [path.name for path in sorted(self.path.glob("*processor_config.json"))]
+        names += [] if tokenizer_parts(target) else tokenizer_parts(self.path)
+        check_folder(self.path, names)
+        for name in names:
+            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).write_bytes(read_bounded(self.path / name))

@@ -1,0 +1,140 @@
+"""Directories of Hugging Face whose model has towers beside its text model, such as one for images (`Outer`).
+
+Of such a directory, the text model is read: what config.json and the tensors would be if it had been saved alone.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.json_files import shown
+from trainer.config.words import counted
+from trainer.leaves.about import LONGEST
+from trainer.models.huggingface import HuggingFace, Outer
+from trainer.observe.text import si
+from trainer.weights.huggingface.config_fields import NEUTRAL, mistyped, unknown_outer_fields
+from trainer.weights.huggingface.config_json import declarations
+from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
+from trainer.weights.huggingface.safetensors_file import StoredTensor
+
+_TEXT, _TIED = "text_config", "tie_word_embeddings"
+# What the names of the text model's tensors begin with if it is saved alone, and in such a directory: as published and
+# as transformers 4 and 5 save it, and as the module of transformers 5 has them. It reads both.
+_BODY, _HEAD = "model.", "lm_head."
+_PREFIXES = {
+    _BODY: ("language_model.model.", "model.language_model."),
+    _HEAD: ("language_model.lm_head.", "lm_head."),
+}
+_MOST = 20  # lines of a message
+
+
+class TextModel(NamedTuple):
+    """The text model in a directory that has more.
+
+    Attributes:
+      config: its config.json, as if it had been saved alone.
+      tensors: its tensors, by their names in the directory.
+      others: all other tensors.
+      prefixes: what the names of `tensors` begin with, by what they begin with if the model is saved alone.
+    """
+
+    outer: Outer
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    others: Mapping[str, StoredTensor]
+    prefixes: Mapping[str, str]
+
+    def alone(self, name: str) -> str:
+        """Returns the name that one of `tensors` has if the model is saved alone."""
+        own, here = next(pair for pair in self.prefixes.items() if name.startswith(pair[1]))
+        return own + name.removeprefix(here)
+
+    def here(self, name: str) -> str:
+        """Returns the inverse of `alone`. A head that is not stored gets the name that transformers gives it."""
+        own = next((own for own in _PREFIXES if name.startswith(own)), "")
+        return self.prefixes.get(own, own) + name.removeprefix(own)
+
+    def note(self) -> str:
+        """Returns a line on what is left out."""
+        towers = dict[str, list[StoredTensor]]()
+        for name, tensor in self.others.items():
+            towers.setdefault(name.removeprefix("model.").partition(".")[0], []).append(tensor)
+        sizes = [f"{name} ({counted(len(them), 'tensor')}, {_bytes(them)})" for name, them in towers.items()]
+        return f"only the text model of {self.outer.model_type} is read; left out: {', '.join(sizes) or 'no tensors'}"
+
+
+def _bytes(tensors: list[StoredTensor]) -> str:
+    return si(sum(tensor.nbytes for tensor in tensors), "B").strip()
+
+
+def text_model(
+    data: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: Path, decoder_block: str = ""
+) -> TextModel | None:
+    """Returns the text model of a directory; None if no family declares that it is part of another.
+
+    Args:
+      data: config.json, parsed.
+      tensors: all tensors, by name.
+      where: the path of config.json.
+      decoder_block: see `config_json.model_keys`.
+
+    Raises:
+      UserError: there is no text model, or none that the declaration allows; or a field or tensor is not known.
+    """
+    known = [hf for _, hf in declarations(decoder_block)]
+    outer = next((it for hf in known for it in hf.outers if it.model_type == data.get("model_type")), None)
+    if outer is None:
+        return None
+    text = data.get(_TEXT)
+    if not isinstance(text, Mapping):
+        raise UserError(f"{where}: {_TEXT}={shown(text)}, not an object that describes the text model")
+    kind = text.get("model_type") or outer.texts[0]
+    if kind not in outer.texts:
+        allowed = ", ".join(outer.texts)
+        raise UserError(f"{where}: {_TEXT} has model_type={shown(kind)}; known in {outer.model_type}: {allowed}")
+    if wrong := mistyped(data):
+        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
+    if refused := unknown_outer_fields(outer, data):
+        raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
+    prefixes = _prefixes(tensors, where.parent)
+    own = {name: it for name, it in tensors.items() if name.startswith(tuple(prefixes.values()))}
+    others = {name: it for name, it in tensors.items() if name not in own}
+    towers = tuple(f"{above}{tower}." for tower in outer.towers for above in ("", "model."))
+    if unknown := [shortened(name) for name in others if not name.startswith(towers)]:
+        head = f"{where.parent}: tensors that are neither of the text model nor of {' and '.join(outer.towers)}:"
+        more = [f"and {len(unknown) - _MOST} more"] if len(unknown) > _MOST else []
+        raise UserError("\n  ".join([head, *unknown[:_MOST], *more]))
+    hf = next(hf for hf in known if kind in (hf.model_type, *hf.aliases))
+    config = {**_fields(outer, hf, data), "model_type": kind, _TIED: _is_tied(outer, hf, data, _HEAD in prefixes)}
+    return TextModel(outer, config, own, others, prefixes)
+
+
+def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str]:
+    """Returns `TextModel.prefixes`.
+
+    Raises:
+      UserError: there is no text model, or a part of it under two names.
+    """
+    found = dict[str, str]()
+    for own, forms in _PREFIXES.items():
+        used = [form for form in forms if any(name.startswith(form) for name in tensors)]
+        if len(used) > 1:
+            raise UserError(f"{where}: two text models: names of tensors begin with {' and with '.join(used)}")
+        found |= dict.fromkeys((own,), used[0]) if used else {}
+    if _BODY not in found:
+        raise UserError(f"{where}: no text model: no name of a tensor begins with {' or '.join(_PREFIXES[_BODY])}")
+    return found
+
+
+def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json of the text model alone. What belongs to the whole model stands above `text_config`."""
+    whole = {name: data[name] for name in (*NEUTRAL, *QUANTIZED) if data.get(name) is not None and name != LONGEST}
+    return {**hf.nested, **data[_TEXT], **outer.tokens, **whole}
+
+
+def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:
+    """Returns whether the head is the embedding table. transformers 4 reads this in `text_config`, 5 above it; where
+    they contradict each other, 5 ties no head that is another tensor."""
+    above, below = bool(data.get(_TIED, outer.tied)), bool(data[_TEXT].get(_TIED, hf.nested.get(_TIED, False)))
+    return above if above == below else not has_head
