@@ -103,12 +103,54 @@ class Layout(NamedTuple):
         return ours.reshape(-1) if self.flat else ours
 
 
+class Merged(NamedTuple):
+    """A module of a Hugging Face checkpoint whose tensors merge those of several modules along their outputs.
+
+    `Layout`s name the parts, as if each had its own tensor.
+
+    Attributes:
+      name: the end of its name, as in "self_attn.qkv_proj".
+      parts: the ends of the names of its parts, in their order, as in ("self_attn.q_proj", ...).
+      interleaved: whether the outputs of the parts alternate: output i of part k is output i x len(parts) + k of all.
+      axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
+    """
+
+    name: str
+    parts: Sequence[str]
+    interleaved: bool = False
+    axis: int = 0
+
+    def find(self, tensor: str) -> tuple[str, int] | None:
+        """Returns the name of the merged tensor, and the number of the part, given the name of a part's tensor; None if
+        it is no part of this module."""
+        for i, part in enumerate(self.parts):
+            before, found, after = f".{tensor}.".partition(f".{part}.")
+            if found:
+                return f"{before}.{self.name}.{after}"[1:-1], i
+        return None
+
+    def cut(self, sizes: Sequence[int], i: int) -> slice:
+        """Returns the outputs of part i, given the numbers of outputs of all parts."""
+        if not self.interleaved:
+            return slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+        return slice(i, len(sizes) * sizes[i], len(sizes))
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the merged tensor of `parts`."""
+        if not self.interleaved:
+            return np.concatenate(parts, self.axis)
+        axis = self.axis % parts[0].ndim
+        shape = [len(parts) * size if i == axis else size for i, size in enumerate(parts[0].shape)]
+        return np.stack(parts, axis + 1).reshape(shape)
+
+
 class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
     Attributes:
       model_type, architecture: the family's names there.
       layouts: the layout of each parameter, by canonical name.
+      merged: the modules that merge several of those that the layouts name.
       defaults: values of absent fields of config.json.
       qk_norm: whether the family normalizes queries and keys.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
@@ -137,6 +179,7 @@ class HuggingFace(NamedTuple):
     architecture: str
     layouts: Mapping[str, Layout]
     defaults: Mapping[str, Any]
+    merged: Sequence[Merged] = ()
     qk_norm: bool = False
     window: Literal["", "given", "switched", "alternating"] = ""
     period: int = 0
