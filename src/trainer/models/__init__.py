@@ -15,6 +15,7 @@ FAMILIES = {
     "mixtral": "trainer.models.mixtral.facts:FACTS",
     "olmo2": "trainer.models.olmo2.facts:FACTS",
     "olmo3": "trainer.models.olmo3.facts:FACTS",
+    "phi3": "trainer.models.phi3.facts:FACTS",
     "qwen2": "trainer.models.qwen2.facts:FACTS",
     "qwen3": "trainer.models.qwen3.facts:FACTS",
     "qwen3_moe": "trainer.models.qwen3_moe.facts:FACTS",

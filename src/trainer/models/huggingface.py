@@ -157,12 +157,14 @@ class HuggingFace(NamedTuple):
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
         layer_types says.
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
+      ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
+      partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
-        default.
+        default. attention_bias and mlp_bias must be false in families that do not name them here.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
@@ -184,6 +186,8 @@ class HuggingFace(NamedTuple):
     window: Literal["", "given", "switched", "alternating"] = ""
     period: int = 0
     period_field: str = ""
+    ropes: Sequence[str] = ()
+    partial: bool = False
     local_rope: str = ""
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}

@@ -42,6 +42,7 @@ _OF_ROPE = {
         *("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_truncate"),
         "rope_attention_scaling",
     ),
+    "longrope": ("rope_factor", "original_max_position_embeddings", "rope_attention_scaling"),
 }
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")

@@ -47,6 +47,10 @@ FAMILIES = {
         "logits_via_embedding": False,
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
+    "phi3": {
+        **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
+        **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},
+    },
 }
 
 # Two kinds of layers in place of the family's 6 or 4, for tests of whole steps, whose cost grows with the pattern:

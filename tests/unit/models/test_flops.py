@@ -171,6 +171,7 @@ FAMILIES = {
     "gemma, tied": {"decoder_block": "gemma", "logits_via_embedding": True},
     "olmo2": {"decoder_block": "olmo2", "use_qk_norm": True, "logits_via_embedding": False},
     "smollm3": {"decoder_block": "smollm3", "nope_layer_interval": 2, "logits_via_embedding": False},
+    "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
 

@@ -16,7 +16,7 @@ from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
+CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "phi3", "phi3-short", "phi4-mini")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

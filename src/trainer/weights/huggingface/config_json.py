@@ -1,5 +1,6 @@
 """Reads and writes config.json. Checked against transformers 5.23; 4.x reads and writes the same files."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ from trainer.config.keys import Config
 from trainer.config.limits import PERIOD
 from trainer.config.schema import schema
 from trainer.config.values import check
+from trainer.leaves.about import LONGEST
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
 from trainer.weights.huggingface.quantization_config import recipe
-from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys
+from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys, rope_types
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -127,7 +129,7 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
 
 def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
-    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
+    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name) and name not in hf.sizes.values()]
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
     names += ["use_sliding_window"] if said.get("use_sliding_window") and hf.window != "switched" else []
@@ -191,6 +193,8 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
     if kinds == {_FULL}:
         return {"attention_type": "global"}
+    if kinds == {_SLIDING} and window and hf.window == "given" and window >= (said.get(LONGEST) or math.inf):
+        return {"attention_type": "global"}  # it covers the longest text
     if kinds == {_SLIDING} and window:
         return {"attention_type": "local_sliding", "sliding_window_size": window}
     refused.append(
@@ -343,6 +347,11 @@ def _inexpressible(config: Config) -> list[str]:
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
+        "rope_type": config.rope_type not in rope_types(hf),
+        "rope_linear_scaling_factor": config.rope_type == "default"
+        and config.rope_linear_scaling_factor != 1
+        and "linear" not in (hf.ropes or ("linear",)),
+        "partial_rotary_factor": config.partial_rotary_factor != 1 and not hf.partial,
         "interleave_moe_layer_step": config.interleave_moe_layer_step != 1
         and "interleave_moe_layer_step" not in hf.sizes,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,
