@@ -148,11 +148,7 @@ def differences(case, config, model, folder):
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.
-    [
-        (case, *way)
-        for case in CASES
-        for way in ways(case)[: 1 if case in (*WITH_EXPERTS, INTERLEAVED) else 2]
-    ],
+    [(case, *way) for case in CASES for way in ways(case)[: 1 if case in (*WITH_EXPERTS, INTERLEAVED) else 2]],
 )
 def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interleave, tmp_path):
     config, model = model_of(case, attention=attention, rope_interleave=interleave)
