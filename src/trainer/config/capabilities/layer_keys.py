@@ -30,7 +30,7 @@ def _yarn(config: Config) -> str | None:
 
 def _rotated(config: Config) -> str | None:
     rotated = int(config.head_dim * config.partial_rotary_factor)
-    if rotated >= 2 and rotated % 2 == 0:
+    if config.partial_rotary_factor == 1 or (rotated >= 2 and rotated % 2 == 0):
         return None
     return f"RoPE would rotate {rotated} entries of a head; it rotates pairs"
 
@@ -42,9 +42,13 @@ def _longrope(config: Config) -> str | None:
     for key in ("rope_short_factor", "rope_long_factor"):
         if len(config[key]) != pairs or not all(0 < factor < math.inf for factor in config[key]):
             return f"with rope_type=longrope {key} has a positive number for each of the {pairs} pairs that are rotated"
-    if config.rope_factor < 1 or config.original_max_position_embeddings < 2:
-        return "with rope_type=longrope both must be given, and the original length is at least 2"
     return None
+
+
+def _longrope_lengths(config: Config) -> str | None:
+    if config.rope_type != "longrope" or (config.rope_factor and config.original_max_position_embeddings > 1):
+        return None
+    return "with rope_type=longrope both must be given, and the original length is at least 2"
 
 
 def _activations(config: Config) -> str | None:
@@ -69,7 +73,8 @@ CHECKS: tuple[Check, ...] = (
     (("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
     (("beta_slow", "beta_fast"), _yarn),
     (("head_dim", "partial_rotary_factor"), _rotated),
-    (("rope_factor", "original_max_position_embeddings", "rope_short_factor", "rope_long_factor"), _longrope),
+    (("rope_short_factor", "rope_long_factor"), _longrope),
+    (("rope_factor", "original_max_position_embeddings"), _longrope_lengths),
     (("mlp_activations",), _activations),
     (("trainable_position_size", "max_target_length"), _positions),
 )

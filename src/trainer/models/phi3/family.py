@@ -2,10 +2,23 @@
 In config.json the wavelengths of long texts have factors of their own (LongRoPE), RoPE may rotate a part of each head,
 and tensors merge queries, keys and values, and gate and up."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Merged
 from trainer.models.llama2.family import LAYOUTS, stacks
+
+
+def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Long texts of the published models are shorter than the window, which therefore hides nothing."""
+    del refused
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
+    window, longest = said.get("sliding_window") or 0, said.get("max_position_embeddings") or 0
+    return {"attention_type": "global"} if stretched and window >= longest > 0 else {}
+
 
 GATE_UP = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 FAMILY = Family(
@@ -26,6 +39,7 @@ FAMILY = Family(
             ropes=("default", "longrope", "su"),
             partial=True,
             off=("lm_head_bias",),  # Phi-4-mini
+            read=_read,
             ignored=("full_attn_mod", "interpolate_factor"),  # Phi-4-mini
         )
     ],

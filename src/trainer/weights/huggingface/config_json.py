@@ -1,6 +1,5 @@
 """Reads and writes config.json. Checked against transformers 5.23; 4.x reads and writes the same files."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ from trainer.config.keys import Config
 from trainer.config.limits import PERIOD
 from trainer.config.schema import schema
 from trainer.config.values import check
-from trainer.leaves.about import LONGEST
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
@@ -81,6 +79,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     else:
         refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
     keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may say so
+        keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
     if hf.latent:
@@ -193,8 +193,6 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
     if kinds == {_FULL}:
         return {"attention_type": "global"}
-    if kinds == {_SLIDING} and window and hf.window == "given" and window >= (said.get(LONGEST) or math.inf):
-        return {"attention_type": "global"}  # it covers the longest text
     if kinds == {_SLIDING} and window:
         return {"attention_type": "local_sliding", "sliding_window_size": window}
     refused.append(
