@@ -47,6 +47,8 @@ LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
+GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
+GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
@@ -233,6 +235,8 @@ CASES = {
         | {"rope_parameters": LONGROPE | {"short_factor": [0.5, 1.2, 1.7, 3.0], "long_factor": [8.0] * 4}},
         ("model.layers.0.self_attn.qkv_proj.weight",),
     ),
+    "glm4": Case(GLM4, SMALL | {"rms_norm_eps": 1e-5}, spread=0.9),
+    "glm": Case(GLM, SMALL | {"attention_bias": False}, TURNED, spread=0.9),
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9

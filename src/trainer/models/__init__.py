@@ -9,6 +9,7 @@ FAMILIES = {
     "gemma": "trainer.models.gemma.facts:FACTS",
     "gemma2": "trainer.models.gemma2.facts:FACTS",
     "gemma3": "trainer.models.gemma3.facts:FACTS",
+    "glm4": "trainer.models.glm4.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "llama2": "trainer.models.llama2.facts:FACTS",
     "mistral": "trainer.models.mistral.facts:FACTS",

@@ -33,6 +33,7 @@ CASES = (
     "smollm3",
     "phi3",
     "phi4-mini",
+    "glm4",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

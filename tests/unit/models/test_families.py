@@ -47,6 +47,7 @@ FAMILIES = {
         "logits_via_embedding": False,
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
+    "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
     "phi3": {
         **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
         **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},

@@ -16,7 +16,20 @@ from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3", "phi3", "phi3-short", "phi4-mini")
+CASES = (
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "phi3-short",
+    "phi4-mini",
+    "glm",
+    "glm4",
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -5,6 +5,7 @@ and tensors merge queries, keys and values, and gate and up."""
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.config.keys import Config
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace, Merged
@@ -18,6 +19,12 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
     window, longest = said.get("sliding_window") or 0, said.get("max_position_embeddings") or 0
     return {"attention_type": "global"} if stretched and window >= longest > 0 else {}
+
+
+def no_tokens(config: Config) -> dict[str, Any]:
+    """Returns fields without which transformers takes the tokens of the published vocabulary."""
+    del config
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 GATE_UP = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
@@ -40,6 +47,7 @@ FAMILY = Family(
             partial=True,
             off=("lm_head_bias",),  # Phi-4-mini
             read=_read,
+            write=no_tokens,
             ignored=("full_attn_mod", "interpolate_factor"),  # Phi-4-mini
         )
     ],
