@@ -93,6 +93,10 @@ FAMILIES = {
     "phi3.5-mini": ("phi3", 3072, 32, 32, 96, 8192, 32, 32064, 1e-5, 10000, False, 3_821_079_552),
     "phi4": ("phi3", 5120, 40, 10, 128, 17920, 40, 100352, 1e-5, 250000, False, 14_659_507_200),
     "phi4-mini": ("phi3", 3072, 24, 8, 128, 8192, 32, 200064, 1e-5, 10000, True, 3_836_021_760),
+    # transformers' defaults of Glm4Config and GlmConfig, and published numbers of parameters.
+    "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
+    "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
+    "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
 }
 # Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
@@ -131,6 +135,7 @@ OWN = {
     },
     "smollm3": {"nope_layer_interval": 4},
     "phi3": {},
+    "glm4": {**POST_NORMS, "attention_bias": True, "partial_rotary_factor": 0.5},
 }
 SMALL_GEMMA3 = {**POST_NORMS, "sliding_window_size": 512, "local_rope_max_timescale": 10000}
 LONGROPE = {
@@ -148,6 +153,8 @@ LONG_PHI4_MINI = (
 PHI4_MINI = {"rope_short_factor": (1,) * 48, "rope_long_factor": LONG_PHI4_MINI}
 PHI_WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 2047}
 OWN_OF_PRESETS = {
+    "glm4-9b-chat": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4-32b": {**POST_NORMS, "partial_rotary_factor": 0.5},
     "phi3-mini-4k": PHI_WINDOW,
     "phi3-medium-4k": PHI_WINDOW,
     "phi4-mini": LONGROPE | PHI4_MINI | {"partial_rotary_factor": 0.75},
@@ -181,7 +188,17 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
-LARGEST = ("qwen2.5-72b", "gemma-7b", "gemma2-27b", "gemma3-27b", "olmo2-32b", "olmo3-32b", "smollm3-3b", "phi4")
+LARGEST = (
+    "qwen2.5-72b",
+    "gemma-7b",
+    "gemma2-27b",
+    "gemma3-27b",
+    "olmo2-32b",
+    "olmo3-32b",
+    "smollm3-3b",
+    "phi4",
+    "glm4-32b",
+)
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
 # and the number of groups among which a token chooses.
@@ -336,8 +353,7 @@ def test_a_preset_of_a_newer_family_is_the_published_model(name):
         own = LONGROPE | {key: config[key] for key in PHI4_MINI}
         assert [len(config[key]) for key in PHI4_MINI] == [48, 48]
         assert [sum(config[key]) for key in PHI4_MINI] == pytest.approx([83.47, 1828.04], abs=1e-4)
-    own |= {"normalize_embedding_logits": False} if tied else {}
-    own |= {"remat_policy": "full"}
+    own = own | ({"normalize_embedding_logits": False} if tied else {}) | {"remat_policy": "full"}
     own["mlp_activations"] = ("gelu" if family.startswith("gemma") else "silu", "linear")
     assert {key: config[key] for key in own} == own
     # It sets no other key. The base of RoPE in Gemma 1 and 2 is the default.
@@ -365,7 +381,8 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
 
 
 @pytest.mark.rest(
-    covered_by="gemma3, olmo3", cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "phi4", "qwen2.5-72b", "smollm3-3b")
+    covered_by="gemma3, olmo3",
+    cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "phi4", "glm4-32b", "qwen2.5-72b", "smollm3-3b"),
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_preset_of_a_family_can_be_trained(name):
@@ -411,8 +428,9 @@ def not_embedded(name: str) -> int:
     """Returns the parameters of the blocks and of the final norm, from the sizes in config.json."""
     family, width, heads, kv_heads, head_dim, hidden, layers, *_ = FAMILIES[name]
     query, key = heads * head_dim, kv_heads * head_dim
-    biases = query + 2 * key if family == "qwen2" else 0
-    norms = (4 if family in ("gemma2", "gemma3") else 2) * width
+    own = OWN_OF_PRESETS.get(name, OWN[family])
+    biases = query + 2 * key if own.get("attention_bias") else 0
+    norms = (4 if own.get("use_post_attn_norm") else 2) * width
     norms += {"gemma3": 2 * head_dim, "olmo2": query + key, "olmo3": query + key}.get(family, 0)
     return layers * (2 * width * (query + key) + biases + 3 * width * hidden + norms) + width
 
