@@ -33,6 +33,7 @@ def make_rope(config: Config, window: int = 0) -> Rope:
         longest = config.local_rope_max_timescale
         interleave, rounded, share = config.rope_interleave, config.batch_invariant, config.partial_rotary_factor
         return Rope(config.rope_min_timescale, longest, share=share, interleave=interleave, rounded=rounded)
+    short, long = config.rope_short_factor, config.rope_long_factor
     is_long = config.max_target_length > config.original_max_position_embeddings
     return Rope(
         min_timescale=config.rope_min_timescale,
@@ -47,7 +48,7 @@ def make_rope(config: Config, window: int = 0) -> Rope:
         beta_slow=config.beta_slow,
         truncate=config.rope_truncate,
         attention_scaling=config.rope_attention_scaling,
-        factors=tuple(config.rope_long_factor if is_long else config.rope_short_factor),
+        factors=tuple(long if is_long else short),
         share=config.partial_rotary_factor,
         interleave=config.rope_interleave,
         rounded=config.batch_invariant,

@@ -277,7 +277,11 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
     if config.mtp_num_layers:
         data["num_nextn_predict_layers"] = config.mtp_num_layers
-    return as_typed({**data, **neutral})
+    data = {**data, **neutral}
+    original = config.original_max_position_embeddings
+    if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
+        data["rope_scaling"]["factor"] = config.rope_factor  # transformers 5 reads it
+    return as_typed(data)
 
 
 def _context_length(config: Config) -> int:
