@@ -46,6 +46,9 @@ DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
+PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
+GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
+GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
@@ -67,6 +70,9 @@ SMALL = {
 }
 OF_OLMO = {name: size for name, size in SMALL.items() if name != "head_dim"}
 OF_OLMO |= {"num_key_value_heads": 2, "eos_token_id": None}
+OF_PHI = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 2}
+OF_PHI |= {"bos_token_id": None, "eos_token_id": None}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "long_factor": [1.0, 2.5, 4.0]}
 FULL, SLIDING = "full_attention", "sliding_attention"
 # For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
@@ -213,6 +219,24 @@ CASES = {
         some(3, 4),
     ),
     "smollm3": Case(SMOLLM3, SMALL | {"num_hidden_layers": 5}, some(3, 4), spread=0.9),
+    "phi3": Case(PHI3, OF_PHI | {"sliding_window": 5}),
+    # Every document with more than one token is longer than the original length, so that it has the long factors.
+    "phi4-mini": Case(
+        PHI3,
+        OF_PHI
+        | {"num_key_value_heads": 1, "tie_word_embeddings": True, "original_max_position_embeddings": 6}
+        | {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.2]}},
+        some(),
+    ),
+    "phi3-short": Case(
+        PHI3,
+        OF_PHI
+        | {"original_max_position_embeddings": 64}
+        | {"rope_parameters": LONGROPE | {"short_factor": [0.5, 1.2, 1.7, 3.0], "long_factor": [8.0] * 4}},
+        ("model.layers.0.self_attn.qkv_proj.weight",),
+    ),
+    "glm4": Case(GLM4, SMALL | {"rms_norm_eps": 1e-5}, spread=0.9),
+    "glm": Case(GLM, SMALL | {"attention_bias": False}, TURNED, spread=0.9),
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9

@@ -57,6 +57,7 @@ CASES = {
     "mixtral-down": Case("mixtral", {"target_modules": [], "target_parameters": _STACKED[1:2]}),
     "mixtral-named": Case("mixtral", {"target_modules": ["q_proj", "w1", "w2", "w3"]}),
     "deepseek-v3": Case("deepseek-v3", {"target_modules": "all-linear"}),
+    "phi3": Case("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
 }
 # As transformers 4 names them: a module for each matrix of each expert.
 OF_4 = "qwen3-moe"

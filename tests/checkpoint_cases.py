@@ -20,6 +20,7 @@ FAMILIES = {
     "llama2": {"logits_via_embedding": False},
     "mistral": {"attention_type": "local_sliding", "sliding_window_size": 5, "logits_via_embedding": False},
     "qwen3": {"use_qk_norm": True, "logits_via_embedding": True, "normalize_embedding_logits": False},
+    "phi3": {"logits_via_embedding": False},
     "mixtral": EXPERTS | {"logits_via_embedding": False},
     "qwen3_moe": EXPERTS | {"use_qk_norm": True, "logits_via_embedding": False, "norm_topk_prob": True},
 }
@@ -54,6 +55,10 @@ SUFFIX_OF_EXPERT = {
     "moe_block/wi_1": "mlp.experts.{}.up_proj.weight",
     "moe_block/wo": "mlp.experts.{}.down_proj.weight",
 }
+
+
+# Modules of Phi 3 that merge others, one after the other.
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def words(**keys: Any) -> list[str]:
@@ -115,6 +120,16 @@ def hf_tensors(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if "decoder/logits_dense/kernel" in params:
         tensors["lm_head.weight"] = params["decoder/logits_dense/kernel"].T
     return {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+
+
+def hf_tensors_of(config: Any, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns `hf_tensors`, merged as the family of `config` stores them."""
+    tensors = hf_tensors(params)
+    for whole, parts in MERGED.items() if config.decoder_block == "phi3" else ():
+        for name in [name for name in tensors if f".{parts[0]}." in name]:
+            values = [tensors.pop(name.replace(parts[0], part)) for part in parts]
+            tensors[name.replace(parts[0], whole)] = np.concatenate(values)
+    return tensors
 
 
 def hf_config(config: Any, **changes: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Field:
       kind: bool, int, float (which also accepts integers), str, list or dict.
       low, high: inclusive bounds of a number; NaN and infinities are never allowed.
       null: whether null is allowed.
-      item: the type of a list's items.
+      item: the type of a list's items; float also accepts integers.
       many: whether a list of such values is also allowed.
     """
 
@@ -63,8 +63,8 @@ class Field:
             low, high = self._range
             allowed = int if self.kind is int else (int, float)
             return isinstance(value, allowed) and low <= value <= high
-        fits = isinstance(value, self.kind)
-        return fits and (self.item is None or all(isinstance(item, self.item) for item in value))
+        fits, item = isinstance(value, self.kind), (int, float) if self.item is float else self.item
+        return fits and (item is None or all(isinstance(it, item) for it in value))
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -250,6 +250,7 @@ class Config(Mapping[str, Any]):
     packing_max_segments_per_sample: int
     parameter_memory_host_offload: bool
     parameter_metrics_period: int
+    partial_rotary_factor: float
     per_device_batch_size: float
     pipeline_delay_activation_forwarding: bool
     pipeline_fsdp_ag_once: bool
@@ -304,9 +305,11 @@ class Config(Mapping[str, Any]):
     rope_high_freq_factor: float
     rope_interleave: bool
     rope_linear_scaling_factor: float
+    rope_long_factor: tuple[float, ...]
     rope_low_freq_factor: float
     rope_max_timescale: int
     rope_min_timescale: int
+    rope_short_factor: tuple[float, ...]
     rope_truncate: bool
     rope_type: str
     routed_bias: bool

@@ -123,12 +123,54 @@ class Outer(NamedTuple):
     tied: bool
 
 
+class Merged(NamedTuple):
+    """A module of a Hugging Face checkpoint whose tensors merge those of several modules along their outputs.
+
+    `Layout`s name the parts, as if each had its own tensor.
+
+    Attributes:
+      name: the end of its name, as in "self_attn.qkv_proj".
+      parts: the ends of the names of its parts, in their order, as in ("self_attn.q_proj", ...).
+      interleaved: whether the outputs of the parts alternate: output i of part k is output i x len(parts) + k of all.
+      axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
+    """
+
+    name: str
+    parts: Sequence[str]
+    interleaved: bool = False
+    axis: int = 0
+
+    def find(self, tensor: str) -> tuple[str, int] | None:
+        """Returns the name of the merged tensor, and the number of the part, given the name of a part's tensor; None if
+        it is no part of this module."""
+        for i, part in enumerate(self.parts):
+            before, found, after = f".{tensor}.".partition(f".{part}.")
+            if found:
+                return f"{before}.{self.name}.{after}"[1:-1], i
+        return None
+
+    def cut(self, sizes: Sequence[int], i: int) -> slice:
+        """Returns the outputs of part i, given the numbers of outputs of all parts."""
+        if not self.interleaved:
+            return slice(sum(sizes[:i]), sum(sizes[: i + 1]))
+        return slice(i, len(sizes) * sizes[i], len(sizes))
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the merged tensor of `parts`."""
+        if not self.interleaved:
+            return np.concatenate(parts, self.axis)
+        axis = self.axis % parts[0].ndim
+        shape = [len(parts) * size if i == axis else size for i, size in enumerate(parts[0].shape)]
+        return np.stack(parts, axis + 1).reshape(shape)
+
+
 class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
     Attributes:
       model_type, architecture: the family's names there.
       layouts: the layout of each parameter, by canonical name.
+      merged: the modules that merge several of those that the layouts name.
       defaults: values of absent fields of config.json.
       nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
         that differ from its class, whose values these are.
@@ -138,12 +180,14 @@ class HuggingFace(NamedTuple):
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
         layer_types says.
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
+      ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
+      partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
-        default.
+        default. attention_bias and mlp_bias must be false in families that do not name them here.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
@@ -160,10 +204,13 @@ class HuggingFace(NamedTuple):
     architecture: str
     layouts: Mapping[str, Layout]
     defaults: Mapping[str, Any]
+    merged: Sequence[Merged] = ()
     qk_norm: bool = False
     window: Literal["", "given", "switched", "alternating"] = ""
     period: int = 0
     period_field: str = ""
+    ropes: Sequence[str] = ()
+    partial: bool = False
     local_rope: str = ""
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}

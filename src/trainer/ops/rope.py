@@ -15,14 +15,16 @@ ROTATION = "rotation"
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation. Each field but the last is a key of base.yml.
+    """Parameters of the rotation. Each field but three is a key of base.yml.
 
-    `rounded`: both products are rounded before they are added, whatever else is in a loop (`ops.invariant.rounded`).
+    `factors`: of kind longrope, those of short or those of long texts. `share`: the part of the entries of a head that
+    is rotated, from the first one. `rounded`: both products are rounded before they are added, whatever else is in a
+    loop (`ops.invariant.rounded`).
     """
 
     min_timescale: float
     max_timescale: float
-    kind: str = "default"  # or llama3.1, yarn
+    kind: str = "default"  # or llama3.1, longrope, yarn
     linear_scaling_factor: float = 1.0
     factor: float = 1.0
     original_length: int = 1
@@ -32,6 +34,8 @@ class Rope(NamedTuple):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_scaling: bool = False
+    factors: tuple[float, ...] = ()
+    share: float = 1.0
     interleave: bool = False
     rounded: bool = False
 
@@ -39,16 +43,20 @@ class Rope(NamedTuple):
 def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
     """Rotates the pairs of entries of each head by angles that grow with the position.
 
-    Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians. Pair i is (x[i], x[i + d/2]), or with
-    `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's dtype. The arithmetic uses full heads, because
-    half heads would leave half of each TPU register empty.
+    Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians, where d = int(`share` * the entries of
+    a head). Pair i is (x[i], x[i + d/2]), or with `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's
+    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty.
     """
-    frequency = frequencies(how, x_bthd.shape[-1]).astype(np.float32)
+    width = x_bthd.shape[-1]
+    frequency = frequencies(how, int(how.share * width)).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
     # The same in every layer. Because of the name, a loop over rematerialized layers computes the tables once, outside.
-    cos, sin = checkpoint_name((_per_entry(cos, cos, how), _per_entry(-sin, sin, how)), ROTATION)
+    cos, sin = _per_entry(cos, cos, how), _per_entry(-sin, sin, how)
+    if rest := width - cos.shape[-1]:
+        cos, sin = (jnp.pad(it, [*[(0, 0)] * 3, (0, rest)], constant_values=i) for i, it in ((1, cos), (0, sin)))
+    cos, sin = checkpoint_name((cos, sin), ROTATION)
     partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast, which halves the bytes
     parts = x_bthd.astype(jnp.float32) * cos, partner * sin
     rotated = jnp.add(*map(rounded, parts) if how.rounded else parts)
@@ -57,6 +65,9 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
 
 def _partner(x: jax.Array, how: Rope) -> jax.Array:
     """Returns, for each entry, the other entry of its pair."""
+    if (rotated := int(how.share * x.shape[-1])) < x.shape[-1]:
+        partner = _partner(x[..., :rotated], how._replace(share=1.0))
+        return jnp.concatenate((partner, x[..., rotated:]), axis=-1)
     if how.interleave:
         return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
@@ -79,12 +90,15 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
       tokens, keeps those that fit more than `high_freq_factor` times, and interpolates the frequencies in between by
       that number (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
     - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the pair's index (Peng et al. 2023,
-      arXiv:2309.00071, and its reference code).
+      arXiv:2309.00071, and its reference code);
+    - longrope multiplies each by one of the `factors` (Ding et al. 2024, arXiv:2402.13753).
     """
     ratio = how.max_timescale / how.min_timescale
     plain = 1 / (how.min_timescale * ratio ** (np.arange(0, width, 2) / width))
     if how.kind == "default":
         return plain / how.linear_scaling_factor
+    if how.kind == "longrope":
+        return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
         kept: np.ndarray = (turns - how.low_freq_factor) / (how.high_freq_factor - how.low_freq_factor)
@@ -97,9 +111,16 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
 
 
 def attention_scale(how: Rope) -> float:
-    """Returns the factor on queries and keys: 0.1 ln(factor) + 1 for YaRN with attention scaling (arXiv:2309.00071,
-    section 3.4), otherwise 1."""
-    return 0.1 * math.log(how.factor) + 1 if how.kind == "yarn" and how.attention_scaling else 1.0
+    """Returns the factor on the rotated entries of queries and keys with attention scaling; without it 1.
+
+    YaRN: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4). LongRoPE: sqrt(1 + ln(factor) / ln(original length)), as
+    in the published models.
+    """
+    if not how.attention_scaling or how.kind not in ("longrope", "yarn"):
+        return 1.0
+    if how.kind == "longrope":
+        return math.sqrt(1 + math.log(how.factor) / math.log(how.original_length))
+    return 0.1 * math.log(how.factor) + 1
 
 
 def score_scale(how: Rope, mscale: float) -> float:

@@ -33,6 +33,7 @@ _ALWAYS = (
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "use_qk_norm"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", MODULES),
 )
+_OF_LONGROPE = ("rope_short_factor", "rope_long_factor")
 _OF_ROPE = {
     "default": ("rope_linear_scaling_factor",),
     "llama3.1": (
@@ -42,6 +43,7 @@ _OF_ROPE = {
         *("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_truncate"),
         "rope_attention_scaling",
     ),
+    "longrope": ("rope_factor", "original_max_position_embeddings", "rope_attention_scaling", *_OF_LONGROPE),
 }
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
@@ -102,7 +104,10 @@ def described(config: Config) -> dict[str, Any]:
         names.append("norm_topk_prob")
     unknown = facts_of(config) is None  # a family that may read them
     names += [
-        name for name in BLOCK_KEYS if reads(config, name) or (unknown and config[name] != schema().keys[name].default)
+        name
+        for name in BLOCK_KEYS
+        if name not in _OF_LONGROPE
+        and (reads(config, name) or (unknown and config[name] != schema().keys[name].default))
     ]
     if has_window(config):
         names.append("sliding_window_size")

@@ -22,6 +22,7 @@ ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2}
 STREAMING = ISLANDS | {"enable_streaming_diloco": True}
 MOE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
 DEEPSEEK = MOE | {"decoder_block": "deepseek", "shared_experts": 1}
+PHI = {"decoder_block": "phi3"}
 MLA = {"decoder_block": "deepseek", "attention_type": "mla"}
 MMAP = {"dataset_type": "grain", "grain_file_type": "mmap"}
 STAGE_SIZES = "ici_pipeline_parallelism dcn_pipeline_parallelism"
@@ -100,6 +101,11 @@ CASES = {
     "rope_min_timescale local_rope_max_timescale": [{"rope_min_timescale": 5, "local_rope_max_timescale": 5}],
     "decoder_block attention_bias": [{"attention_bias": True}],
     "decoder_block sliding_window_pattern": [{"sliding_window_pattern": 2}],
+    "decoder_block partial_rotary_factor": [{"partial_rotary_factor": 0.5}],
+    "head_dim partial_rotary_factor": [PHI | {"partial_rotary_factor": 0.1}],
+    **{f"decoder_block rope_{name}_factor": [{f"rope_{name}_factor": [1.0]}] for name in ("short", "long")},
+    "rope_short_factor rope_long_factor": [PHI | {"rope_type": "longrope", "rope_short_factor": [1.0]}],
+    "rope_factor original_max_position_embeddings": [PHI | {"rope_type": "longrope", "rope_factor": 4.0}],
     "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
     "decoder_block use_post_attn_norm": [{"use_post_attn_norm": True}],
     "decoder_block use_post_ffw_norm": [{"use_post_ffw_norm": True}],

@@ -54,6 +54,8 @@ CASES = {
     "rope_type=default": {"rope_type": "yarn"},
     "rope_type is not llama3.1": {"rope_type": "llama3.1"},
     "rope_type is not yarn": {"rope_type": "yarn"},
+    "rope_type is not longrope or yarn": {"rope_type": "yarn"},
+    "rope_type is not longrope": {"rope_type": "longrope"},
     "lr_schedule_type is not wsd": {"lr_schedule_type": "wsd"},
     "lr_schedule_type=constant stays at the peak": {"lr_schedule_type": "constant"},
     **{f"opt_type={name} does not read it": {"opt_type": "sgd" if name == "adamw" else name} for name in TRAITS},

@@ -31,6 +31,9 @@ CASES = (
     "olmo2",
     "olmo3",
     "smollm3",
+    "phi3",
+    "phi4-mini",
+    "glm4",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40
@@ -44,7 +47,9 @@ def expected(case):
         return found["generated/tokens"], found["generated/margin"]
 
 
-@pytest.mark.rest(covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3"))
+@pytest.mark.rest(
+    covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3")
+)
 @pytest.mark.rest(
     covered_by="deepseek-v3, qwen3-moe; the logits of all",
     cases=("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-tied"),

@@ -47,6 +47,11 @@ FAMILIES = {
         "logits_via_embedding": False,
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
+    "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    "phi3": {
+        **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
+        **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},
+    },
 }
 
 # Two kinds of layers in place of the family's 6 or 4, for tests of whole steps, whose cost grows with the pattern:
@@ -107,7 +112,8 @@ def losses(family, devices, **more):
 
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3"])
+@pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("phi3",))
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)

@@ -171,6 +171,11 @@ FAMILIES = {
     "gemma, tied": {"decoder_block": "gemma", "logits_via_embedding": True},
     "olmo2": {"decoder_block": "olmo2", "use_qk_norm": True, "logits_via_embedding": False},
     "smollm3": {"decoder_block": "smollm3", "nope_layer_interval": 2, "logits_via_embedding": False},
+    "glm4": {
+        **{"decoder_block": "glm4", "attention_bias": True, "use_post_attn_norm": True, "use_post_ffw_norm": True},
+        **{"partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    },
+    "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
 

@@ -87,6 +87,16 @@ FAMILIES = {
     "olmo3-7b": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
     "olmo3-7b-pt": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
     "olmo3-32b": ("olmo3", 5120, 40, 8, 128, 27648, 64, 100278, 1e-6, 500000, False, 32_233_522_176),
+    # The numbers of the Hub and of Keras Hub; the factors of LongRoPE in torchao and in Keras Hub.
+    "phi3-mini-4k": ("phi3", 3072, 32, 32, 96, 8192, 32, 32064, 1e-5, 10000, False, 3_821_079_552),
+    "phi3-medium-4k": ("phi3", 5120, 40, 10, 128, 17920, 40, 32064, 1e-5, 10000, False, 13_960_238_080),
+    "phi3.5-mini": ("phi3", 3072, 32, 32, 96, 8192, 32, 32064, 1e-5, 10000, False, 3_821_079_552),
+    "phi4": ("phi3", 5120, 40, 10, 128, 17920, 40, 100352, 1e-5, 250000, False, 14_659_507_200),
+    "phi4-mini": ("phi3", 3072, 24, 8, 128, 8192, 32, 200064, 1e-5, 10000, True, 3_836_021_760),
+    # transformers' defaults of Glm4Config and GlmConfig, and published numbers of parameters.
+    "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
+    "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
+    "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
 }
 # Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
@@ -124,9 +134,30 @@ OWN = {
         **{"rope_attention_scaling": True},
     },
     "smollm3": {"nope_layer_interval": 4},
+    "phi3": {},
+    "glm4": {**POST_NORMS, "attention_bias": True, "partial_rotary_factor": 0.5},
 }
 SMALL_GEMMA3 = {**POST_NORMS, "sliding_window_size": 512, "local_rope_max_timescale": 10000}
+LONGROPE = {
+    **{"rope_type": "longrope", "rope_factor": 32, "original_max_position_embeddings": 4096},
+    **{"rope_attention_scaling": True},
+}
+# The factors of Phi-4-mini for long texts: 1, 1.118, ... 28.6, and then tuned ones. For short ones they are 1.
+LONG_PHI4_MINI = (
+    *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898),
+    *(2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424),
+    *(6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158, 11.70738129, 13.09260651, 14.64173252),
+    *(16.37415215, 18.31155283, 20.47818807, 22.90118105, 25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6),
+    *(32.61, 32.64, 32.66, 32.7, 32.71, 32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77),
+)
+PHI4_MINI = {"rope_short_factor": (1,) * 48, "rope_long_factor": LONG_PHI4_MINI}
+PHI_WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 2047}
 OWN_OF_PRESETS = {
+    "glm4-9b-chat": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4-32b": {**POST_NORMS, "partial_rotary_factor": 0.5},
+    "phi3-mini-4k": PHI_WINDOW,
+    "phi3-medium-4k": PHI_WINDOW,
+    "phi4-mini": LONGROPE | PHI4_MINI | {"partial_rotary_factor": 0.75},
     "gemma2-27b": {**OWN["gemma2"], "query_pre_attn_scalar": 144},
     "gemma3-270m": SMALL_GEMMA3,
     "gemma3-1b": SMALL_GEMMA3,
@@ -145,7 +176,29 @@ SMOLLM3 = {
     **{"torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False},
     **{"use_sliding_window": False, "vocab_size": 128256},
 }
-LARGEST = ("qwen2.5-72b", "gemma-7b", "gemma2-27b", "gemma3-27b", "olmo2-32b", "olmo3-32b", "smollm3-3b")
+# As published; the windows are longer than the longest text.
+PHI4_MINI_JSON = {
+    **{"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999},
+    **{"embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072},
+    **{"initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False},
+    **{"max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24},
+    **{"num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096},
+    **{"pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-5},
+    "rope_scaling": {"long_factor": list(LONG_PHI4_MINI), "short_factor": [1.0] * 48, "type": "longrope"},
+    **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
+}
+LARGEST = (
+    "qwen2.5-72b",
+    "gemma-7b",
+    "gemma2-27b",
+    "gemma3-27b",
+    "olmo2-32b",
+    "olmo3-32b",
+    "smollm3-3b",
+    "phi4",
+    "glm4-32b",
+)
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
 # and the number of groups among which a token chooses.
@@ -295,8 +348,12 @@ def test_a_preset_of_a_newer_family_is_the_published_model(name):
     *sizes, published = FAMILIES[name]
     assert [config[key] for key in SIZES_OF_FAMILIES] == sizes
     family, tied = sizes[0], sizes[-1]
-    own = OWN_OF_PRESETS.get(name, OWN[family]) | ({"normalize_embedding_logits": False} if tied else {})
-    own |= {"remat_policy": "full"}
+    own = OWN_OF_PRESETS.get(name, OWN[family])
+    if name == "phi3.5-mini":
+        own = LONGROPE | {key: config[key] for key in PHI4_MINI}
+        assert [len(config[key]) for key in PHI4_MINI] == [48, 48]
+        assert [sum(config[key]) for key in PHI4_MINI] == pytest.approx([83.47, 1828.04], abs=1e-4)
+    own = own | ({"normalize_embedding_logits": False} if tied else {}) | {"remat_policy": "full"}
     own["mlp_activations"] = ("gelu" if family.startswith("gemma") else "silu", "linear")
     assert {key: config[key] for key in own} == own
     # It sets no other key. The base of RoPE in Gemma 1 and 2 is the default.
@@ -324,7 +381,8 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
 
 
 @pytest.mark.rest(
-    covered_by="gemma3, olmo3", cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "qwen2.5-72b", "smollm3-3b")
+    covered_by="gemma3, olmo3",
+    cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "phi4", "glm4-32b", "qwen2.5-72b", "smollm3-3b"),
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_preset_of_a_family_can_be_trained(name):
@@ -336,9 +394,10 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
     assert metrics["loss"].shape == ()
 
 
-def test_the_published_config_json_of_smollm3_is_its_preset():
-    keys = model_keys(SMOLLM3, "config.json")
-    config = preset("smollm3-3b")
+@pytest.mark.parametrize(("name", "data"), [("smollm3-3b", SMOLLM3), ("phi4-mini", PHI4_MINI_JSON)])
+def test_a_published_config_json_is_its_preset(name, data):
+    keys = model_keys(data, "config.json")
+    config = preset(name)
     assert {key: config[key] for key in keys} == keys | {"mlp_activations": ("silu", "linear")}
 
 
@@ -369,8 +428,9 @@ def not_embedded(name: str) -> int:
     """Returns the parameters of the blocks and of the final norm, from the sizes in config.json."""
     family, width, heads, kv_heads, head_dim, hidden, layers, *_ = FAMILIES[name]
     query, key = heads * head_dim, kv_heads * head_dim
-    biases = query + 2 * key if family == "qwen2" else 0
-    norms = (4 if family in ("gemma2", "gemma3") else 2) * width
+    own = OWN_OF_PRESETS.get(name, OWN[family])
+    biases = query + 2 * key if own.get("attention_bias") else 0
+    norms = (4 if own.get("use_post_attn_norm") else 2) * width
     norms += {"gemma3": 2 * head_dim, "olmo2": query + key, "olmo3": query + key}.get(family, 0)
     return layers * (2 * width * (query + key) + biases + 3 * width * hidden + norms) + width
 

@@ -22,7 +22,7 @@ from trainer.weights.model_keys import described, model_config
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}
-CASES = [(block, rope) for block in FAMILIES for rope in ROPES]
+CASES = [(block, rope) for block in FAMILIES for rope in ROPES if block != "phi3" or rope == "default"]
 
 
 @pytest.mark.parametrize(("block", "rope"), CASES)

@@ -16,7 +16,24 @@ from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-CASES = ("qwen2", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "smollm3")
+CASES = (
+    "qwen2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "phi3-short",
+    "phi4-mini",
+    "glm",
+    "glm4",
+)
+ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
+# As in the first files of Phi 3, in the form of transformers 4.
+LONG = {"rope_parameters": None, "rope_theta": 1e3}
+LONG |= {"rope_scaling": {"type": "su", "short_factor": [1] * 4, "long_factor": [2.0] * 4}}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -86,6 +103,16 @@ def test_the_old_form_says_the_same(case, old):
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, {"nope_layer_interval": 2}),
         ("qwen2", {"use_mrope": False}, {"attention_bias": True}),
         ("olmo2", {"use_sliding_window": False}, {"attention_type": "global"}),
+        ("glm4", {"attention_bias": False}, {"attention_bias": False}),
+        ("glm4", {"rope_parameters": None, "rope_theta": 1e4}, {"partial_rotary_factor": 0.5}),
+        ("glm", {}, {"use_post_attn_norm": False, "partial_rotary_factor": 0.5, "attention_bias": False}),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+        ("phi3", {"max_position_embeddings": 4}, {"attention_type": "local_sliding", "sliding_window_size": 5}),
+        ("phi3-short", LONG, {"rope_factor": 4.0, "rope_attention_scaling": True}),
+        ("phi3-short", LONG | {"sliding_window": 256}, {"attention_type": "global", "sliding_window_size": None}),
+        ("phi3-short", LONG | {"sliding_window": 255}, {"attention_type": "local_sliding", "sliding_window_size": 255}),
+        ("phi3-short", {"rope_parameters": ROPE | {"attention_factor": 1.0}}, {"rope_attention_scaling": False}),
+        ("phi3-short", {"rope_parameters": ROPE | {"factor": 2.0}}, {"rope_factor": 2.0}),
         ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
         ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
         ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
@@ -126,6 +153,21 @@ def test_what_a_field_says(case, changes, expected):
         ("olmo2", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("gemma2", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("qwen2", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+        ("qwen2", {"rope_parameters": ROPE}, "rope_type=longrope"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
+        ("phi3", {"attention_bias": True}, "attention_bias=true"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
+        ("phi3", {"embd_layer": "x"}, 'embd_layer="x": not known'),
+        (
+            "phi3-short",
+            {"rope_parameters": ROPE | {"attention_factor": 2.0}},
+            "attention_factor=2 of longrope",
+        ),
+        ("phi3-short", {"rope_parameters": ROPE | {"long_factor": None}}, "longrope without long_factor"),
+        ("phi3-short", {"rope_parameters": ROPE | {"short_mscale": 1.2}}, "short_mscale in RoPE of kind longrope"),
+        ("phi3-short", {"max_position_embeddings": 32}, "longrope by the factor 0.5 of 64 tokens"),
+        ("glm4", {"mlp_bias": True}, "mlp_bias=true"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
         (

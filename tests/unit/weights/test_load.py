@@ -16,6 +16,7 @@ from checkpoint_cases import (
     assert_same,
     config_of,
     hf_tensors,
+    hf_tensors_of,
     in_pairs,
     maxtext_params,
     random_params,
@@ -56,7 +57,7 @@ def refusal(path, config):
 def test_hugging_face(tmp_path, block, shards, interleave):
     config = config_of(decoder_block=block, **FAMILIES[block], rope_interleave=interleave)
     params = random_params(config, BFLOAT16)
-    tensors = hf_tensors(params) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    tensors = hf_tensors_of(config, params) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     path = write_hf(tmp_path / "hf", config, tensors, shards=shards)
     assert_same(loaded(path, config, BFLOAT16), in_pairs(params) if interleave else params)
 

@@ -7,8 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from checkpoint_cases import FAMILIES, abstract_of, config_of, hf_tensors, random_params, shapes_of, write_hf
-from safetensors.numpy import save_file
+from checkpoint_cases import (
+    FAMILIES,
+    abstract_of,
+    assert_same,
+    config_of,
+    hf_tensors,
+    hf_tensors_of,
+    random_params,
+    shapes_of,
+    write_hf,
+)
+from safetensors.numpy import load_file, save_file
 
 from trainer.config.errors import UserError
 from trainer.weights.contents import contents_of
@@ -17,7 +27,9 @@ from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme, recipe
 from trainer.weights.huggingface.quantized_kernels import _part, stored_keys
 from trainer.weights.huggingface.safetensors_file import file_metadata, stored_tensors
+from trainer.weights.huggingface.write import write_huggingface
 from trainer.weights.load import load_parameters
+from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source
 
 FOLDER = Path(__file__).parents[2] / "packed"
@@ -426,6 +438,34 @@ def test_a_folder_of_experts(tmp_path):
     for name, leaf in pair[0].items():
         other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
         np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+
+
+def test_merged_matrices(tmp_path):
+    """Outputs of several parameters in one matrix, read as floats and as they are stored; written as it was."""
+    config = config_of(decoder_block="phi3", **FAMILIES["phi3"])
+    stored, meant = {}, {}
+    for name, tensor in hf_tensors_of(config, random_params(config)).items():
+        stored[name] = meant[name] = tensor
+        if tensor.ndim == 2 and "_proj" in name:
+            codes, scales, meant[name] = quarters(tensor)
+            del stored[name]
+            stored[f"{name}_packed"] = words_of(codes + 8, list(range(8))).view(np.int32)
+            stored |= {f"{name}_scale": scales, f"{name}_shape": np.array(codes.shape)}
+    said = compressed(weights=INT4 | {"group_size": 8}) | {"ignore": ["lm_head"]}
+    path = write_hf(tmp_path / "int4", config, stored, quantization_config=said)
+    plain = write_hf(tmp_path / "plain", config, meant)
+    pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
+    for name, leaf in pair[0].items():
+        other = pair[1][name].read(np.dtype(np.float32), lambda _: None)
+        np.testing.assert_array_equal(leaf.read(np.dtype(np.float32), lambda _: None), other)
+    source = open_source(str(path))
+    assert source.keys["quantization"] == "int4"
+    kept = model_config(source.keys, [], str(path))
+    (tmp_path / "back").mkdir()
+    write_huggingface(tmp_path / "back", kept, source.leaves(kept, shapes_of(kept)), None)
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), stored)
+    ignored = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert ignored == ["lm_head"]
 
 
 def test_biases_of_zeros_beside_matrices_of_gptq(tmp_path):

@@ -11,6 +11,7 @@ from checkpoint_cases import (
     assert_same,
     config_of,
     hf_tensors,
+    hf_tensors_of,
     in_pairs,
     maxtext_params,
     random_params,
@@ -26,6 +27,7 @@ from trainer.models.families import hugging_face
 from trainer.models.huggingface import EXPERT
 from trainer.training.build import build
 from trainer.weights.huggingface import read as hf
+from trainer.weights.huggingface.merged import with_parts
 from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_tensors
 from trainer.weights.load import load_parameters
 from trainer.weights.params.write import write_params
@@ -51,8 +53,10 @@ def assert_loaded(path, config, abstract, params):
 def test_any_box_of_a_parameter_is_read_as_it_is(tmp_path, block, interleave):
     config = config_of(decoder_block=block, **FAMILIES[block])
     params = random_params(config, BFLOAT16)
-    write_hf(tmp_path / "hf", config, hf_tensors(params))
+    write_hf(tmp_path / "hf", config, hf_tensors_of(config, params))
     tensors = stored_tensors(tmp_path / "hf/model.safetensors")
+    parts = {name: tensor.shape for name, tensor in hf_tensors(params).items()}
+    tensors = with_parts(tensors, parts, hugging_face(config).merged)
     for name, value in (in_pairs(params) if interleave else params).items():
         layout = hugging_face(config).layouts[name]
         ours, name_there = (value[1], layout.name.format(1)) if "{}" in layout.name else (value, layout.name)

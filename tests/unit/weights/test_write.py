@@ -15,6 +15,7 @@ from checkpoint_cases import (
     assert_same,
     config_of,
     hf_tensors,
+    hf_tensors_of,
     in_pairs,
     random_params,
     read_hf,
@@ -55,8 +56,7 @@ def test_hugging_face(tmp_path, block, interleave):
     config = config_of(decoder_block=block, **FAMILIES[block], rope_interleave=interleave)
     params = random_params(config, BFLOAT16)
     write_huggingface(tmp_path, config, leaves_of(in_pairs(params) if interleave else params), None)
-    wanted = hf_tensors(params)
-    assert_same(read_hf(tmp_path), wanted)
+    assert_same(read_hf(tmp_path), hf_tensors_of(config, params))
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 

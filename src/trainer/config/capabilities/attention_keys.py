@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.config.capabilities.windows import needs_window
+from trainer.config.dump import to_flow
 from trainer.config.family import BLOCK_KEYS, lacks, readers
 from trainer.config.key_rows import Check, Inert
 from trainer.config.keys import Config
@@ -19,7 +20,7 @@ def _window(config: Config) -> str | None:
 
 def _only_some(key: str) -> Callable[[Any], str | None]:
     def problem(config: Config) -> str | None:
-        if config[key] == schema().keys[key].default or not lacks(config, key):
+        if to_flow(config[key]) == to_flow(schema().keys[key].default) or not lacks(config, key):
             return None
         return f"this family does not read it; only {readers(key)} can have it"
 

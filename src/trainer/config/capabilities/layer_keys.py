@@ -1,5 +1,7 @@
 """The keys of the layers: positions, MLP, dropout, the loop over layers. `attention_keys` has those of attention."""
 
+import math
+
 from trainer.config.errors import nearest, shortened
 from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
@@ -26,6 +28,29 @@ def _yarn(config: Config) -> str | None:
     return "with rope_type=yarn beta_slow must not be greater than beta_fast"
 
 
+def _rotated(config: Config) -> str | None:
+    rotated = int(config.head_dim * config.partial_rotary_factor)
+    if config.partial_rotary_factor == 1 or (rotated >= 2 and rotated % 2 == 0):
+        return None
+    return f"RoPE would rotate {rotated} entries of a head; it rotates pairs"
+
+
+def _longrope(config: Config) -> str | None:
+    if config.rope_type != "longrope":
+        return None
+    pairs = int(config.head_dim * config.partial_rotary_factor) // 2
+    for key in ("rope_short_factor", "rope_long_factor"):
+        if len(config[key]) != pairs or not all(0 < factor < math.inf for factor in config[key]):
+            return f"with rope_type=longrope {key} has a positive number for each of the {pairs} pairs that are rotated"
+    return None
+
+
+def _longrope_lengths(config: Config) -> str | None:
+    if config.rope_type != "longrope" or (config.rope_factor and config.original_max_position_embeddings > 1):
+        return None
+    return "with rope_type=longrope both must be given, and the original length is at least 2"
+
+
 def _activations(config: Config) -> str | None:
     if len(config.mlp_activations) not in (1, 2):
         return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
@@ -47,6 +72,9 @@ CHECKS: tuple[Check, ...] = (
     (("rope_min_timescale", "rope_max_timescale"), _rope),
     (("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
     (("beta_slow", "beta_fast"), _yarn),
+    (("head_dim", "partial_rotary_factor"), _rotated),
+    (("rope_short_factor", "rope_long_factor"), _longrope),
+    (("rope_factor", "original_max_position_embeddings"), _longrope_lengths),
     (("mlp_activations",), _activations),
     (("trainable_position_size", "max_target_length"), _positions),
 )
@@ -63,9 +91,19 @@ INERT = (
         "rope_type is not llama3.1",
     ),
     Inert(
-        ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_scaling"),
+        ("beta_fast", "beta_slow", "rope_truncate"),
         lambda c: c.rope_type != "yarn",
         "rope_type is not yarn",
+    ),
+    Inert(
+        ("rope_attention_scaling",),
+        lambda c: c.rope_type not in ("longrope", "yarn"),
+        "rope_type is not longrope or yarn",
+    ),
+    Inert(
+        ("rope_short_factor", "rope_long_factor"),
+        lambda c: c.rope_type != "longrope",
+        "rope_type is not longrope",
     ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),

@@ -31,8 +31,10 @@ def make_rope(config: Config, window: int = 0) -> Rope:
     """Returns the RoPE of the layers with that window (0: none), for a resolved configuration."""
     if window and config.local_rope_max_timescale > 0:
         longest = config.local_rope_max_timescale
-        interleave, rounded = config.rope_interleave, config.batch_invariant
-        return Rope(config.rope_min_timescale, longest, interleave=interleave, rounded=rounded)
+        interleave, rounded, share = config.rope_interleave, config.batch_invariant, config.partial_rotary_factor
+        return Rope(config.rope_min_timescale, longest, share=share, interleave=interleave, rounded=rounded)
+    short, long = config.rope_short_factor, config.rope_long_factor
+    is_long = config.max_target_length > config.original_max_position_embeddings
     return Rope(
         min_timescale=config.rope_min_timescale,
         max_timescale=config.rope_max_timescale,
@@ -46,6 +48,8 @@ def make_rope(config: Config, window: int = 0) -> Rope:
         beta_slow=config.beta_slow,
         truncate=config.rope_truncate,
         attention_scaling=config.rope_attention_scaling,
+        factors=tuple(long if is_long else short),
+        share=config.partial_rotary_factor,
         interleave=config.rope_interleave,
         rounded=config.batch_invariant,
     )

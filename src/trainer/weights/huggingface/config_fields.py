@@ -59,6 +59,7 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Field(float, low=0, null=True)),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
+    **dict.fromkeys(("short_factor", "long_factor"), Field(list, null=True, item=float)),
     **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one such object for each
 }
 # RoPE fields that may also be at the top level of config.json.

@@ -17,7 +17,7 @@ from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
 from trainer.weights.huggingface.quantization_config import recipe
-from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys
+from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys, rope_types
 
 # Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
@@ -79,6 +79,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     else:
         refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
     keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may say so
+        keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
     if hf.latent:
@@ -133,7 +135,7 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
 
 def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
-    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name)]
+    names = [name for name in ("attention_bias", "mlp_bias") if said.get(name) and name not in hf.sizes.values()]
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
     names += ["use_sliding_window"] if said.get("use_sliding_window") and hf.window != "switched" else []
@@ -281,7 +283,11 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
     if config.mtp_num_layers:
         data["num_nextn_predict_layers"] = config.mtp_num_layers
-    return as_typed({**data, **neutral})
+    data = {**data, **neutral}
+    original = config.original_max_position_embeddings
+    if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
+        data["rope_scaling"]["factor"] = config.rope_factor  # transformers 5 reads it
+    return as_typed(data)
 
 
 def _context_length(config: Config) -> int:
@@ -349,6 +355,11 @@ def _inexpressible(config: Config) -> list[str]:
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
+        "rope_type": config.rope_type not in rope_types(hf),
+        "rope_linear_scaling_factor": config.rope_type == "default"
+        and config.rope_linear_scaling_factor != 1
+        and "linear" not in (hf.ropes or ("linear",)),
+        "partial_rotary_factor": config.partial_rotary_factor != 1 and not hf.partial,
         "interleave_moe_layer_step": config.interleave_moe_layer_step != 1
         and "interleave_moe_layer_step" not in hf.sizes,
         "base_emb_dim": hf.whole_heads and config.base_emb_dim % config.base_num_query_heads != 0,

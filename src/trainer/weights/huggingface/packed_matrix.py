@@ -9,7 +9,7 @@ from trainer.config.errors import UserError
 from trainer.leaves.source import Box
 from trainer.weights.huggingface.packed_words import Readable
 from trainer.weights.huggingface.quantization_config import Scheme
-from trainer.weights.huggingface.safetensors_file import StoredTensor
+from trainer.weights.huggingface.safetensors_file import Part, StoredTensor
 
 
 class PackedMatrix(NamedTuple):
@@ -96,6 +96,28 @@ class PackedMatrix(NamedTuple):
         if zeros is not None and not zeros.astype(np.float32).any():
             zeros = None
         return self.scales.read(tiles).astype(np.float32), zeros
+
+    def outputs(self, cut: slice) -> "PackedMatrix":
+        """Returns the matrix of the outputs in `cut`.
+
+        Raises:
+          UserError: outputs that share a scale are not all inside or outside.
+        """
+        (out, _), (rows, columns), step = self.shape, self.block, cut.step or 1
+        count = len(range(*cut.indices(out)))
+        if rows >= out:  # all outputs share scales
+            tiles, rows = slice(0, 1), count
+        elif step == 1 and cut.start % rows == 0 and (cut.stop % rows == 0 or cut.stop == out):
+            tiles = slice(cut.start // rows, -(-cut.stop // rows))
+        elif rows == 1:
+            tiles = cut
+        else:
+            raise UserError(
+                f"{self.where}: {self.name}: {rows} outputs share a scale, and belong to several parameters"
+            )
+        zeros = None if self.zeros is None else Part(self.zeros, 0, tiles)
+        codes, scales = Part(self.codes, 0, cut), Part(self.scales, 0, tiles)
+        return self._replace(codes=codes, scales=scales, zeros=zeros, block=(rows, columns))
 
     @property
     def in_order(self) -> bool:

@@ -19,10 +19,9 @@ from trainer.leaves.source import Leaf, Tick, names_of, nested, whole
 from trainer.models.huggingface import Layout, reordered, transposed
 from trainer.models.matrices import matrix_names
 from trainer.models.quantization import HEAD, MTP, ROUTER
-from trainer.weights.huggingface.compressed_tensors import arrays_of, scheme_of, tensors_of
+from trainer.weights.huggingface.compressed_tensors import scheme_of
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Scheme
-from trainer.weights.huggingface.safetensors_file import Tensors
 
 _PARTS = ("qvalue", "scale", "zero_point")
 _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
@@ -151,8 +150,8 @@ def _part(
     return ours
 
 
-def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> tuple[Scheme, tuple[int, int]]:
-    """Returns how a stored kernel is written, and the shape [out, in] of a matrix.
+def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> Scheme:
+    """Returns how a stored kernel is written.
 
     Raises:
       UserError: there is no such layout.
@@ -169,40 +168,29 @@ def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> tuple[S
     shape, tiles = kernel.qvalue.shape[first:], kernel.scale.shape[first:]
     into, out = prod(shape[: layout.inputs]), prod(shape[layout.inputs :])
     columns, rows = into // prod(tiles[: layout.inputs]), out // prod(tiles[layout.inputs :])
-    return scheme_of(kind, (rows, columns if rows > 1 or columns < into else 0)), (out, into)
+    return scheme_of(kind, (rows, columns if rows > 1 or columns < into else 0))
 
 
-def tensors_out(tensors: Sequence[str], scheme: Scheme, shape: tuple[int, int]) -> list[Tensors]:
-    """Returns what each of `tensors`, the names of matrices, becomes."""
-    return [tensors_of(tensor, shape, scheme) for tensor in tensors]
-
-
-def arrays_out(
-    tensors: Sequence[str],
-    parts: Mapping[str, Leaf],
-    scheme: Scheme,
-    layout: Layout,
-    stacked: bool,
-    head: int,
-    tick: Tick,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays that store each of `tensors`, in their order, by name. `parts`: by the last word of their
-    names."""
+def codes_and_scales(
+    name: str, parts: Mapping[str, Leaf], layout: Layout, stacked: bool, head: int, tick: Tick
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields codes and scales of each tensor of a kernel, for `compressed_tensors.arrays_of`. `parts`: the leaves of
+    its parts, by the last word of their names."""
 
     def matrices(part: str) -> Iterator[np.ndarray]:
         leaf = parts[part]
         for layer in leaf.layers(tick) if stacked else [leaf.read(leaf.dtype, tick)]:
             yield from layer if layout.of_experts else [layer]
 
-    for tensor, codes, scale in zip(tensors, matrices("qvalue"), matrices("scale"), strict=True):
+    for codes, scale in zip(matrices("qvalue"), matrices("scale"), strict=True):
         if head and scale.shape[-1] not in (1, codes.shape[-1]):
             raise UserError(
-                f"{tensor}: a head has several scales, and its entries are written in another order; {_AS_FLOATS}"
+                f"{name}: a head has several scales, and its entries are written in another order; {_AS_FLOATS}"
             )
         values = codes.astype(np.int8) if codes.dtype.name == "int4" else codes
         scale = reordered(scale, head if scale.shape[-1] > 1 else 0, pairs=False)
         scales = transposed(np.ascontiguousarray(scale.reshape(prod(scale.shape[: layout.inputs]), -1)))
-        yield from arrays_of(tensor, layout.to_theirs(values, head), scales, scheme).items()
+        yield layout.to_theirs(values, head), scales
 
 
 def stored_matrices(config: Config) -> list[str]:

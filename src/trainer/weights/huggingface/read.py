@@ -24,7 +24,7 @@ from trainer.leaves.source import (
     whole,
     within,
 )
-from trainer.models.families import Place, places_of
+from trainer.models.families import Place, hugging_face, places_of
 from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.mtp_names import (
     MODULES,
@@ -36,6 +36,7 @@ from trainer.models.mtp_names import (
 from trainer.weights.about_files import about_in
 from trainer.weights.huggingface.config_fields import neutral_keys
 from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.merged import stored_name, whole_shapes, with_parts
 from trainer.weights.huggingface.packed import note, with_matrices
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.packed_words import Readable
@@ -113,22 +114,30 @@ class HuggingFaceSource:
         """See `stored_keys`."""
         config = model_config(self._float_keys, [], str(self.path))
         layouts = hugging_face_layouts(config)
-        matrices, params = dict[str, list[Any]](), names_of(make_model(config).abstract[0])
+        params = names_of(make_model(config).abstract[0])
         places = places_of(config, params)
-        for name in stored_matrices(config):
-            names = [tensor for tensor, _ in tensors_of(layouts[name], places[name], params[name].shape)]
-            matrices[name] = [self._tensors.get(tensor) for tensor in names]
-        known = {id(tensor) for tensors in matrices.values() for tensor in tensors}
-        return stored_keys(config, matrices, [it for it in self._tensors.values() if id(it) not in known])
+        named = {
+            name: dict(tensors_of(layouts[name], places[name], it.shape))
+            for name, it in params.items()
+            if name in layouts
+        }
+        shapes = {tensor: shape for each in named.values() for tensor, shape in each.items()}
+        tensors = with_parts(self._tensors, shapes, hugging_face(config).merged)
+        matrices = {name: [tensors.get(tensor) for tensor in named[name]] for name in stored_matrices(config)}
+        known = {id(tensor) for each in matrices.values() for tensor in each}
+        return stored_keys(config, matrices, [it for it in tensors.values() if id(it) not in known])
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
         layouts = hugging_face_layouts(config, self.keys["decoder_block"])
+        merged = hugging_face(config, self.keys["decoder_block"]).merged
         places = places_of(config, shapes)
         tensors = {
-            name: tensors_of(layouts[name], places[name], shape) for name, shape in shapes.items() if name in layouts
+            name: [stored_name(tensor, merged) for tensor, _ in tensors_of(layouts[name], places[name], shape)]
+            for name, shape in shapes.items()
+            if name in layouts
         }
-        return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor, _ in each)]
+        return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor in each)]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
@@ -148,9 +157,11 @@ class HuggingFaceSource:
             name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
             for name, tensor in self._tensors.items()
         }
-        wanted = dict(
+        merged = hugging_face(config, self.keys["decoder_block"]).merged
+        parts_of = dict(
             tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
         )
+        wanted = whole_shapes(parts_of, merged)
         head = layouts["decoder/logits_dense/kernel"].name if "decoder/logits_dense/kernel" in layouts else ""
         table = layouts["token_embedder/embedding"].name
         tied = config.logits_via_embedding and head in found and found[head] == found.get(table)
@@ -174,28 +185,32 @@ class HuggingFaceSource:
             )
         for name, of in copies.items():
             self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
+        tensors = with_parts(self._tensors, parts_of, merged)
         leaves = dict[str, Leaf]()
         for name, shape in shapes.items():
             where = layouts[name], places[name], shape, head_to_reorder(config, layouts[name], shape)
             if name in kernels:
-                leaves |= self._stored(name, kernels[name], *where)
+                leaves |= self._stored(tensors, name, kernels[name], *where)
             else:
-                leaves[name] = self._leaf(*where)
+                leaves[name] = leaf_of([tensors[it] for it, _ in tensors_of(*where[:3])], *where)
         return {name: leaves[name] for name in needed}
 
     def _stored(
-        self, name: str, kernel: Any, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int
+        self,
+        tensors: Mapping[str, Any],
+        name: str,
+        kernel: Any,
+        layout: Layout,
+        where: Place | None,
+        shape: tuple[int, ...],
+        head: int,
     ) -> dict[str, Leaf]:
-        tensors: list[Any] = [self._tensors[tensor] for tensor, _ in tensors_of(layout, where, shape)]
-        if not all(isinstance(tensor, PackedMatrix) for tensor in tensors):
+        own = [tensors[tensor] for tensor, _ in tensors_of(layout, where, shape)]
+        if not all(isinstance(tensor, PackedMatrix) for tensor in own):
             raise UserError(f"{self.path}: {name} is not quantized; give unquantized_modules with its name")
-        count = len(tensors) // len(where.layers) if where else len(tensors)
-        layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
+        count = len(own) // len(where.layers) if where else len(own)
+        layers = [own[first : first + count] for first in range(0, len(own), count)]
         return stored_leaves(name, kernel, layout, layers, where is not None, head)
-
-    def _leaf(self, layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
-        tensors = [self._tensors[name] for name, _ in tensors_of(layout, where, shape)]
-        return leaf_of(tensors, layout, where, shape, head)
 
     def _is_zero_bias(self, name: str) -> bool:
         """Returns whether a tensor is a bias of zeros beside a matrix of GPTQ. AutoGPTQ gave one to every matrix."""

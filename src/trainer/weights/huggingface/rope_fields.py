@@ -13,12 +13,17 @@ from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
 
 _FULL, _SLIDING = KINDS_OF_LAYERS
 THETA = "rope_theta"
-_TYPES = {"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"}
+# Its kinds and ours. "su" is the first name of longrope.
+_TYPES = {
+    **{"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"},
+    **{"longrope": "longrope", "su": "longrope"},
+}
 # The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
 _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    **dict.fromkeys(("longrope", "su"), (("short_factor", "long_factor"), ("factor", "attention_factor"))),
     "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim")),
 }
 
@@ -28,14 +33,14 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
     differently."""
     each = said.get("rope_parameters") or {}
     if not {_FULL, _SLIDING}.intersection(each):
-        keys = _rope_of(said, refused)
+        keys = _rope_of(said, hf, refused)
         local = said.get(hf.local_rope) if hf.local_rope else None
         if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore it
             refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
     else:
         outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
         theta = said.get("rope_theta") or 10000
-        keys = _rope_of({"rope_theta": theta, **outside, "rope_parameters": each.get(_FULL) or {}}, refused)
+        keys = _rope_of({"rope_theta": theta, **outside, "rope_parameters": each.get(_FULL) or {}}, hf, refused)
         inner = each.get(_SLIDING) or {}
         local = inner.get("rope_theta") or said.get(hf.local_rope or "rope_theta")
         if inner.get("rope_type", "default") != "default" or inner.keys() - {"rope_type", "rope_theta"}:
@@ -55,17 +60,24 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
     return keys | ({"local_rope_max_timescale": int(local)} if scaled or local != keys["rope_max_timescale"] else {})
 
 
-def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+def rope_types(hf: HuggingFace) -> list[str]:
+    """Returns our names of the kinds of RoPE that a family has in transformers."""
+    return [_TYPES[kind] for kind in hf.ropes or [kind for kind in _TYPES if _TYPES[kind] != "longrope"]]
+
+
+def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     rope = dict(said.get("rope_scaling") or said.get("rope_parameters") or {})
     kind = rope.pop("rope_type", None) or rope.get("type") or "default"
     rope.pop("type", None)
     theta = rope.pop("rope_theta", None) or said.get("rope_theta") or 10000
-    if kind not in _TYPES:
-        refused.append(f"rope_type={shortened(kind)} (known: {', '.join(_TYPES)})")
+    known = hf.ropes or [name for name in _TYPES if _TYPES[name] in rope_types(hf)]
+    if kind not in known:
+        refused.append(f"rope_type={shortened(kind)} (known: {', '.join(known)})")
         return {}
     if theta != int(theta):
         refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
-    if {rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")} - {None, 1}:
+    shares = [rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")]
+    if set(shares) - {None, 1} and not hf.partial:
         refused.append("partial_rotary_factor other than 1")
     needed, allowed = _WORDS[kind]
     if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
@@ -77,6 +89,7 @@ def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
         "rope_type": _TYPES[kind],
         "rope_min_timescale": 1,
         "rope_max_timescale": int(theta),
+        **({"partial_rotary_factor": float(next((it for it in shares if it is not None), 1))} if hf.partial else {}),
     }
     if _TYPES[kind] == "default":
         return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
@@ -87,6 +100,8 @@ def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     if original is None:
         refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
         return {}
+    if _TYPES[kind] == "longrope":
+        return keys | _longrope(said, rope, original, refused)
     keys |= {"rope_factor": float(rope["factor"]), "original_max_position_embeddings": original}
     if kind == "llama3":
         low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
@@ -96,6 +111,23 @@ def _rope_of(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
         "beta_slow": float(rope.get("beta_slow") or 1),
         "rope_truncate": bool(rope.get("truncate", True)),
         "rope_attention_scaling": _scales_attention(rope, refused),
+    }
+
+
+def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, refused: list[str]) -> dict[str, Any]:
+    factor = rope.get("factor") or (said.get("max_position_embeddings") or 0) / original
+    if factor < 1 or original < 2:
+        refused.append(f"longrope by the factor {factor:.6g} of {original} tokens")
+        return {}
+    usual, given = math.sqrt(1 + math.log(factor) / math.log(original)), rope.get("attention_factor")
+    if given not in (None, 1) and not math.isclose(given, usual, rel_tol=1e-6):
+        refused.append(f"the attention_factor={given:.6g} of longrope (known: 1, and {usual:.6g} of its factor)")
+    return {
+        "rope_factor": float(factor),
+        "original_max_position_embeddings": original,
+        "rope_short_factor": tuple(map(float, rope["short_factor"])),
+        "rope_long_factor": tuple(map(float, rope["long_factor"])),
+        "rope_attention_scaling": given != 1 or usual == 1,
     }
 
 
@@ -124,6 +156,10 @@ def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     base for each; and in the form that every version of transformers reads."""
     theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
     fields = {"rope_theta": theta, "rope_scaling": scaling}
+    if hf.partial:
+        fields["partial_rotary_factor"] = config.partial_rotary_factor
+    if config.rope_type == "longrope":  # transformers 4 allows no other field in rope_scaling
+        fields["original_max_position_embeddings"] = config.original_max_position_embeddings
     if not hf.local_rope:
         return fields
     local = float(config.local_rope_max_timescale if config.local_rope_max_timescale > 0 else theta)
@@ -136,6 +172,10 @@ def _rope_scaling(config: Config) -> dict[str, Any] | None:
     if config.rope_type == "default":
         factor = config.rope_linear_scaling_factor
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    if config.rope_type == "longrope":
+        factors = {f"{name}_factor": list(config[f"rope_{name}_factor"]) for name in ("short", "long")}
+        own = {} if config.rope_attention_scaling else {"attention_factor": 1.0}
+        return {"type": "longrope", **factors, **own}
     scaling = {
         "rope_type": {ours: name for name, ours in _TYPES.items()}[config.rope_type],
         "factor": config.rope_factor,

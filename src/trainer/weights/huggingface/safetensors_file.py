@@ -93,6 +93,44 @@ class StoredTensor(NamedTuple):
         return found.view(dtype).reshape(self.shape)
 
 
+class Part(NamedTuple):
+    """Some entries of a tensor along an axis, with the interface of `StoredTensor`.
+
+    Attributes:
+      tensor: with the same interface.
+      cut: the entries: from a start to an end, in steps.
+    """
+
+    tensor: Any
+    axis: int
+    cut: slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredTensor`."""
+        shape = list(self.tensor.shape)
+        shape[self.axis] = len(range(*self.cut.indices(shape[self.axis])))
+        return tuple(shape)
+
+    @property
+    def kind(self) -> str:
+        """See `StoredTensor`."""
+        return self.tensor.kind
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `StoredTensor`."""
+        return self.tensor.dtype
+
+    def read(self, box: Box) -> np.ndarray:
+        """See `StoredTensor.read`."""
+        step, asked = self.cut.step or 1, box[self.axis]
+        whole = range(*self.cut.indices(self.tensor.shape[self.axis]))[asked]
+        read = slice(whole.start, whole[-1] + 1 if whole else whole.start)
+        values = self.tensor.read((*box[: self.axis], read, *box[self.axis + 1 :]))
+        return values[(*[slice(None)] * self.axis, slice(None, None, step))]
+
+
 def file_metadata(path: Path) -> dict[str, str]:
     """Returns the texts in a file's header by name. Raises what `stored_tensors` raises."""
     from safetensors import safe_open

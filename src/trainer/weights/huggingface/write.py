@@ -2,20 +2,24 @@
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trainer.config.keys import Config
 from trainer.leaves.about import About
-from trainer.leaves.source import Leaf, Tick, names_of, nested, progress
-from trainer.models.families import Place, places_of
-from trainer.models.huggingface import Layout
-from trainer.weights.huggingface.compressed_tensors import quantization_config
+from trainer.leaves.source import Leaf, Tick, common_dtype, names_of, nested, progress
+from trainer.models.families import Place, hugging_face, places_of
+from trainer.models.huggingface import Layout, Merged
+from trainer.weights.huggingface.compressed_tensors import arrays_of, quantization_config
+from trainer.weights.huggingface.compressed_tensors import tensors_of as quantized_tensors
 from trainer.weights.huggingface.config_json import config_json
 from trainer.weights.huggingface.like import Like
-from trainer.weights.huggingface.quantized_kernels import arrays_out, scheme_out, tensors_out
+from trainer.weights.huggingface.merged import scheme_of_whole, whole_of, whole_shapes, wholes
+from trainer.weights.huggingface.quantization_config import Scheme
+from trainer.weights.huggingface.quantized_kernels import codes_and_scales, scheme_out
 from trainer.weights.huggingface.read import CONFIG, head_to_reorder, layouts_of, tensors_of
 from trainer.weights.huggingface.safetensors_file import SafetensorsFile, Tensors
 from trainer.weights.huggingface.weight_files import INDEX, SINGLE
@@ -53,73 +57,137 @@ def write_huggingface(
     parts = names_of(nested(kernels))
     shapes = {name: leaf.shape for name, leaf in leaves.items() if name not in parts}
     shapes |= {name: kernel.shape if hasattr(kernel, "shape") else () for name, kernel in kernels.items()}
-    places = places_of(config, shapes)
-    layouts = layouts_of(config, places)
-    if like:
-        layouts = {name: layout._replace(name=like.here(layout.name)) for name, layout in layouts.items()}
     dtypes = target_dtypes({name: leaf for name, leaf in leaves.items() if name not in parts}, dtype)
     data = like.config(about) if like else config_json(config, dtypes["token_embedder/embedding"].name, about.fields)
 
-    schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
-    names = {name: [it for it, _ in tensors_of(layouts[name], places[name], shape)] for name, shape in shapes.items()}
-    become = {name: tensors_out(names[name], *schemes[name]) for name in kernels}
-    for name in dtypes:
-        tensors = tensors_of(layouts[name], places[name], shapes[name])
-        become[name] = [{tensor: (shape, dtypes[name])} for tensor, shape in tensors]
+    plan = _plan(config, shapes, kernels, dtypes)
+    if like:
+        plan = {like.here(name): it for name, it in plan.items()}
     if kernels:
-        quantized = {tensor: scheme for name, (scheme, _) in schemes.items() for tensor in names[name]}
-        linear = [*(tensor for name in dtypes if layouts[name].inputs for tensor in names[name]), *_TIED_HEAD]
-        others = [tensor for tensor in dict.fromkeys(linear) if tensor not in quantized]
-        data["quantization_config"] = quantization_config(quantized, others)
+        linear = [name for name, it in plan.items() if it.layouts[0].inputs and it.scheme is None]
+        quantized = {name: it.scheme for name, it in plan.items() if it.scheme is not None}
+        data["quantization_config"] = quantization_config(quantized, list(dict.fromkeys([*linear, *_TIED_HEAD])))
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    ordered = _in_order({name: (places[name], become[name]) for name in shapes})
-    copied = like.others if like else {}
-    shards = _shards(ordered | (like.shapes if like else {}), shard_bytes)
+    copied, more = (like.others, like.shapes) if like else ({}, {})
+    shards = _shards(_in_order(plan) | more, shard_bytes)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(SafetensorsFile(folder / name, part)) for name, part in shards.items()}
         file_of = {tensor: files[name] for name, tensors in shards.items() for tensor in tensors}
         tick = stack.enter_context(progress(leaves.values(), "writing"))
-        for name, shape in shapes.items():
-            head = head_to_reorder(config, layouts[name], shape)
-            if name in kernels:
-                own = {part.rpartition("/")[2]: leaves[part] for part in names_of(nested({name: kernels[name]}))}
-                how = schemes[name][0], layouts[name], places[name] is not None, head, tick
-                for tensor, value in arrays_out(names[name], own, *how):
+        for names, targets in _by_parameters(plan).items():
+            streams = [
+                _stream(config, name, leaves, kernels, plan[targets[0]], i, tick) for i, name in enumerate(names)
+            ]
+            for target, parts in zip(targets, zip(*streams, strict=True), strict=True):
+                for tensor, value in plan[target].arrays(target, parts).items():
                     file_of[tensor].write(tensor, value)
-            else:
-                targets = [(file_of[tensor], tensor) for tensor in names[name]]
-                _write_leaf(leaves[name], layouts[name], dtypes[name], head, targets, tick)
         for tensor, stored in copied.items():
             file_of[tensor].copy(tensor, stored)
     if len(shards) > 1:
         _write_index(folder / INDEX, shards)
 
 
-def _write_leaf(
-    leaf: Leaf,
-    layout: Layout,
-    dtype: np.dtype,
-    head: int,
-    targets: Sequence[tuple[SafetensorsFile, str]],
+class _Target(NamedTuple):
+    """A tensor to write, which may merge those of several parameters.
+
+    Attributes:
+      names, layouts: of its parameters.
+      where, layer: their place, and the number of their layer; 0 outside of the stacks.
+      shape, dtype: of the tensor; if it is quantized, of the matrix.
+      scheme: how it is quantized, if it is.
+      merged: how its parts are merged, if they are.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    where: Place | None
+    layer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    scheme: Scheme | None
+    merged: Merged | None
+
+    def files(self, tensor: str) -> Tensors:
+        """Returns what is written for it, under its name `tensor`."""
+        if self.scheme is None:
+            return {tensor: (self.shape, self.dtype)}
+        out, into = self.shape
+        return quantized_tensors(tensor, (out, into), self.scheme)
+
+    def arrays(self, tensor: str, parts: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
+        """Returns the values of `files`. `parts`: the value of each part; codes and scales, if it is quantized."""
+        whole = [self.merged.joined(each) if self.merged else each[0] for each in zip(*parts, strict=True)]
+        return {tensor: whole[0]} if self.scheme is None else arrays_of(tensor, whole[0], whole[1], self.scheme)
+
+
+def _plan(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], kernels: Mapping[str, Any], dtypes: Mapping[str, np.dtype]
+) -> dict[str, _Target]:
+    """Returns the tensors of the parameters in `shapes`, by name."""
+    places, merged = places_of(config, shapes), hugging_face(config).merged
+    layouts = layouts_of(config, places)
+    schemes = {name: scheme_out(name, it, layouts[name], places[name] is not None) for name, it in kernels.items()}
+    of, sizes = dict[str, tuple[str, int]](), dict[str, tuple[int, ...]]()
+    for name, shape in shapes.items():
+        tensors, where = tensors_of(layouts[name], places[name], shape), places[name]
+        sizes |= tensors
+        for i, (tensor, _) in enumerate(tensors):
+            of[tensor] = name, where.layers[i * len(where.layers) // len(tensors)] if where else 0
+    whole, plan = whole_shapes(sizes, merged), dict[str, _Target]()
+    for tensor, parts in wholes(sizes, merged).items():
+        names, layer = tuple(of[part][0] for part in parts), of[parts[0]][1]
+        found = whole_of(parts[0], merged)
+        how = found.how if found else None
+        scheme = scheme_of_whole(
+            tensor,
+            [(schemes.get(name), sizes[part][0]) for name, part in zip(names, parts, strict=True)],
+            how is not None and how.interleaved,
+        )
+        dtype = common_dtype([dtypes[name] for name in names])[0] if scheme is None else np.dtype(np.float32)
+        own = tuple(layouts[name] for name in names)
+        plan[tensor] = _Target(names, own, places[names[0]], layer, whole[tensor], dtype, scheme, how)
+    return plan
+
+
+def _by_parameters(plan: Mapping[str, _Target]) -> dict[tuple[str, ...], list[str]]:
+    """Returns the tensors of parameters that are written together."""
+    found = dict[tuple[str, ...], list[str]]()
+    for tensor, it in plan.items():
+        found.setdefault(it.names, []).append(tensor)
+    return found
+
+
+def _stream(
+    config: Config,
+    name: str,
+    leaves: Mapping[str, Leaf],
+    kernels: Mapping[str, Any],
+    target: _Target,
+    part: int,
     tick: Tick,
-) -> None:
-    """Writes the tensors of one leaf, layer by layer, to the files and names in `targets`."""
-    layers = leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]
-    values = (value for layer in layers for value in (layer if layout.of_experts else [layer]))
-    for (file, tensor), value in zip(targets, values, strict=True):
-        file.write(tensor, layout.to_theirs(value, head).astype(dtype, copy=False))
+) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields the parts of tensors that a parameter has, layer by layer: values, or codes and scales."""
+    layout, stacked = target.layouts[part], target.where is not None
+    if name in kernels:
+        own = {it.rpartition("/")[2]: leaves[it] for it in names_of(nested({name: kernels[name]}))}
+        head = head_to_reorder(config, layout, kernels[name].shape)
+        yield from codes_and_scales(name, own, layout, stacked, head, tick)
+        return
+    leaf = leaves[name]
+    head = head_to_reorder(config, layout, leaf.shape)
+    for layer in leaf.layers(tick) if stacked else [leaf.read(leaf.dtype, tick)]:
+        for value in layer if layout.of_experts else [layer]:
+            yield (layout.to_theirs(value, head).astype(target.dtype, copy=False),)
 
 
-def _in_order(kinds: Mapping[str, tuple[Place | None, Sequence[Tensors]]]) -> Tensors:
+def _in_order(plan: Mapping[str, _Target]) -> Tensors:
     """Returns all tensors in the order of the forward pass, so that a shard has complete layers."""
-    placed = []
-    for name, (where, matrices) in kinds.items():
-        part = 1 if where else 0 if name.startswith("token_embedder/") else 2
-        layers = where.layers if where else [0]
-        for i, tensors in enumerate(matrices):
-            layer = layers[i * len(layers) // len(matrices)]
-            placed += [(part, layer, tensor, *it) for tensor, it in tensors.items()]
-    return {tensor: (shape, dtype) for _, _, tensor, shape, dtype in sorted(placed, key=lambda it: it[:2])}
+
+    def order(it: tuple[str, _Target]) -> tuple[int, int]:
+        (name, *_), where = it[1].names, it[1].where
+        return 1 if where else 0 if name.startswith("token_embedder/") else 2, it[1].layer
+
+    return {name: it for tensor, target in sorted(plan.items(), key=order) for name, it in target.files(tensor).items()}
 
 
 def _shards(tensors: Tensors, shard_bytes: int) -> dict[str, Tensors]:

@@ -69,6 +69,7 @@ class PeftConfig:
       modules: modules_to_save.
       targets: the names of target_modules; () if it is a pattern, or if the file names other modules.
       biases: whether biases were trained.
+      multiples: rank_pattern, if only modules that merge parameters may have it.
       notes: lines about what is not kept.
     """
 
@@ -90,8 +91,9 @@ class PeftConfig:
         targets = data.get("target_modules")
         hidden = isinstance(targets, str) or data.get("exclude_modules") or factor > 1
         self.targets = () if hidden else tuple(targets or ())
+        self.multiples = {} if factor > 1 else data.get("rank_pattern") or {}
         self.biases = data.get("bias") not in (None, "none")
-        ignored = ("rank_pattern", "alpha_pattern") if factor > 1 else ()
+        ignored = ("rank_pattern", "alpha_pattern") if factor > 1 or _same_scale(data, rank) else ()
         if refused := _problems(data, ignored):
             raise UserError("\n  ".join([f"{path}: cannot be represented here:", *refused]))
         self.notes = self._notes(data)
@@ -113,6 +115,15 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
     ranks, alphas = data.get("rank_pattern"), data.get("alpha_pattern")
     twice = {_FUSED: 2 * rank}, {_FUSED: 2 * data.get("lora_alpha", 8)}
     return (ranks, alphas) == twice and not data.get("use_rslora")
+
+
+def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
+    """Returns whether ranks that differ are multiples of `rank`, and their adapters have the scale of the others: as
+    this trainer writes modules that merge parameters. Tensors of other modules do not have the shape of the model's."""
+    ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
+    whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
+    alpha = data.get("lora_alpha", 8)
+    return whole and alphas == {name: it // rank * alpha for name, it in ranks.items()} and not data.get("use_rslora")
 
 
 def _listed(names: Any) -> list[str]:

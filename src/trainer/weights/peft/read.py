@@ -11,6 +11,7 @@ from trainer.checkpoint.sidecar import Base
 from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError, shortened
+from trainer.config.json_files import shown
 from trainer.config.keys import Config
 from trainer.leaves.about import FIELDS, GENERATION
 from trainer.leaves.source import Leaf, Shapes, check_tensors
@@ -20,6 +21,7 @@ from trainer.weights.huggingface.read import head_to_reorder, is_copy, leaf_of
 from trainer.weights.huggingface.safetensors_file import DTYPES
 from trainer.weights.huggingface.weight_files import PEFT_WEIGHTS, tensors_in
 from trainer.weights.peft.adapter_config import CONFIG, PeftConfig
+from trainer.weights.peft.merged_modules import divided
 from trainer.weights.peft.tensor_names import Named, Tables, below, by_base_name, filled_up, zeros
 
 PICKLED = "adapter_model.bin"
@@ -156,7 +158,10 @@ class PeftSource:
 
     def _in(self, config: Config) -> "_Found":
         tables = Tables(config)
-        found = tables.unstacked(tables.renamed(self._found))
+        if self._said.multiples and not tables.merged:
+            ranks = shown(self._said.multiples)
+            raise UserError(f"{self.path / CONFIG}: rank_pattern={ranks}: ranks that differ between matrices")
+        found = divided(config, tables, tables.unstacked(tables.renamed(self._found)), self._said.least)
         found = {key: filled_up(key, it, self._said.least, self.rank) for key, it in found.items()}
         return _Found(tables, found, {key: tables.owner(key) for key in found})
 

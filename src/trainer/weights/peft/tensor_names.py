@@ -83,6 +83,7 @@ class Tables:
       base: those of the parameters alone.
       adapters: the names of a and b, by the canonical name of the matrix.
       experts: the number of experts.
+      merged: see `HuggingFace`; layouts name the parts.
     """
 
     def __init__(self, config: Config):
@@ -94,6 +95,7 @@ class Tables:
             self.layouts |= dict(zip(names, self.base[name].of_adapter(), strict=True))
         self.experts = config.num_experts
         self._words = hugging_face(config).modules
+        self.merged = hugging_face(config).merged
 
     def place(self, name: str) -> Place | None:
         """Returns the location of a canonical parameter in the stacks."""

@@ -18,6 +18,7 @@ from trainer.weights.huggingface.safetensors_file import SafetensorsFile
 from trainer.weights.huggingface.weight_files import PEFT_WEIGHTS
 from trainer.weights.params.write import target_dtypes
 from trainer.weights.peft.adapter_config import CONFIG, config_fields
+from trainer.weights.peft.merged_modules import with_whole_modules
 from trainer.weights.peft.read import TABLE
 from trainer.weights.peft.tensor_names import A, Tables
 
@@ -50,6 +51,7 @@ def write_peft(
       UserError: lists the parameters that PEFT has no place for; or see `target_dtypes`.
     """
     tables = Tables(config)
+    leaves, times = with_whole_modules(config, tables, leaves)
     leaves = _with_whole_experts(tables, leaves)
     members = _members(config, tables)
     saved = _saved(tables, members, leaves)
@@ -66,6 +68,9 @@ def write_peft(
         shapes[_HEAD] = shapes[names[TABLE][0][0]]
         modules.add(_module(_HEAD))
     fields = config_fields(base, rank, alpha, *_ends_of(tables, members, targets, modules), tied)
+    if times:
+        fields["rank_pattern"] = {name: rank * count for name, count in times.items()}
+        fields["alpha_pattern"] = {name: fields["lora_alpha"] * count for name, count in times.items()}
     if any(tensor.endswith(".bias") for name in leaves.keys() - saved for tensor, _ in names[name]):
         fields["bias"] = "all"
     (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,11 @@
+"""What the first stage asks about GLM 4."""
+
+from trainer.config.family import Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts(
+    "trainer.models.glm4.family:FAMILY",
+    reads=("attention_bias", "partial_rotary_factor", "use_post_attn_norm", "use_post_ffw_norm"),
+    fixes={"rope_interleave": True},
+    tensors=of_blocks,
+)

@@ -1,0 +1,123 @@
+"""Tensors that merge several parameters (`models.huggingface.Merged`): their names, shapes and parts.
+
+A part's tensor has the name that a `Layout` gives it. No file has a tensor of this name.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.config.errors import UserError
+from trainer.models.huggingface import Merged
+from trainer.weights.huggingface.packed_matrix import PackedMatrix
+from trainer.weights.huggingface.quantization_config import Scheme
+from trainer.weights.huggingface.safetensors_file import Part
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Whole(NamedTuple):
+    """A tensor that is merged of parts.
+
+    Attributes:
+      name: in the checkpoint.
+      how: its declaration.
+      part: the number of a part.
+    """
+
+    name: str
+    how: Merged
+    part: int
+
+
+def whole_of(tensor: str, merged: Sequence[Merged]) -> Whole | None:
+    """Returns the tensor of which `tensor`, by the name in a Layout, is a part; None if it is no part."""
+    for how in merged:
+        if found := how.find(tensor):
+            return Whole(found[0], how, found[1])
+    return None
+
+
+def stored_name(tensor: str, merged: Sequence[Merged]) -> str:
+    """Returns the name in a checkpoint of the tensor that has `tensor`, by the name in a Layout."""
+    whole = whole_of(tensor, merged)
+    return whole.name if whole else tensor
+
+
+def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
+    """Returns the names of the tensors of a checkpoint, each with those of its parts in their order. A tensor that
+    merges nothing is its only part.
+
+    Raises:
+      UserError: parts are missing, or parts of an interleaved tensor have different sizes: the declaration is wrong.
+    """
+    parts: dict[str, dict[int, str]] = {}
+    hows = dict[str, Merged]()
+    for name in shapes:
+        whole = whole_of(name, merged)
+        parts.setdefault(whole.name if whole else name, {})[whole.part if whole else 0] = name
+        if whole:
+            hows[whole.name] = whole.how
+    for name, how in hows.items():
+        if len(parts[name]) < len(how.parts):
+            lacking = [part for i, part in enumerate(how.parts) if i not in parts[name]]
+            raise UserError(
+                f"{name}: a Merged declares that it has {', '.join(lacking)}, but no Layout names a part so"
+            )
+        if how.interleaved and len({shapes[part] for part in parts[name].values()}) > 1:
+            raise UserError(f"{name}: a Merged declares that it is interleaved, but its parts have different shapes")
+    return {name: [each[i] for i in sorted(each)] for name, each in parts.items()}
+
+
+def whole_shapes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of a checkpoint, given those of their parts."""
+    found = {}
+    for name, parts in wholes(shapes, merged).items():
+        whole = whole_of(parts[0], merged)
+        shape = list(shapes[parts[0]])
+        if whole:
+            shape[whole.how.axis] = sum(shapes[part][whole.how.axis] for part in parts)
+        found[name] = tuple(shape)
+    return found
+
+
+def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merged]) -> dict[str, Any]:
+    """Returns `tensors`, by name, with the parts of `shapes` in place of those that merge them. A tensor that does not
+    have the size of its parts stays.
+
+    Raises:
+      UserError: a quantized matrix cannot be divided.
+    """
+    result = dict(tensors)
+    for name, parts in wholes(shapes, merged).items():
+        if (whole := whole_of(parts[0], merged)) is None or name not in tensors:
+            continue
+        tensor, axis = tensors[name], whole.how.axis
+        sizes = [shapes[part][axis] for part in parts]
+        if len(tensor.shape) != len(shapes[parts[0]]) or tensor.shape[axis] != sum(sizes):
+            continue
+        del result[name]
+        for i, part in enumerate(parts):
+            cut = whole.how.cut(sizes, i)
+            quantized = isinstance(tensor, PackedMatrix)
+            result[part] = tensor.outputs(cut) if quantized else Part(tensor, axis % len(tensor.shape), cut)
+    return result
+
+
+def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], interleaved: bool) -> Scheme | None:
+    """Returns how a tensor is quantized, given for each of its parts how that is, and its number of outputs; None: it
+    is not.
+
+    Raises:
+      UserError: the parts cannot be one matrix.
+    """
+    scheme = parts[0][0]
+    rows = scheme.block[0] if scheme else 1
+    if len(parts) == 1 or (rows == 1 and all(it == scheme for it, _ in parts)):
+        return scheme
+    if any(it != scheme for it, _ in parts):
+        why = "its parts are stored in different ways"
+    elif rows and not interleaved and not any(out % rows for _, out in parts[:-1]):
+        return scheme
+    else:
+        why = f"{rows or 'all'} outputs share a scale, and a scale would be that of several parts"
+    raise UserError(f"{tensor}: cannot be written quantized: {why}; give dtype=float32 or dtype=bfloat16")
