@@ -23,6 +23,7 @@ NORMAL, UNKNOWN, CONTROL, OWN_SYMBOL, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # sentencepiece's space
 ROLES = {f"{role}_token": f"{OWN}{name}_token_id" for role, name in
          {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()}
+MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # further tokens that end a text
 _OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where the file does not say
 _ANOTHER = "; name another with tokenizer_path"
 

@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.limits import EXPERTS
+from trainer.data.gguf_tokenizer import MORE_ENDS
 from trainer.leaves.about import TOKENS, About
 from trainer.leaves.gguf_file import GgufHeader, read_gguf
 from trainer.models.families import family
@@ -20,7 +21,6 @@ from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.huggingface.read import HuggingFaceSource
 
 _BOS, _END, _ = TOKENS
-_MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _MOST_EXPERTS = 1 << 17  # of all layers together; DeepSeek-V3 has 15 thousand
 
 
@@ -66,7 +66,7 @@ def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Arc
 
 
 def _about(header: GgufHeader, neutral: Mapping[str, Any]) -> About:
-    ends = [neutral.get(_END), *(header.get(key, int) for key in _MORE_ENDS)]
+    ends = [neutral.get(_END), *(header.get(key, int) for key in MORE_ENDS)]
     ends = list(dict.fromkeys(token for token in ends if token is not None))
     if not ends:
         return About(neutral)
