@@ -26,8 +26,8 @@ usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=fl
        python -m trainer.export FROM OUT.gguf format=gguf [dtype=float32|bfloat16|float16|q8_0|q4_0|q4_1] ...
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
-        a Hugging Face model directory; a GGUF file; the output of this command; a MaxText checkpoint's tree (.../N/items).
-        A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
+        a Hugging Face model directory; a GGUF file; the output of this command; a MaxText checkpoint's tree
+        (.../N/items). A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
@@ -120,7 +120,7 @@ def _about(checkpoint: Any) -> Any:
 
     about, folder = checkpoint.about, checkpoint.tokenizer
     said = about.generation is not None or not about.fields.keys().isdisjoint(TOKENS)
-    if said or checkpoint.kind == "Hugging Face" or not has_tokenizer(folder, "auto"):
+    if said or checkpoint.kind in ("Hugging Face", "GGUF") or not has_tokenizer(folder, "auto"):
         return about
     try:
         tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)

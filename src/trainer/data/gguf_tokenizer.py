@@ -17,12 +17,15 @@ from trainer.leaves.gguf_file import GgufHeader
 OWN = "tokenizer.ggml."  # of the keys
 KIND = f"{OWN}model"
 TEMPLATE = "tokenizer.chat_template"
+NO_TOKENIZER = "none"
 BYTE_LEVEL, PIECES = "gpt2", "llama"  # the kinds of tokenizers that are read: byte-level BPE, and sentencepiece's BPE
 # The types of tokens.
 NORMAL, UNKNOWN, CONTROL, OWN_SYMBOL, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # sentencepiece's space
-ROLES = {f"{role}_token": f"{OWN}{name}_token_id" for role, name in
-         {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()}
+ROLES = {
+    f"{role}_token": f"{OWN}{name}_token_id"
+    for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+}
 MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # further tokens that end a text
 _OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where the file does not say
 _ANOTHER = "; name another with tokenizer_path"
@@ -56,13 +59,15 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
     Raises:
       UserError: the tokenizer is damaged, or of a kind that is not known.
     """
+    kind = header.get(KIND, str, NO_TOKENIZER)
+    if kind == NO_TOKENIZER:
+        raise UserError(f"{header.path}: there is no tokenizer in it{_ANOTHER}")
     tokens = header.get(f"{OWN}tokens", list, [])
     kinds = header.get(f"{OWN}token_type", np.ndarray, np.full(len(tokens), NORMAL)).tolist()
     ids = {token: i for i, token in enumerate(tokens) if kinds[i : i + 1] != [UNUSED]}
     if not ids or len(kinds) != len(tokens) or len(ids) + kinds.count(UNUSED) != len(tokens):
         raise UserError(f"{header.path}: its tokenizer has no tokens, or two with one name, or types of other tokens")
     special = {role: tokens[i] for role, i in special_ids(header).items() if tokens[i] in ids}
-    kind = header.get(KIND, str, "(none)")
     if kind == BYTE_LEVEL:
         spec = _byte_level(header, ids)
     elif kind == PIECES:

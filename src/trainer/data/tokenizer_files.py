@@ -25,7 +25,7 @@ from trainer.config.tokenizer_files import (
 )
 from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
-from trainer.data.gguf_tokenizer import KIND, tokenizer_files
+from trainer.data.gguf_tokenizer import KIND, NO_TOKENIZER, tokenizer_files
 from trainer.data.growth import growth_problem
 from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, package_errors
 from trainer.leaves.gguf_file import read_gguf
@@ -55,8 +55,8 @@ _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A GGUF
-    file is read as the folder of Hugging Face that its tokenizer came from.
+    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
+    GGUF file is read as the folder of Hugging Face that its tokenizer came from.
 
     Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
     """
@@ -93,7 +93,7 @@ def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
     """
     if is_gguf(place):
         header = read_gguf(place)
-        return tokenizer_files(header) if KIND in header.values else {}
+        return tokenizer_files(header) if header.values.get(KIND, NO_TOKENIZER) != NO_TOKENIZER else {}
     return {name: read_bounded(place / name) for name in tokenizer_parts(place)}
 
 

@@ -178,4 +178,3 @@ class _Reader:
 
     def _refuse(self, why: str) -> None:
         raise UserError(f"{self._path}: {why}")
-

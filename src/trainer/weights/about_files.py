@@ -8,7 +8,6 @@ from trainer.config.errors import UserError
 from trainer.config.json_files import Field, field_problems, read_object, shown
 from trainer.data.tokenizer_files import tokenizer_parts_of
 from trainer.leaves.about import CHANGED, FIELDS, GENERATION, TOKENS, About
-from trainer.runtime.folders import read_bounded
 from trainer.weights.huggingface.config_fields import neutral_keys
 
 _IDS = Field(int, null=True, many=True)

@@ -47,7 +47,7 @@ class Architecture(NamedTuple):
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
 
 
-def _gemma(largest: int, more: Mapping[str, Any] = {}) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:  # noqa: B006
+def _gemma(largest: int, more: Mapping[str, Any] = {}) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """`largest`: the number of layers of the model whose scores are scaled by its width over its heads."""
 
     def fields(said: Mapping[str, Any]) -> Mapping[str, Any]:

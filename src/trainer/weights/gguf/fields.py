@@ -83,9 +83,7 @@ def _scaling(
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original or context, **given}
 
 
-def _llama3(
-    header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, original: int | None
-) -> dict[str, Any]:
+def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, original: int | None) -> dict[str, Any]:
     factor = float(found.max())
     for length in (original, _ORIGINAL_LLAMA3):
         rope = {"factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
@@ -95,8 +93,8 @@ def _llama3(
             if wanted.shape == found.shape and np.allclose(wanted, found, rtol=1e-5, atol=0):
                 return {"rope_type": "llama3", **rope}
     raise UserError(
-        f"{header.path}: {FREQUENCIES} has other factors than those of RoPE of type llama3 with low_freq_factor={_LOW}, "
-        f"high_freq_factor={_HIGH} and the original length {original or _ORIGINAL_LLAMA3}, which are read"
+        f"{header.path}: {FREQUENCIES} has other factors than those of RoPE of type llama3 that are read, with "
+        f"low_freq_factor={_LOW}, high_freq_factor={_HIGH} and the original length {original or _ORIGINAL_LLAMA3}"
     )
 
 

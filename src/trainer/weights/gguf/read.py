@@ -100,9 +100,7 @@ def _renamed(
             experts += tensor.shape[0]
             if tensor.shape[0] > EXPERTS or experts > 3 * _MOST_EXPERTS:
                 raise UserError(f"{tensor.path}: {there.format(i)} has {tensor.shape[0]} experts, too many")
-            found |= {
-                name.format(i).replace(EXPERT, str(e)): tensor.expert(e) for e in range(tensor.shape[0])
-            }
+            found |= {name.format(i).replace(EXPERT, str(e)): tensor.expert(e) for e in range(tensor.shape[0])}
     return found | rest
 
 

@@ -47,8 +47,8 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 
 
 def name_there(it: Architecture, name: str) -> str | None:
-    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None if
-    the architecture has no such tensor. The experts of a layer are one tensor there."""
+    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None
+    if the architecture has no such tensor. The experts of a layer are one tensor there."""
     gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0)
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
     found = names.get_name(whole, try_suffixes=(".weight", ".bias"))

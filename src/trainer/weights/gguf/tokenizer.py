@@ -15,12 +15,12 @@ from trainer.data.gguf_tokenizer import (
     CONTROL,
     KIND,
     MORE_ENDS,
+    NO_TOKENIZER,
     NORMAL,
     OWN,
     OWN_SYMBOL,
     PIECES,
     ROLES,
-    SPACE,
     TEMPLATE,
     UNKNOWN,
     UNUSED,
@@ -34,6 +34,7 @@ from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.about import About
 from trainer.leaves.gguf_file import GgufHeader
 
+_OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers made from sentencepiece's models
 # A text in ten scripts, whose tokens are compared.
 _SAMPLE = (
     " It's   12345 + 6.78e-9 items,\tHe'LL say:\r\n\n  \u201cna\u00efve caf\u00e9\u201d <|x|> </s>; "
@@ -56,7 +57,7 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
     """
     if not has_tokenizer(place, "auto"):
         say(f"{place}: there is no tokenizer, so the file has none, and llama.cpp reads tokens only")
-        return {KIND: "none"}
+        return {KIND: NO_TOKENIZER}
     tokenizer = load_tokenizer(str(place), "auto", add_bos=True, add_eos=True)
     if not isinstance(tokenizer, JsonTokenizer):
         raise UserError(
@@ -116,7 +117,7 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
     model, normalizer = spec["model"], spec.get("normalizer") or {}
     steps = [*normalizer.get("normalizers", [normalizer]), spec.get("pre_tokenizer") or {}]
     first = [it for it in steps if it.get("type") in ("Prepend", "Metaspace")]
-    other = [it["type"] for it in steps if it.get("type", "Replace") not in ("Prepend", "Metaspace", "Replace", "Split")]
+    other = [it["type"] for it in steps if it.get("type", "Replace") not in _OF_PIECES]
     if model.get("type") != "BPE" or not model.get("byte_fallback") or other:
         raise UserError(
             f"{place}: format=gguf writes byte-level BPE, and BPE with byte_fallback as of sentencepiece; this is "
@@ -129,8 +130,11 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
             kinds[i] = BYTE
     pairs = [tuple(it.split(" ", 1)) if isinstance(it, str) else tuple(it) for it in model["merges"]]
     ranks = {token: i for i, token in enumerate(dict.fromkeys(left + right for left, right in pairs))}
-    scores = {name: -float(ranks.get(name, len(ranks))) for name, kind in zip(names, kinds, strict=True)
-              if kind in (NORMAL, OWN_SYMBOL)}
+    scores = {
+        name: -float(ranks.get(name, len(ranks)))
+        for name, kind in zip(names, kinds, strict=True)
+        if kind in (NORMAL, OWN_SYMBOL)
+    }
     again = merges_of(scores, model["vocab"], str(place))
     if sorted(again) != sorted(pairs) or [*dict.fromkeys(a + b for a, b in again)] != [*ranks]:
         raise UserError(f"{place}: its merges do not follow from scores of its tokens, as GGUF has them")
@@ -153,4 +157,6 @@ def _check(values: Mapping[str, Any], tokenizer: JsonTokenizer, place: Path) -> 
     )
     again.encode_special_tokens = True
     if again.encode(_SAMPLE, add_special_tokens=False).ids != tokenizer.encode(_SAMPLE):
-        raise UserError(f"{place}: llama.cpp's tokenizer of this kind gives other tokens, so format=gguf cannot hold it")
+        raise UserError(
+            f"{place}: llama.cpp's tokenizer of this kind gives other tokens, so format=gguf cannot hold it"
+        )
