@@ -77,8 +77,8 @@ def open_source(
         return _of_run(path, decoder_block, base, verify=verify)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
-        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), a file *.gguf, {TREE}/ "
-        f"with {CONFIG} (written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA "
+        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), a file *.gguf, {TREE}/ with "
+        f"{CONFIG} (written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA "
         "or _METADATA (a MaxText checkpoint)"
     )
 
