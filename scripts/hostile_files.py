@@ -1,12 +1,14 @@
 """Reads hostile files: each must end within 10 s and 2 GB, in success or in one message.
 
-    python scripts/hostile_files.py [seed=0] [count=100] [kinds=templates,tokenizers,tables,configs]
+    python scripts/hostile_files.py [seed=0] [count=100] [kinds=templates,tokenizers,tables,configs,gguf]
 
 Each file is read in a process of its own, forked from one that has loaded the package. The address space of that
 process may grow by 2 GB. A table says how many files of each kind were read, were refused, or failed, and the slowest
 and largest.
 """
 
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -32,9 +34,15 @@ from trainer.data.chat_files import ChatTemplate
 from trainer.data.readers import JsonlPart, ParquetPart
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.unpacked import check_unpacked
+from trainer.leaves.gguf_file import read_gguf
+from trainer.weights.gguf.read import GgufSource
+from trainer.weights.gguf.tensors import stored_tensors
 from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.huggingface.quantization_config import recipe
 from trainer.weights.huggingface.towers import text_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gguf_cases import exported, mutant, with_tokenizer
 
 SECONDS, BYTES = 10, 2 << 30
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
@@ -270,7 +278,31 @@ def config(draw: random.Random, folder: Path) -> Callable[[], Any]:
     return read
 
 
-KINDS = {"templates": template, "tokenizers": tokenizer, "tables": table, "configs": config}
+def gguf(draw: random.Random, folder: Path) -> Callable[[], Any]:
+    path = folder / "model.gguf"
+    path.write_bytes(mutant(draw, whole_gguf()))
+
+    tokens = draw.random() < 0.5
+
+    def read() -> None:
+        if tokens:
+            load_tokenizer(str(path), "auto", add_bos=False, add_eos=False)
+            return
+        GgufSource(path)
+        for tensor in stored_tensors(read_gguf(path)).values():
+            tensor.read(tuple(slice(0, size) for size in tensor.shape))
+
+    return read
+
+
+@functools.cache
+def whole_gguf() -> bytes:
+    """Returns a small GGUF file with a tokenizer."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        return exported(with_tokenizer("smollm", Path(folder) / "model"), Path(folder) / "model.gguf").read_bytes()
+
+
+KINDS = {"templates": template, "tokenizers": tokenizer, "tables": table, "configs": config, "gguf": gguf}
 
 
 def tried(read: Callable[[], Any]) -> tuple[str, float, int]:

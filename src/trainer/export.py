@@ -1,4 +1,4 @@
-"""`python -m trainer.export FROM OUT format=hf|params|maxtext|peft [key=value ...]`: converts parameters."""
+"""`python -m trainer.export FROM OUT format=hf|params|maxtext|peft|gguf [key=value ...]`: converts parameters."""
 
 import dataclasses
 import shlex
@@ -13,27 +13,31 @@ from trainer.config.paths import local_path
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 from trainer.config.words import visible
-from trainer.runtime.new_folder import new_folder, path_mistakes
+from trainer.runtime.new_folder import new_file, new_folder, path_mistakes
 from trainer.runtime.platforms import leave_out_absent_tpu
 
-FORMATS = ("hf", "params", "maxtext", "peft")
+FORMATS = ("hf", "params", "maxtext", "peft", "gguf")
 DTYPES = ("float32", "bfloat16")
+GGUF_DTYPES = (*DTYPES, "float16", "q8_0", "q4_0", "q4_1")
 WEIGHTS = ("raw", "ema")
 HELP = """\
 usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=float32|bfloat16] [weights=raw|ema]
                                  [like=FOLDER] [key=value ...]
+       python -m trainer.export FROM OUT.gguf format=gguf [dtype=float32|bfloat16|float16|q8_0|q4_0|q4_1] ...
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
-        a Hugging Face model directory; the output of this command; a MaxText checkpoint's tree (.../N/items).
-        A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
+        a Hugging Face model directory; a GGUF file; the output of this command; a MaxText checkpoint's tree
+        (.../N/items). A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
         peft: the adapters of a run with LoRA, and what else it trained, as a folder of Hugging Face's PEFT
+        gguf: one new file for llama.cpp, Ollama and others, with the tokenizer, chat template and ends. dtype is that
+        of the matrices; with q4_0 and q4_1 the tables of tokens have eight bits. Needs the extra gguf
 dtype   of the output; default: as stored in FROM. Weights that trainer.quantize quantized stay so in params, and in
-        hf, in the layout of compressed-tensors; with dtype, and in maxtext, they are floats
+        hf, in the layout of compressed-tensors; with dtype, and in maxtext and gguf, they are floats first
 like    with format=hf: a Hugging Face model directory whose text model FROM is, and which has more, such as a tower for
         images: OUT is this directory with the text model's tensors replaced
 weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
@@ -61,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.products.dequantized import parameter_count
     from trainer.weights.about_files import copy_beside
     from trainer.weights.adapters import Merged
+    from trainer.weights.gguf.write import write_gguf
     from trainer.weights.huggingface.like import Like
-    from trainer.weights.masks import check_masks
+    from trainer.weights.masks import check_masks, with_zeros
     from trainer.weights.model_keys import check_words, model_config
     from trainer.weights.open import open_source, weights_of
 
@@ -78,12 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             "leave it out"
         )
     # Quantized weights are written as such where that is possible and no dtype is given.
-    floats = options["format"] == "maxtext" or "dtype" in options
+    floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
     own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
     config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
     if floats and config.checkpoint_is_quantized:
         raise UserError(
-            "checkpoint_is_quantized=true: format=maxtext and dtype=... write floats; leave "
+            "checkpoint_is_quantized=true: format=maxtext, gguf and dtype=... write floats; leave "
             "checkpoint_is_quantized out, or these"
         )
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
@@ -97,11 +102,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     length = {"max_target_length": config.max_target_length} if _length_given(keys) else {}
     if length:
         about = about._replace(fields={**about.fields, "max_position_embeddings": config.max_target_length})
-    with new_folder(out) as partial:
+    with (new_file if options["format"] == "gguf" else new_folder)(out) as partial:
         for note in filter(None, [*checkpoint.notes(config), about.note()]):
             print(visible(note))
-        _write(partial, options, config, leaves, about, like)
-        copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
+        if options["format"] == "gguf":
+            write_gguf(partial, config, with_zeros(config, leaves), options.get("dtype"), about, checkpoint.tokenizer)
+        else:
+            _write(partial, options, config, leaves, about, like)
+            copy_beside(checkpoint.tokenizer, about, partial, fields=options["format"] != "hf")
         if like:
             like.copy_files(partial)
     _report(out, options, parameter_count(model.abstract[0]))
@@ -118,7 +126,7 @@ def _about(checkpoint: Any) -> Any:
 
     about, folder = checkpoint.about, checkpoint.tokenizer
     said = about.generation is not None or not about.fields.keys().isdisjoint(TOKENS)
-    if said or checkpoint.kind == "Hugging Face" or not has_tokenizer(folder, "auto"):
+    if said or checkpoint.kind in ("Hugging Face", "GGUF") or not has_tokenizer(folder, "auto"):
         return about
     try:
         tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
@@ -175,11 +183,13 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[s
     if "format=maxtext" in rest:
         own += ("scan_layers=",)
     options = dict(word.split("=", 1) for word in rest if word.startswith(own))
-    mistakes = path_mistakes(paths, named)
+    gguf = options.get("format") == "gguf"
+    mistakes = path_mistakes(paths, named, file=gguf)
     if options.get("format") not in FORMATS:
         mistakes.append(f"format={options.get('format', '')}: allowed: {', '.join(FORMATS)}")
-    if options.get("dtype", DTYPES[0]) not in DTYPES:
-        mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(DTYPES)}, or leave it out")
+    dtypes = GGUF_DTYPES if gguf else DTYPES
+    if options.get("dtype", DTYPES[0]) not in dtypes:
+        mistakes.append(f"dtype={options['dtype']}: allowed: {', '.join(dtypes)}, or leave it out")
     if options.get("weights", WEIGHTS[0]) not in WEIGHTS:
         mistakes.append(f"weights={options['weights']}: allowed: {', '.join(WEIGHTS)}, or leave it out")
     if "like" in options and options.get("format") != "hf":
@@ -230,7 +240,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
     dtype = options.get("dtype", "as stored")
     weights = "the average of the parameters" if options.get("weights") == "ema" else "the parameters as trained"
     print(f"{out}: {si(parameters, '').strip()} parameters, format={options['format']}, dtype {dtype}, {weights}")
-    for path in sorted(out.iterdir()):
+    for path in [out] if out.is_file() else sorted(out.iterdir()):
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         size = si(sum(file.stat().st_size for file in files), "B")
         print(f"  {path.name + ('/' if path.is_dir() else ''):<36}{size:>10}")

@@ -24,5 +24,10 @@ GROWTH, ADDED_CHARACTERS, NORMALIZERS = 4096, 4096, 64
 # Parquet and Arrow: what is compressed may have this many bytes, or become this many times as large. Bytes of the
 # values that are read at once, if one may be repeated.
 UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 256 << 20, 200, 1 << 28
+# A GGUF file: keys and tensors, texts of all lists together, bytes of a name, and axes of a tensor. The header has at
+# most FILE_BYTES.
+GGUF_ENTRIES, GGUF_STRINGS, GGUF_NAME_BYTES, GGUF_AXES = 1 << 16, 1 << 22, 1 << 16, 4
+# Characters of a token of sentencepiece in it, and of all together. Gemma's have 1.7 million.
+PIECE_CHARACTERS, PIECES_CHARACTERS = 1024, 1 << 22
 # One text of a data set.
 TEXT_BYTES = 1 << 30

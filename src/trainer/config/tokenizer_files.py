@@ -13,6 +13,7 @@ TOKENIZER_FILES = {
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
 WITH_TOOLS = "tool_use"  # the name of the template for conversations with tools
+GGUF = ".gguf"  # a file that holds a tokenizer beside its weights
 # Names in transformers and sentencepiece: of vocabularies, and of what can stand beside any of them.
 VOCABULARIES = (*TOKENIZER_FILES.values(), "vocab.json", "merges.txt", "added_tokens.json")
 SETTINGS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE_FILE, "chat_template.json", TEMPLATES)
@@ -35,8 +36,15 @@ def says_bytes(config: Path) -> bool:
     return read_object(config).get("tokenizer_type") == "bytes"
 
 
+def is_gguf(path: Any) -> bool:
+    """Returns whether `path` is a GGUF file on this machine."""
+    return isinstance(path, Path) and path.suffix == GGUF and path.is_file()
+
+
 def has_tokenizer(folder: Path, kind: str) -> bool:
-    """Returns whether tokenizer_path may name `folder`. `kind` is tokenizer_type."""
+    """Returns whether tokenizer_path may name `folder`, or a GGUF file. `kind` is tokenizer_type."""
+    if is_gguf(folder):
+        return kind in ("auto", "huggingface")  # its tokenizer is read as a tokenizer.json
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else [*TOKENIZER_FILES.values()]
     if any((folder / name).is_file() for name in names):
         return True

@@ -5,6 +5,7 @@ import binascii
 import hashlib
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,21 @@ import numpy as np
 
 from trainer.config.errors import UserError
 from trainer.config.paths import local_path
-from trainer.config.tokenizer_files import SETTINGS, SPECIAL_TOKENS, TOKENIZER_FILES, VOCABULARIES, says_bytes
+from trainer.config.tokenizer_files import (
+    SETTINGS,
+    SPECIAL_TOKENS,
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    is_gguf,
+    says_bytes,
+    tokenizer_parts,
+)
 from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
+from trainer.data.gguf_tokenizer import KIND, NO_TOKENIZER, tokenizer_files
 from trainer.data.growth import growth_problem
 from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, package_errors
+from trainer.leaves.gguf_file import read_gguf
 from trainer.runtime.folders import check_folder, read_bounded
 
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
@@ -44,12 +55,15 @@ _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file.
+    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
+    GGUF file is read as the folder of Hugging Face that its tokenizer came from.
 
     Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
     """
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
+    if is_gguf(gguf := local_path(path, "tokenizer_path=")) and kind in ("auto", "huggingface"):
+        return _of_gguf(gguf, add_bos=add_bos, add_eos=add_eos)
     file = _file(local_path(path, "tokenizer_path="), kind)
     kind = _kind(file) if kind == "auto" else kind
     loaders: dict[str, Callable[..., Tokenizer]] = {
@@ -67,6 +81,34 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
             tokenizer.bos, tokenizer.eos = (_named(tokenizer, role, file) for role in ("bos_token", "eos_token"))
     tokenizer.beside = beside
     tokenizer.chat_template = tokenizer.own_template = template_beside(file.parent)
+    return tokenizer
+
+
+def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
+    """Returns the files of the tokenizer at `place` by their paths in its folder: a folder, on this machine or in a
+    bucket, or a GGUF file.
+
+    Raises:
+      UserError: one is too large, or the tokenizer of a GGUF file is not known.
+    """
+    if is_gguf(place):
+        header = read_gguf(place)
+        return tokenizer_files(header) if header.values.get(KIND, NO_TOKENIZER) != NO_TOKENIZER else {}
+    return {name: read_bounded(place / name) for name in tokenizer_parts(place)}
+
+
+def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part, data in tokenizer_files(read_gguf(file)).items():
+            (folder / part).parent.mkdir(exist_ok=True)
+            (folder / part).write_bytes(data)
+        try:
+            tokenizer = load_tokenizer(name, "huggingface", add_bos=add_bos, add_eos=add_eos)
+        except UserError as error:
+            raise UserError(str(error).replace(name, str(file))) from error
+    if template := tokenizer.own_template:
+        tokenizer.chat_template = tokenizer.own_template = template._replace(where=str(file))
     return tokenizer
 
 

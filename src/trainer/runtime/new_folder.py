@@ -1,4 +1,4 @@
-"""A folder that a command writes: it appears only when it is complete."""
+"""A folder, or a file, that a command writes: it appears only when it is complete."""
 
 import contextlib
 import os
@@ -20,19 +20,28 @@ def not_a_new_folder(path: Path) -> str | None:
     return None if above.is_dir() else f"{above} is a file"
 
 
-def path_mistakes(paths: Sequence[str], named: Collection[str]) -> list[str]:
+def not_a_new_file(path: Path) -> str | None:
+    """Returns why nothing can be written to the absolute `path` as to a new file; None if it can."""
+    if os.path.lexists(path):
+        return "exists; choose a new file"
+    above = next(parent for parent in path.parents if parent.exists())
+    return None if above.is_dir() else f"{above} is a file"
+
+
+def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = False) -> list[str]:
     """Returns what is wrong with `paths`, the first two arguments of a command: FROM, and OUT, a new or empty folder.
 
     Args:
       named: the names of other arguments, as in NAME=VALUE, which may stand where a path is missing.
+      file: whether OUT is a new file.
     """
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
         return ["the first two arguments are FROM and OUT"]
     if wrong := [f"{shortened(path)}: {problem}" for path in paths if (problem := path_problem(path))]:
         return wrong
     if "://" in paths[1]:
-        return [f"{shortened(paths[1])}: only a local folder can be written; give one"]
-    problem = not_a_new_folder(local_path(paths[1]).absolute())
+        return [f"{shortened(paths[1])}: only a local {'file' if file else 'folder'} can be written; give one"]
+    problem = (not_a_new_file if file else not_a_new_folder)(local_path(paths[1]).absolute())
     return [f"{paths[1]}: {problem}"] if problem else []
 
 
@@ -50,6 +59,25 @@ def new_folder(path: Path) -> Iterator[Path]:
         except OSError as error:
             raise UserError(f"{partial}: cannot be created: {error.strerror}") from error
         yield partial
+        os.rename(partial, path)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a file next to `path`, which gets this name at the end, on disk. After an error it is removed.
+
+    Raises:
+      UserError: its folder cannot be created.
+    """
+    partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
+    with closed_at_interrupt(lambda: partial.unlink(missing_ok=True)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{path.parent}: cannot be created: {error.strerror}") from error
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
         os.rename(partial, path)
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from trainer.config.errors import UserError
 from trainer.config.json_files import Field, field_problems, read_object, shown
-from trainer.config.tokenizer_files import tokenizer_parts
+from trainer.data.tokenizer_files import tokenizer_parts_of
 from trainer.leaves.about import CHANGED, FIELDS, GENERATION, TOKENS, About
-from trainer.runtime.folders import read_bounded
 from trainer.weights.huggingface.config_fields import neutral_keys
 
 _IDS = Field(int, null=True, many=True)
@@ -47,10 +46,10 @@ def copy_beside(folder: Any, about: About, target: Path, *, fields: bool) -> Non
     """Copies the tokenizer's files in `folder` into `target`, and writes `about` there.
 
     Args:
-      folder: a path on this machine or in a bucket.
+      folder: a path on this machine or in a bucket, or a GGUF file.
       fields: whether to write huggingface.json: `target` has no config.json.
     """
-    files = {name: read_bounded(folder / name) for name in tokenizer_parts(folder)}
+    files = tokenizer_parts_of(folder)
     files |= {name: data for name, data in about.files().items() if fields or name != FIELDS}
     for name, data in files.items():
         (target / name).parent.mkdir(exist_ok=True)

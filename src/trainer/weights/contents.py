@@ -120,7 +120,7 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
     shapes, buffers = weights_of(make_model(config))
     leaves = source.leaves(config, shapes)
     found = [_of_leaf(REST if name in buffers else PARAMS, name, leaf) for name, leaf in leaves.items()]
-    kind = f"a {source.kind} directory"
+    kind = f"a {source.kind} {'file' if source.path.is_file() else 'directory'}"
     return Contents(str(source.path), kind, None, source.keys, found, notes=tuple(source.notes(config)))
 
 

@@ -15,7 +15,7 @@ from trainer.config.errors import UserError
 from trainer.config.family import import_facts
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
-from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES
+from trainer.config.tokenizer_files import SETTINGS, VOCABULARIES, is_gguf
 from trainer.leaves.about import FIELDS, GENERATION, About
 from trainer.leaves.orbax import COMPOSITE, ITEMS
 from trainer.leaves.source import Source, joined, names_of
@@ -24,6 +24,7 @@ from trainer.ops.random import seed_key
 from trainer.runtime import storage
 from trainer.runtime.folders import check_folder
 from trainer.weights.adapters import Initial, Merged, RunAdapters
+from trainer.weights.gguf.read import GgufSource
 from trainer.weights.huggingface.read import CONFIG as HUGGING_FACE_CONFIG
 from trainer.weights.huggingface.read import HuggingFaceSource
 from trainer.weights.huggingface.weight_files import INDEX, weight_files
@@ -53,6 +54,8 @@ def open_source(
     if average or "://" in path:
         return _of_run(path, decoder_block, base, average=average, verify=verify)
     folder = local_path(path)
+    if is_gguf(folder):
+        return GgufSource(folder, decoder_block)
     check_folder(folder, (HUGGING_FACE_CONFIG, INDEX, CONFIG, FIELDS, GENERATION, *VOCABULARIES, *SETTINGS))
     files = [file.name for file in weight_files(folder)]
     if (folder / HUGGING_FACE_CONFIG).is_file() and files:
@@ -74,9 +77,9 @@ def open_source(
         return _of_run(path, decoder_block, base, verify=verify)
     state = "there is no such folder" if not folder.is_dir() else "nothing in it is a checkpoint"
     raise UserError(
-        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), {TREE}/ with {CONFIG} "
-        f"(written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA or "
-        "_METADATA (a MaxText checkpoint)"
+        f"{path}: {state}; looked for config.json with *.safetensors (Hugging Face), a file *.gguf, {TREE}/ with "
+        f"{CONFIG} (written by trainer.export), {CHECKPOINTS}/N or N (a run, here or in MaxText), {ITEMS}/_METADATA "
+        "or _METADATA (a MaxText checkpoint)"
     )
 
 
@@ -120,10 +123,10 @@ def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str,
     place = base or adapters.origin.path
     if not place and isinstance(adapters, RunAdapters):
         return Merged(Initial(adapters, _drawn), adapters, weight_shapes)
-    if "://" not in place and not (place and local_path(place).is_dir()):
+    if "://" not in place and not (place and local_path(place).exists()):
         named = f"the parameters in {place}" if place else "parameters whose place is not known"
         raise UserError(
-            f"{adapters.path}: its adapters belong to {named}, and there is no such folder; give its place with "
+            f"{adapters.path}: its adapters belong to {named}, and there is nothing; give its place with "
             "load_parameters_path"
         )
     return Merged(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
@@ -167,7 +170,7 @@ def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, 
     place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
     if not place:
         return own, ""
-    if "://" not in place and local_path(place).is_dir():
+    if "://" not in place and local_path(place).exists():
         with contextlib.suppress(UserError):  # what is there now may be no model
             own, begun = open_source(place, verify=False).about, place
     return own, (

@@ -1,0 +1,180 @@
+"""Reads the header of a GGUF file: what it says of its model, and where its tensors are.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length is compared with the bytes
+of the file before anything is read for it. The package gguf does not do this: its reader loops over an array of 2^33
+values that the file does not have.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.limits import FILE_BYTES, GGUF_AXES, GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_STRINGS
+from trainer.config.words import visible
+from trainer.runtime.folders import check_folder
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)  # in version 1, counts have four bytes
+_ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
+# The types of values by number, as the package struct and NumPy name them.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", list: "a list of texts"}
+
+
+class Described(NamedTuple):
+    """A tensor as the header describes it.
+
+    Attributes:
+      kind: the number of its type in ggml.
+      shape: slowest axis first; the file has them the other way round.
+      start: the position of its first byte in the file.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+
+
+class GgufHeader(NamedTuple):
+    """The header of a GGUF file.
+
+    Attributes:
+      path: the file.
+      values: bool, int, float, str, a NumPy array of numbers, or a list of str, by key.
+      tensors: by name.
+      size: the number of bytes of the file.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Described]
+    size: int
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Returns the value of `key`, or `default` if there is none.
+
+        Args:
+          kind: int, float (which also accepts an int), str, bool, list (of str) or np.ndarray.
+
+        Raises:
+          UserError: the value has another type, or is a number that is not finite.
+        """
+        if (value := self.values.get(key)) is None:
+            return default
+        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not fits or (kind is float and not math.isfinite(value)):
+            raise UserError(f"{self.path}: {key} is not {_WORDS.get(kind, 'a list of numbers')}")
+        return value
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Returns the header of the file `path`.
+
+    Raises:
+      UserError: it is not a GGUF file that can be read, or is damaged.
+    """
+    check_folder(path.parent, [path.name])
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return _Reader(path, file, size).header()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as GGUF: {error}") from error
+
+
+class _Reader:
+    def __init__(self, path: Path, file: BinaryIO, size: int):
+        self._path, self._file, self._size = path, file, size
+        # No header is this long, and a file with holes can be.
+        self._left, self._strings = min(size, FILE_BYTES), 0
+
+    def header(self) -> GgufHeader:
+        if self._bytes(4) != _MAGIC:
+            self._refuse("this is not a GGUF file")
+        if (version := self._number("I")) not in _VERSIONS:
+            self._refuse(f"version {version} of GGUF, or another order of bytes; versions 2 and 3 are read")
+        count, keys = self._number("Q"), self._number("Q")
+        self._check(count, GGUF_ENTRIES, 8, "tensors")
+        self._check(keys, GGUF_ENTRIES, 8, "keys")
+        values = self._entries(keys, self._value, "the key")
+        described = self._entries(count, self._described, "the tensor")
+        alignment = values.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            self._refuse(f"{_ALIGNMENT} is not a power of two from 8 on")
+        start = -(-self._file.tell() // alignment) * alignment
+        tensors = {}
+        for name, (kind, shape, offset) in described.items():
+            if offset % alignment or start + offset > self._size:
+                self._refuse(f"{shortened(visible(name))} begins at {offset}, which is not in the file or not aligned")
+            tensors[name] = Described(kind, shape, start + offset)
+        return GgufHeader(self._path, values, tensors, self._size)
+
+    def _entries(self, count: int, read: Callable[[], Any], what: str) -> dict[str, Any]:
+        found = dict[str, Any]()
+        for _ in range(count):
+            name = self._string(GGUF_NAME_BYTES)
+            if name in found:
+                self._refuse(f"{what} {shortened(visible(name))} is there twice")
+            found[name] = read()
+        return found
+
+    def _described(self) -> tuple[int, tuple[int, ...], int]:
+        axes = self._number("I")
+        if not 1 <= axes <= GGUF_AXES:
+            self._refuse(f"a tensor has {axes} axes; one to {GGUF_AXES} are possible")
+        sizes = tuple(self._number("Q") for _ in range(axes))
+        if not min(sizes) or math.prod(sizes) > self._size * 8:  # no type has less than a bit for a value
+            self._refuse(f"a tensor of {' x '.join(map(str, sizes))} values does not fit into {self._size:,} bytes")
+        return self._number("I"), sizes[::-1], self._number("Q")
+
+    def _value(self) -> Any:
+        kind = self._number("I")
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._number(self._numbers(kind))
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            self._strings += count
+            self._check(self._strings, GGUF_STRINGS, 0, "texts")
+            self._check(count, GGUF_STRINGS, 8, "texts")
+            return [self._string() for _ in range(count)]
+        dtype = np.dtype(f"<{self._numbers(kind)}")
+        self._check(count, FILE_BYTES, dtype.itemsize, "numbers")
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+
+    def _numbers(self, kind: int) -> str:
+        if kind not in _NUMBERS:  # arrays of arrays, too, which no published file has
+            self._refuse(f"a value of type {kind}, which is not known here")
+        return _NUMBERS[kind]
+
+    def _string(self, most: int = FILE_BYTES) -> str:
+        length = self._number("Q")
+        self._check(length, most, 1, "bytes of a text")
+        return self._bytes(length).decode("utf-8")
+
+    def _number(self, form: str) -> Any:
+        form = f"<{form}"
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+
+    def _check(self, count: int, most: int, each: int, what: str) -> None:
+        if count > most or count * each > self._left:
+            self._refuse(f"it says that it has {count:,} {what}, more than fit into it or than the {most:,} allowed")
+
+    def _bytes(self, count: int) -> bytes:
+        self._left -= count
+        data = self._file.read(count) if self._left >= 0 else b""
+        if len(data) < count:
+            self._refuse("the file ends within its header, or its header is too long")
+        return data
+
+    def _refuse(self, why: str) -> None:
+        raise UserError(f"{self._path}: {why}")

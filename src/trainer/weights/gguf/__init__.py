@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: the model, its weights and its tokenizer in one file."""

@@ -1,0 +1,108 @@
+"""GGUF files as checkpoints: a folder of Hugging Face in one file."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.limits import EXPERTS
+from trainer.data.gguf_tokenizer import MORE_ENDS
+from trainer.leaves.about import TOKENS, About
+from trainer.leaves.gguf_file import GgufHeader, read_gguf
+from trainer.models.families import family
+from trainer.models.huggingface import EXPERT
+from trainer.models.mtp_names import MODULES
+from trainer.weights.gguf.architectures import Architecture, read_as
+from trainer.weights.gguf.fields import FREQUENCIES, read_fields
+from trainer.weights.gguf.tensors import GgufTensor, as_hugging_face, name_there, stored_tensors
+from trainer.weights.huggingface.config_fields import neutral_keys
+from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.read import HuggingFaceSource
+
+_BOS, _END, _ = TOKENS
+_MOST_EXPERTS = 1 << 17  # of all layers together; DeepSeek-V3 has 15 thousand
+
+
+class GgufSource(HuggingFaceSource):
+    """See `Source`. The tensors have their names, shapes and order of Hugging Face."""
+
+    kind = "GGUF"
+
+    def __init__(self, path: Path, decoder_block: str = ""):
+        """`decoder_block`: see `model_keys`.
+
+        Raises:
+          UserError: the file is damaged, or its architecture or a type of its values is not known.
+        """
+        self.path = self.tokenizer = path
+        header, where = read_gguf(path), str(path)
+        stored = stored_tensors(header)
+        it, data = fields_of(header, stored)
+        keys = model_keys(data, where, decoder_block)
+        self.about = _about(header, neutral_keys(data, where))
+        self.length = data.get("max_position_embeddings")
+        self._types, self._others, self._recipe, self.modules = _types(stored), "", None, 0
+        self._float_keys = {**keys, MODULES: 0}
+        self._tensors = _renamed(stored, it, keys["decoder_block"], data)  # type: ignore[assignment]
+
+    def notes(self, config: Config) -> Sequence[str]:
+        """See `Source.notes`."""
+        return [f"{self.path}: {self._types}"] if self._types else []
+
+
+def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Architecture, dict[str, Any]]:
+    """Returns the architecture of a file, and the content of a config.json.
+
+    Raises:
+      UserError: see `read_fields`, or the architecture is not known.
+    """
+    name = header.get("general.architecture", str, "(none)")
+    it = read_as(name, str(header.path), experts=bool(header.values.get(f"{name}.expert_count")))
+    factors = stored.get(FREQUENCIES)
+    if factors is not None and (len(factors.shape) != 1 or factors.kind != "F32" or factors.shape[0] > 1 << 16):
+        raise UserError(f"{header.path}: {FREQUENCIES} is not a list of float32")
+    return it, read_fields(header, it, None if factors is None else factors.read((slice(0, factors.shape[0]),)))
+
+
+def _about(header: GgufHeader, neutral: Mapping[str, Any]) -> About:
+    ends = [neutral.get(_END), *(header.get(key, int) for key in MORE_ENDS)]
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    if not ends:
+        return About(neutral)
+    begin = {_BOS: neutral[_BOS]} if _BOS in neutral else {}
+    return About(neutral, {**begin, _END: ends if len(ends) > 1 else ends[0]})
+
+
+def _types(stored: Mapping[str, GgufTensor]) -> str:
+    """Returns a line on quantized tensors; "" if there are none."""
+    types = [tensor.type for tensor in stored.values() if tensor.block[0] > 1]
+    counts = ", ".join(f"{types.count(name)} of type {name}" for name in dict.fromkeys(types))
+    return f"{len(types)} of {len(stored)} tensors are quantized, {counts}; they are read as float32" if types else ""
+
+
+def _renamed(
+    stored: Mapping[str, GgufTensor], it: Architecture, block: str, data: Mapping[str, Any]
+) -> dict[str, GgufTensor]:
+    """Returns the tensors by their names in Hugging Face; those that the family does not have by their own names."""
+    rest = {name: tensor for name, tensor in stored.items() if name != FREQUENCIES}
+    declared = next(hf for hf in family(block).hugging_face if hf.model_type == data["model_type"])
+    templates = {name: there for name in _names(declared) if (there := name_there(it, name)) is not None}
+    found = dict[str, GgufTensor]()
+    experts = 0
+    for name, there in templates.items():
+        for i in range(data["num_hidden_layers"] if "{}" in there else 1):
+            if (tensor := rest.pop(there.format(i), None)) is None:
+                continue
+            if EXPERT not in name:
+                found[name.format(i)] = as_hugging_face(tensor, it, name, data["head_dim"])
+                continue
+            experts += tensor.shape[0]
+            if tensor.shape[0] > EXPERTS or experts > 3 * _MOST_EXPERTS:
+                raise UserError(f"{tensor.path}: {there.format(i)} has {tensor.shape[0]} experts, too many")
+            found |= {name.format(i).replace(EXPERT, str(e)): tensor.expert(e) for e in range(tensor.shape[0])}
+    return found | rest
+
+
+def _names(declared: Any) -> list[str]:
+    return list(dict.fromkeys(layout.name for layout in declared.layouts.values()))

@@ -1,0 +1,168 @@
+"""Tensors in GGUF files: their names, and their values under the names and in the order of Hugging Face."""
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from trainer.config.errors import UserError, shortened
+from trainer.config.words import visible
+from trainer.leaves.gguf_file import GgufHeader
+from trainer.leaves.source import Box
+from trainer.models.huggingface import EXPERT
+from trainer.weights.gguf.architectures import Architecture
+
+_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# What gguf 0.19 dequantizes, all in blocks of a row. NVFP4 has a second scale, in another tensor.
+QUANTIZED = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+)
+_STRIP = 1 << 22  # values to dequantize at once
+_PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
+
+
+def package() -> Any:
+    """Returns the package gguf, of llama.cpp's authors.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("GGUF files need the package gguf: pip install 'trainer[gguf]'") from error
+    return gguf
+
+
+@functools.cache
+def kinds() -> Mapping[int, tuple[str, int, int]]:
+    """Returns the name of each type by number, and how many values are stored together in how many bytes."""
+    found = package().GGML_QUANT_SIZES.items()
+    return {int(kind): (kind.name, *sizes) for kind, sizes in found}
+
+
+def name_there(it: Architecture, name: str) -> str | None:
+    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None
+    if the architecture has no such tensor. The experts of a layer are one tensor there."""
+    gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0)
+    names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
+    found = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+    return found and found.replace("blk.0.", "blk.{}.")
+
+
+@functools.cache
+def _names(arch: Any) -> Any:
+    return package().get_tensor_name_map(arch, 1)
+
+
+class GgufTensor(NamedTuple):
+    """A tensor in a file; see `huggingface.read.Values`.
+
+    Attributes:
+      type: the name of its type in ggml.
+      block: how many values are stored together, and in how many bytes.
+      shape: as in Hugging Face.
+      head: the number of entries of a head whose halves are stored as pairs; 0 if the order is the same.
+      one: whether 1 is added to what is stored.
+    """
+
+    path: Path
+    type: str
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+    start: int
+    head: int = 0
+    one: bool = False
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values that are read."""
+        return _FLOATS[self.kind]
+
+    @property
+    def kind(self) -> str:
+        """The name of `dtype` in safetensors."""
+        return self.type if self.type in _FLOATS and not self.one else "F32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.block[0] * self.block[1]
+
+    def expert(self, i: int) -> "GgufTensor":
+        """Returns the `i`-th of the tensors along the first axis."""
+        each = self.nbytes // self.shape[0]
+        return self._replace(shape=self.shape[1:], start=self.start + i * each)
+
+    def read(self, box: Box) -> np.ndarray:
+        """Returns the values in `box`. Reads complete rows, in strips.
+
+        Raises:
+          UserError: the file was truncated after it was opened.
+        """
+        rows, columns = np.arange(self.shape[0])[box[0]], math.prod(self.shape[1:])
+        if self.head:
+            halves = np.arange(self.shape[0]).reshape(-1, self.head // 2, 2).swapaxes(1, 2)
+            rows = halves.reshape(-1)[box[0]]
+        found = np.empty([cut.stop - cut.start for cut in box], self.dtype)
+        step = max(1, _STRIP // columns)
+        for at in range(0, len(rows), step):
+            some = rows[at : at + step]
+            first = int(some.min())
+            values = self._rows(first, int(some.max()) + 1 - first, columns)[some - first]
+            found[at : at + step] = values.reshape(len(some), *self.shape[1:])[(slice(None), *box[1:])]
+        return found - 1 if self.one else found
+
+    def _rows(self, first: int, count: int, columns: int) -> np.ndarray:
+        values, size = self.block
+        row = columns // values * size
+        data = np.fromfile(self.path, np.uint8, count * row, offset=self.start + first * row)
+        if len(data) < count * row:
+            raise UserError(f"{self.path}: the file ends within its tensors")
+        if self.type in _FLOATS:
+            return data.view(_FLOATS[self.type]).reshape(count, columns)
+        with np.errstate(all="ignore"):  # scales may be anything
+            return package().dequantize(data.reshape(count, row), package().GGMLQuantizationType[self.type])
+
+
+def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
+    """Returns the tensors of a file by their names there.
+
+    Raises:
+      UserError: lists those of types that are not read, or that are not in the file or in each other's place.
+    """
+    found, problems, free = dict[str, GgufTensor](), [], 0
+    for name, (kind, shape, start) in sorted(header.tensors.items(), key=lambda it: it[1].start):
+        type_name, *block = kinds().get(kind, (f"number {kind}", 1, 1))
+        tensor = GgufTensor(header.path, type_name, (block[0], block[1]), shape, start)
+        if type_name not in _FLOATS and (type_name not in QUANTIZED or shape[-1] % block[0]):
+            problems.append(f"{shortened(visible(name))}: values of type {type_name} are not read")
+        elif type_name not in _FLOATS and len(shape) < 2:
+            problems.append(f"{shortened(visible(name))}: a list of values of type {type_name} is not read")
+        elif start < free or start + tensor.nbytes > header.size:
+            problems.append(f"{shortened(visible(name))}: its bytes are not in the file, or those of another tensor")
+        found[name], free = tensor, start + tensor.nbytes
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        known = ", ".join([*_FLOATS, *QUANTIZED])
+        raise UserError("\n  ".join([f"{header.path}: (types that are read: {known})", *problems[:20], *more]))
+    return found
+
+
+def as_hugging_face(tensor: GgufTensor, it: Architecture, name: str, head: int) -> GgufTensor:
+    """Returns `tensor` as the one called `name` in Hugging Face, with heads of `head` entries."""
+    permuted = it.pairs and name.endswith(_PERMUTED) and head > 1 and tensor.shape[0] % head == 0
+    return tensor._replace(head=head if permuted else 0, one=it.one and name.endswith("norm.weight"))
+
+
+def as_gguf(values: np.ndarray, it: Architecture, name: str, head: int) -> np.ndarray:
+    """Returns the values of the tensor `name` of Hugging Face as a GGUF file has them; the inverse of reading."""
+    if it.pairs and name.endswith(_PERMUTED):
+        heads = values.reshape(-1, 2, head // 2, *values.shape[1:])
+        return heads.swapaxes(1, 2).reshape(values.shape)
+    return values.astype(np.float32) + 1 if it.one and name.endswith("norm.weight") else values

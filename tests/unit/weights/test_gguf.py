@@ -1,0 +1,194 @@
+"""GGUF files: what is read is what the package gguf dequantizes, what is written is what llama.cpp computes with."""
+
+import json
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf_cases import EXPECTED, GOLDENS, MODELS, content, exported, inputs, model_folder, with_tokenizer
+
+from trainer import export
+from trainer.backends.registry import make_model
+from trainer.config.errors import UserError
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.leaves.gguf_file import read_gguf
+from trainer.leaves.source import nested, parted
+from trainer.weights.contents import contents_of
+from trainer.weights.gguf.architectures import written_as
+from trainer.weights.gguf.fields import llama3_frequencies
+from trainer.weights.gguf.tensors import QUANTIZED, as_gguf, as_hugging_face, stored_tensors
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source, weights_of
+
+LLAMA = written_as("llama")
+
+
+def weights(source):
+    config = model_config(source.keys, ["max_target_length=64"], str(source.path))
+    leaves = source.leaves(config, weights_of(make_model(config))[0])
+    return config, {name: leaf.read(leaf.dtype, lambda size: None) for name, leaf in leaves.items()}
+
+
+def logits_of(config, arrays, tokens):
+    model = make_model(config)
+
+    @jax.jit
+    def logits(arrays):
+        params, rest = parted(nested(arrays), model.abstract[1])
+        row = np.array([tokens], np.int32)
+        positions = np.arange(len(tokens), dtype=np.int32)[None]
+        hidden, _, _ = model.apply(params, rest, row, positions, np.ones_like(row), np.zeros(1, np.int32))
+        return model.apply(params, rest, hidden, method="head")[0]
+
+    return np.asarray(logits(arrays))[0]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_is_written_as_llama_cpp_reads_it_and_read_back(case, tmp_path):
+    """llama.cpp's logits of the file are those of transformers where it has the folder's values, and ours otherwise."""
+    folder = model_folder(case, tmp_path / case)
+    file = exported(folder, tmp_path / "model.gguf")
+    (theirs, before), (config, after) = (weights(open_source(str(path))) for path in (folder, file))
+    assert config.decoder_block == ("llama2" if case == "mistral" else theirs.decoder_block)
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    # GGUF has 1 + the scale of Gemma's norms, in float32.
+    assert all(name.endswith("/scale") for name in changed) if "gemma" in case else not changed
+    for name in changed:
+        np.testing.assert_allclose(after[name], before[name], atol=2.0**-23, rtol=0)
+    with np.load(EXPECTED) as golden, np.load(GOLDENS / case / "expected.npz") as transformers:
+        assert content(file) == golden[f"content/{case}"]
+        found, expected = golden[f"logits/{case}"], transformers["rows/logits"][0]
+    if MODELS[case]:
+        expected = logits_of(config, after, inputs(case))
+    # llama.cpp looks up the GELU of Gemma in a table of float16.
+    limit = 1.5e-3 if "gemma" in case else 1e-5
+    np.testing.assert_allclose(found, expected, atol=limit * np.abs(expected).max(), rtol=0)
+
+
+def test_every_type_is_dequantized_as_the_package_does(tmp_path):
+    """From random bytes, in parts and with heads in another order."""
+    draw, file = np.random.RandomState(0), tmp_path / "model.gguf"
+    writer, stored = gguf.GGUFWriter(None, "llama"), {}
+    for name in QUANTIZED:
+        kind = gguf.GGMLQuantizationType[name]
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        stored[name] = draw.randint(0, 256, (8, 512 // values * size), np.uint8)
+        writer.add_tensor(name, stored[name], raw_dtype=kind)
+    writer.write_header_to_file(file)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = stored_tensors(read_gguf(file))
+    for name, tensor in tensors.items():
+        with np.errstate(all="ignore"):
+            whole = gguf.dequantize(stored[name], gguf.GGMLQuantizationType[name])
+        box = slice(3, 6), slice(5, 400)
+        assert tensor.read((slice(0, 8), slice(0, 512))).tobytes() == whole.tobytes(), name
+        assert tensor.read(box).tobytes() == whole[box].tobytes(), name
+        heads = as_hugging_face(tensor, LLAMA, "model.layers.0.self_attn.q_proj.weight", 4)
+        assert heads.read(box).tobytes() == whole[[0, 2, 1, 3, 4, 6, 5, 7]][box].tobytes(), name
+        assert tensor._replace(shape=(2, 4, 512)).expert(1).read(box[:0] + (slice(0, 2), box[1])).tobytes() == (
+            whole[4:6, box[1]].tobytes()
+        )
+
+
+def test_heads_are_stored_as_pairs():
+    name, rows = "model.layers.{}.self_attn.k_proj.weight", np.arange(8)[:, None]
+    assert as_gguf(rows, LLAMA, name, 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert as_gguf(rows, written_as("qwen2"), name, 8)[:, 0].tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize(("dtype", "of_matrices"), [("q8_0", "Q8_0"), ("q4_1", "Q4_1"), ("float16", "F16")])
+def test_matrices_are_written_in_these_types(dtype, of_matrices, tmp_path, capsys):
+    folder = model_folder("llama", tmp_path / "llama")
+    file = exported(folder, tmp_path / "model.gguf", f"dtype={dtype}")
+    types = {name: tensor.type for name, tensor in stored_tensors(read_gguf(file)).items()}
+    assert types["blk.0.attn_q.weight"] == of_matrices
+    assert types["token_embd.weight"] == types["output.weight"] == ("Q8_0" if of_matrices == "Q4_1" else of_matrices)
+    assert types["blk.1.ffn_down.weight"] == "F16"  # its rows have 24 values
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    said = capsys.readouterr().out
+    assert ("no multiple of 32 values are written as float16: blk.0.ffn_down.weight" in said) == (dtype != "float16")
+    _, before = weights(open_source(str(folder)))
+    _, after = weights(open_source(str(file)))
+    limit = 0.1 if dtype == "q4_1" else 0.01
+    assert all(np.abs(after[name] - before[name]).max() < limit * np.abs(before[name]).max() for name in before)
+
+
+def test_bfloat16_stays(tmp_path):
+    folder, half, back = (tmp_path / name for name in ("llama", "half", "back"))
+    export.main([str(model_folder("llama", folder)), str(half), "format=hf", "dtype=bfloat16"])
+    file = exported(half, tmp_path / "model.gguf")
+    types = {tensor.type for tensor in stored_tensors(read_gguf(file)).values()}
+    assert types == {"BF16", "F32"}
+    export.main([str(file), str(back), "format=hf", "dtype=bfloat16"])
+    assert (back / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
+
+
+def test_all_that_a_folder_says_is_in_the_file(tmp_path, monkeypatch):
+    """Tokenizer, chat template, ends and the longest text, read in an empty folder and written again."""
+    folder, alone, back = with_tokenizer("llama-bpe", tmp_path / "model"), tmp_path / "alone", tmp_path / "back"
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    alone.mkdir()
+    exported(folder, alone / "model.gguf")
+    monkeypatch.chdir(alone)
+    source = open_source("model.gguf")
+    assert (source.about.ends, source.length) == ([2, 3], open_source(str(folder)).length)
+    tokenizer = load_tokenizer(str(source.tokenizer), "auto", add_bos=True, add_eos=True)
+    assert tokenizer.chat_template == (template, "model.gguf", "")
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.before_text) == (1, 2, [])
+    assert tokenizer.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2, "<|im_end|>": 3}
+    export.main(["model.gguf", str(back), "format=hf"])
+    again = open_source(str(back))
+    assert again.keys == source.keys == open_source(str(folder)).keys
+    assert again.about.ends == [2, 3]
+    assert (back / "chat_template.jinja").read_text() == template
+    assert contents_of("model.gguf").kind == "a GGUF file"
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
+    folder, file = model_folder("llama", tmp_path / "llama"), tmp_path / "model.gguf"
+    file.write_text("mine")
+    with pytest.raises(SystemExit):
+        exported(folder, file)
+    assert "exists; choose a new file" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+    def full(*args):
+        raise UserError("no space")
+
+    monkeypatch.setattr("trainer.weights.gguf.write._stored", full)
+    with pytest.raises(SystemExit):
+        exported(folder, tmp_path / "other.gguf")
+    assert {path.name for path in tmp_path.iterdir()} == {"llama", "model.gguf"}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("mistral", {"sliding_window": 8}, "llama cannot represent this model:\n .*attention_type=local_sliding"),
+        ("qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("gemma2", {"query_pre_attn_scalar": 12}, "query_pre_attn_scalar=12"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "nope_layer_interval=2"),
+        ("llama-yarn-exact", {}, "rope_truncate=false"),
+        ("deepseek-v3", {}, "models of the type deepseek_v3 are not written"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused(case, changes, named, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        exported(model_folder(case, tmp_path / case, **changes), tmp_path / "model.gguf")
+    said = capsys.readouterr().err
+    assert all(part in said for part in named.split(".*"))
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_frequencies_of_llama3_are_those_of_transformers():
+    """Of the published Llama 3.1: the first are kept, the last are divided by the factor."""
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    found = llama3_frequencies(rope, 500_000.0, 128)
+    assert (found[:29] == 1).all()
+    assert (found[35:] == 8).all()
+    assert (np.diff(found) >= 0).all()

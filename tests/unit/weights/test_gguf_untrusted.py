@@ -1,0 +1,109 @@
+"""GGUF files of strangers: what a header says is compared with the file before anything is read for it."""
+
+import contextlib
+import random
+import struct
+
+import pytest
+from gguf_cases import exported, mutant, with_tokenizer
+
+from trainer.config.errors import UserError
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.leaves.gguf_file import read_gguf
+from trainer.weights.gguf.read import GgufSource
+from trainer.weights.gguf.tensors import stored_tensors
+
+
+def text(value):
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def file_of(*values, tensors=(), counts=None, data=b"", version=3):
+    """Returns a file with these values, (key, type, bytes), and tensors, (name, sizes, type, offset)."""
+    found = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(values))))
+    for key, kind, content in values:
+        found += text(key) + struct.pack("<I", kind) + content
+    for name, sizes, kind, offset in tensors:
+        found += text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+    return found + b"\0" * (-len(found) % 32) + data
+
+
+def array(kind, count, data=b""):
+    return struct.pack("<IQ", kind, count) + data
+
+
+HUGE = 2**33
+ONE = [("a", (32,), 0, 0)]
+CASES = [
+    (b"", "ends within its header"),
+    (b"GGML" + bytes(60), "not a GGUF file"),
+    (file_of(version=1), "version 1 of GGUF"),
+    (file_of(version=0x03000000), "another order of bytes"),
+    (file_of(counts=(HUGE, 0)), "8,589,934,592 tensors"),
+    (file_of(counts=(0, HUGE)), "8,589,934,592 keys"),
+    (file_of(("a", 9, array(8, HUGE))), "8,589,934,592 texts"),
+    (file_of(("a", 9, array(8, 2**20))), "1,048,576 texts"),
+    (file_of(("a", 9, array(0, HUGE))), "8,589,934,592 numbers"),
+    (file_of(("a", 9, array(9, 2, array(9, 2)))), "a value of type 9"),
+    (file_of(("a", 8, struct.pack("<Q", HUGE))), "8,589,934,592 bytes of a text"),
+    (file_of(("a", 77, b"")), "a value of type 77"),
+    (file_of(("a", 0, b"\1"), ("a", 0, b"\1")), "the key a is there twice"),
+    (file_of(("general.alignment", 4, struct.pack("<I", 3))), "not a power of two"),
+    (file_of(("general.alignment", 8, text("x"))), "not a power of two"),
+    (file_of(tensors=[("a", (1,) * 9, 0, 0)]), "9 axes"),
+    (file_of(tensors=[("a", (HUGE, HUGE), 0, 0)]), "does not fit into"),
+    (file_of(tensors=[("a", (0, 4), 0, 0)]), "does not fit into"),
+    (file_of(tensors=[("a", (4,), 0, HUGE)]), "not in the file or not aligned"),
+    (file_of(tensors=[("a", (4,), 0, 7)], data=bytes(64)), "not in the file or not aligned"),
+    (file_of(tensors=[*ONE, *ONE], data=bytes(128)), "the tensor a is there twice"),
+    (file_of(tensors=ONE, data=bytes(64)), "a: its bytes are not in the file"),
+    (file_of(tensors=[*ONE, ("b", (32,), 0, 64)], data=bytes(256)), "b: its bytes are not in the file, or those"),
+    (file_of(tensors=[("a", (32,), 24, 0)], data=bytes(256)), "a: values of type I8 are not read"),
+    (file_of(tensors=[("a", (32,), 999, 0)], data=bytes(256)), "a: values of type number 999 are not read"),
+    (file_of(tensors=[("a", (33, 2), 8, 0)], data=bytes(256)), "a: values of type Q8_0 are not read"),
+    (file_of(tensors=[("a", (32,), 8, 0)], data=bytes(256)), "a list of values of type Q8_0"),
+]
+
+
+@pytest.mark.parametrize(("data", "named"), CASES, ids=range(len(CASES)))
+def test_a_header_that_contradicts_its_file_is_refused(data, named, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(UserError) as error:
+        stored_tensors(read_gguf(tmp_path / "model.gguf"))
+    assert named in str(error.value)
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(file_of(("a", 8, struct.pack("<Q", 2) + b"\xff\xfe")))
+    with pytest.raises(UserError, match="cannot be read as GGUF"):
+        read_gguf(tmp_path / "model.gguf")
+
+
+def test_numbers_of_all_types_are_read(tmp_path):
+    kinds = dict(zip("BbHhIifQqd", (0, 1, 2, 3, 4, 5, 6, 10, 11, 12), strict=True))
+    values = [(form, kind, struct.pack(f"<{form}", 7)) for form, kind in kinds.items()]
+    values += [(f"{form}s", 9, array(kind, 2, struct.pack(f"<{form}{form}", 1, 2))) for form, kind in kinds.items()]
+    (tmp_path / "model.gguf").write_bytes(file_of(*values, ("t", 7, b"\1"), ("s", 8, text("x"))))
+    found = read_gguf(tmp_path / "model.gguf").values
+    assert all(found[form] == 7 and found[f"{form}s"].tolist() == [1, 2] for form in kinds)
+    assert (found["t"], found["s"]) == (True, "x")
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "secret.gguf").write_bytes(b"GGUF")
+    (tmp_path / "other" / "model.gguf").symlink_to(tmp_path / "secret.gguf")
+    with pytest.raises(UserError, match="leads out of"):
+        read_gguf(tmp_path / "other" / "model.gguf")
+
+
+def test_mutants_are_read_or_refused(tmp_path):
+    """scripts/hostile_files.py reads 500 of them, with a limit for time and memory."""
+    whole = exported(with_tokenizer("smollm", tmp_path / "model"), tmp_path / "whole.gguf").read_bytes()
+    file = tmp_path / "model.gguf"
+    for i in range(40):
+        file.write_bytes(mutant(random.Random(i), whole))
+        for read in (GgufSource, lambda path: load_tokenizer(str(path), "auto", add_bos=True, add_eos=True)):
+            with contextlib.suppress(UserError):
+                read(file)
