@@ -45,7 +45,7 @@ def _add(jaxpr: Any, found: dict[str, int], times: int, again: bool, local: bool
                 loose.append((params["name"], size))
         for inner in jaxprs_in_params(params):
             turns = params["length"] if kind is scan_p and (again or params["reverse"]) else 1
-            backward = again or kind is remat_p and params["differentiated"]
+            backward = again or (kind is remat_p and params["differentiated"])
             _add(inner, found, times * turns, backward, local or kind.name == "shard_map")
     for name, size in loose:
         found[name] += size // min(shards.values(), default=1)
