@@ -108,8 +108,10 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     compiled, report = compile_step(run, lambda: traced().lower(), slices, compiler_options, keep)
     if report.fits is False:
         report = _with_suggestions(report, config, run)
-    elif report.fits and (better := affordable(run.config, traced().jaxpr, report.memory.peak, report.hbm_bytes)):
-        report = dataclasses.replace(report, suggestions=(better,))
+    elif report.fits:
+        platform, needed = devices[0].platform, report.memory.peak
+        if better := affordable(run.config, traced().jaxpr, platform, needed, report.hbm_bytes):
+            report = dataclasses.replace(report, suggestions=(better,))
     return Compilation(run, compiled, report)
 
 

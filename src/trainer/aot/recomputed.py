@@ -8,7 +8,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.extend.core.primitives import name_p, remat_p, scan_p, sharding_constraint_p
 
 
-def recomputed(jaxpr: Any) -> dict[str, int]:
+def recomputed(jaxpr: Any, platform: str) -> dict[str, int]:
     """Returns the named tensors that checkpointed blocks compute again for their backward pass, with the bytes on one
     device that all of them would take if the forward pass saved them.
 
@@ -22,30 +22,37 @@ def recomputed(jaxpr: Any) -> dict[str, int]:
 
     Args:
       jaxpr: of the step, as `jit(...).trace(...)` returns it.
+      platform: of the devices. A TPU fills the last axis up to a multiple of 128 entries.
     """
     found: dict[str, int] = collections.defaultdict(int)
-    _add(jaxpr.jaxpr, found, times=1, again=False, local=False)
+    _add(jaxpr.jaxpr, found, 128 if platform == "tpu" else 1, times=1, again=False, local=False)
     return dict(found)
 
 
-def _add(jaxpr: Any, found: dict[str, int], times: int, again: bool, local: bool) -> None:
-    shards: dict[tuple[int, ...], int] = {}
+def _add(jaxpr: Any, found: dict[str, int], lanes: int, times: int, again: bool, local: bool) -> None:
+    shards: dict[tuple[int, ...], tuple[int, ...]] = {}
     loose = []
     for equation in jaxpr.eqns:
         kind, params = equation.primitive, equation.params
         if kind is sharding_constraint_p:
             shape = equation.outvars[0].aval.shape
-            shards[shape] = math.prod(shape) // math.prod(params["sharding"].shard_shape(shape))
+            shards[shape] = params["sharding"].shard_shape(shape)
         elif kind is name_p and again:
             array = equation.outvars[0].aval
-            size = times * array.size * array.dtype.itemsize
-            if local or array.shape in shards:
-                found[params["name"]] += size // (1 if local else shards[array.shape])
-            else:
+            here = array.shape if local else shards.get(array.shape)
+            size = times * array.dtype.itemsize * _entries(here or array.shape, lanes)
+            if here is None:
                 loose.append((params["name"], size))
+            else:
+                found[params["name"]] += size
         for inner in jaxprs_in_params(params):
             turns = params["length"] if kind is scan_p and (again or params["reverse"]) else 1
             backward = again or (kind is remat_p and params["differentiated"])
-            _add(inner, found, times * turns, backward, local or kind.name == "shard_map")
+            _add(inner, found, lanes, times * turns, backward, local or kind.name == "shard_map")
+    parts = min((math.prod(shape) // math.prod(shard) for shape, shard in shards.items()), default=1)
     for name, size in loose:
-        found[name] += size // min(shards.values(), default=1)
+        found[name] += size // parts
+
+
+def _entries(shape: tuple[int, ...], lanes: int) -> int:
+    return math.prod(shape[:-1]) * -(-shape[-1] // lanes) * lanes if shape else 1

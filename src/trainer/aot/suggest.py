@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trainer.aot.recomputed import recomputed
 from trainer.config.capabilities.optimizers import has_first_moment
+from trainer.config.capabilities.pipeline_keys import stages
 from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.config.capabilities.vocab_tiles import worthwhile_tiles
 from trainer.config.errors import UserError
@@ -66,22 +67,23 @@ def suggest(
     return tuple(suggestions)
 
 
-def affordable(config: Config, jaxpr: Any, needed: int, available: float | None) -> Suggestion | None:
+def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available: float | None) -> Suggestion | None:
     """Returns the remat_policy that recomputes least of those that save more than the policy of `config` and would
-    certainly fit; None if none would, or if it is not known.
+    fit with a margin; None if none would, or if it is not known.
 
-    It is not known of policies that offload tensors or choose them one by one (custom), nor how much none would save,
-    nor what the rollouts of `trainer.grpo` need beside the step.
+    It is not known for policies that offload tensors or choose them one by one (custom), for what none would save, for
+    a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need memory beside the step.
 
     Args:
       config: resolved.
-      jaxpr: of the traced step.
+      jaxpr, platform: of the traced step and its devices.
       needed: bytes that the compiled step takes on a device.
       available: bytes that a device has; None if unknown.
     """
-    if available is None or config.remat_policy not in KEPT or config.use_grpo:
+    checkpoints_layers = stages(config) > 1 and config.set_remat_policy_on_layers_per_stage
+    if available is None or config.remat_policy not in KEPT or config.use_grpo or checkpoints_layers:
         return None
-    own, sizes = family(config.decoder_block).projections, recomputed(jaxpr)
+    own, sizes = family(config.decoder_block).projections, recomputed(jaxpr, platform)
     for policy, price in _RECOMPUTED.items():
         more = sum(sizes.get(tensor, 0) for tensor in kept(policy, own))
         saves_all = set(KEPT[policy]) >= set(KEPT[config.remat_policy]) - {"mlpwo"}

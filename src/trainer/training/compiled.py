@@ -61,8 +61,8 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 
 
 def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
-    available = reported_memory(list(run.mesh.devices.flat))
-    if better := affordable(run.config, traced.jaxpr, memory_of(compiled).peak, available):
+    devices, needed = list(run.mesh.devices.flat), memory_of(compiled).peak
+    if better := affordable(run.config, traced.jaxpr, devices[0].platform, needed, reported_memory(devices)):
         say(f"remat_policy={run.config.remat_policy} saves less than fits: {better.settings} {better.price}")
 
 

@@ -43,7 +43,7 @@ def traced(devices=1, **keys):
 
 
 def counted(devices=1, **keys):
-    found = recomputed(traced(devices, **keys)[1])
+    found = recomputed(traced(devices, **keys)[1], "cpu")
     return {name: size for name, size in found.items() if name in LAYER}
 
 
@@ -61,6 +61,13 @@ def counted(devices=1, **keys):
 def test_every_tensor_of_every_layer_counts_once_on_its_device(keys):
     # The ring also names the statistics of its softmax, 4 entries beside 64.
     assert counted(**keys) == pytest.approx(LAYERS, rel=0.07 if "attention" in keys else 0)
+
+
+def test_a_tpu_fills_rows_of_128_entries():
+    found = recomputed(traced()[1], "tpu")
+    heads = {"query_proj": 4, "key_proj": 2, "value_proj": 2, "context": 4}
+    padded = {name: 128 * heads[name] if name in heads else 128 * -(-width // 128) for name, width in WIDTHS.items()}
+    assert {name: found[name] for name in LAYER} == {name: 2 * 4 * 4 * 32 * width for name, width in padded.items()}
 
 
 def test_what_a_policy_saves_is_not_computed_again():
@@ -92,12 +99,12 @@ FULL, ATTENTION = sum(LAYERS.values()), sum(LAYERS[name] for name in LAYERS if "
     ],
 )
 def test_the_policy_that_recomputes_least_and_fits_is_suggested(available, policy):
-    found = affordable(*traced(), 100_000, available)
+    found = affordable(*traced(), "gpu", 100_000, available)
     assert (found and found.settings) == (policy and f"remat_policy={policy}")
 
 
 def test_a_suggestion_says_what_it_takes_and_what_is_still_recomputed():
-    found = affordable(*traced(), 1_000_000, 1e9)
+    found = affordable(*traced(), "gpu", 1_000_000, 1e9)
     assert found.price == (
         f"would take about {(1e6 + FULL) / 1e6:.2f} MB of 1.00 GB per device, and norms and activation functions are "
         "recomputed"
@@ -106,9 +113,9 @@ def test_a_suggestion_says_what_it_takes_and_what_is_still_recomputed():
 
 @pytest.mark.parametrize("policy", ["none", "minimal_with_context", "minimal_offloaded", "custom"])
 def test_nothing_is_suggested_where_nothing_is_known_or_left(policy):
-    assert affordable(*traced(remat_policy=policy), 1, 1e12) is None
+    assert affordable(*traced(remat_policy=policy), "gpu", 1, 1e12) is None
 
 
 def test_a_policy_that_saves_less_of_something_is_not_suggested():
-    found = affordable(*traced(remat_policy="minimal"), 1, 1e12)
+    found = affordable(*traced(remat_policy="minimal"), "gpu", 1, 1e12)
     assert found.settings == "remat_policy=minimal_with_context"

@@ -289,9 +289,9 @@ def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
 
 
 def test_what_a_policy_would_save_is_estimated_from_the_step_of_another():
-    """docs/benchmarks/remat.md has the errors on TPUs and GPUs. The step that saves less has one layer's tensors, too."""
+    """The step that saves less has one layer's tensors, too. docs/benchmarks/remat.md has figures of TPUs and GPUs."""
     run, _ = compiled("full", DEPTHS[0])
-    sizes = recomputed(run.step.trace(*run.abstract_args()).jaxpr)
+    sizes = recomputed(run.step.trace(*run.abstract_args()).jaxpr, "cpu")
     estimate = sum(sizes[name] for name in EXPECTED["minimal_with_context"])
     assert estimate == DEPTHS[0] * named_bytes("minimal_with_context")
     more = temporaries("minimal_with_context", DEPTHS[0]) - temporaries("full", DEPTHS[0])

@@ -13,7 +13,6 @@ from trainer.training import compiled
 from trainer.training.build import build
 from trainer.training.compiled import compiled_step, loaded_step
 
-
 STEP = {
     "ici_fsdp_parallelism": 2,
     "opt_type": "sgd",
@@ -68,6 +67,8 @@ def test_a_policy_that_saves_more_is_named_where_it_would_fit(tmp_path, monkeypa
     monkeypatch.setattr(compiled, "reported_memory", lambda devices: 10**9)
     said = []
     compiled_step(build(load(arguments("nnx", **STEP)).config, jax.devices()[:2]), tmp_path, said.append)
-    first, line = said
-    assert line.startswith("remat_policy=full saves less than fits: remat_policy=minimal_with_context would take about ")
+    _, line = said
+    assert line.startswith(
+        "remat_policy=full saves less than fits: remat_policy=minimal_with_context would take about "
+    )
     assert line.endswith(" of 1.00 GB per device, and norms and activation functions are recomputed")
