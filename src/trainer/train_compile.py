@@ -1,6 +1,7 @@
 """`python -m trainer.train_compile [base.yml] compile_topology=v5e-256 key=value ...`: compiles the training step for
 devices that are not present, reports its memory and cost, and saves the executable."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -89,6 +90,7 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     from trainer.aot import dump
     from trainer.aot.chips import chip_of
     from trainer.aot.compilation import compile_step
+    from trainer.aot.suggest import affordable
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.training.build import build
     from trainer.training.memory import check_memory
@@ -99,15 +101,21 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     chip = chip_of(devices[0].device_kind)
     check_memory(config, devices, chip.hbm_bytes if chip else None, margin=OUT_OF_PROPORTION)
     run = build(config, devices)
-    compiled, report = compile_step(run, lambda: run.step.lower(*run.abstract_args()), slices, compiler_options, keep)
+
+    def traced() -> Any:
+        return run.step.trace(*run.abstract_args())  # JAX keeps the result
+
+    compiled, report = compile_step(run, lambda: traced().lower(), slices, compiler_options, keep)
     if report.fits is False:
         report = _with_suggestions(report, config, run)
+    elif report.fits:
+        platform, needed = devices[0].platform, report.memory.peak
+        if better := affordable(run.config, traced().jaxpr, platform, needed, report.hbm_bytes):
+            report = dataclasses.replace(report, suggestions=(better,))
     return Compilation(run, compiled, report)
 
 
 def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
-    import dataclasses
-
     from trainer.aot.suggest import suggest
     from trainer.config.resolve import resolve
 

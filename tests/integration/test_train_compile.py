@@ -67,7 +67,7 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
 
     expected = losses(tmp_path / "plain")
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "compile_on_leaves", lambda run: pytest.fail("compiled"))
+        patch.setattr(Run, "trace_on_leaves", lambda run, rows=None: pytest.fail("compiled"))
         assert losses(tmp_path / "loaded", ("compiled_trainstep_file", step)) == expected
     assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # an evaluation
     assert f"loaded the training step from {step}, nothing is compiled" in capsys.readouterr().out

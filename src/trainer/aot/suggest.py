@@ -1,17 +1,31 @@
-"""Settings to try when a step does not fit, cheapest first."""
+"""Settings to try: when a step does not fit, cheapest first; and a remat_policy that saves more, where it would fit."""
 
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from trainer.aot.recomputed import recomputed
 from trainer.config.capabilities.optimizers import has_first_moment
+from trainer.config.capabilities.pipeline_keys import stages
 from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.config.capabilities.vocab_tiles import worthwhile_tiles
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
-from trainer.layers.remat import KEPT, OFFLOADED, offloaded
+from trainer.layers.remat import KEPT, OFFLOADED, kept, offloaded
+from trainer.models.families import family
+from trainer.observe.text import si
 
 EVERYTHING = ("context", *PROJECTIONS)
+# Policies, the one that saves most first, and what the backward pass computes again.
+_RECOMPUTED = {
+    "minimal_with_context": "norms and activation functions are recomputed",
+    "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
+    "full": "each block's forward pass is recomputed: about a third more FLOPs",
+}
+# Saved tensors take at most this many times what they are estimated to take, and a part of a device stays free: for
+# evaluation, for other programs, and because a compiler may spend memory where there is some.
+# docs/benchmarks/remat.md compares estimates with compiled programs.
+UNCERTAINTY, _USABLE = 1.25, 0.9
 
 
 class Suggestion(NamedTuple):
@@ -53,6 +67,32 @@ def suggest(
     return tuple(suggestions)
 
 
+def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available: float | None) -> Suggestion | None:
+    """Returns the remat_policy that recomputes least of those that save more than the policy of `config` and would
+    fit with a margin; None if none would, or if it is not known.
+
+    It is not known for policies that offload tensors or choose them one by one (custom), for what none would save, for
+    a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need memory beside the step.
+
+    Args:
+      config: resolved.
+      jaxpr, platform: of the traced step and its devices.
+      needed: bytes that the compiled step takes on a device.
+      available: bytes that a device has; None if unknown.
+    """
+    checkpoints_layers = stages(config) > 1 and config.set_remat_policy_on_layers_per_stage
+    if available is None or config.remat_policy not in KEPT or config.use_grpo or checkpoints_layers:
+        return None
+    own, sizes = family(config.decoder_block).projections, recomputed(jaxpr, platform)
+    for policy, price in _RECOMPUTED.items():
+        more = sum(sizes.get(tensor, 0) for tensor in kept(policy, own))
+        saves_all = set(KEPT[policy]) >= set(KEPT[config.remat_policy]) - {"mlpwo"}
+        if more and saves_all and needed + UNCERTAINTY * more <= _USABLE * available:
+            sizes_text = f"{si(needed + more, 'B').strip()} of {si(available, 'B').strip()}"
+            return Suggestion(f"remat_policy={policy}", f"would take about {sizes_text} per device, and {price}")
+    return None
+
+
 def _accepted(config: Config, changes: dict[str, Any], check: Callable[[dict[str, Any]], Any] | None) -> bool:
     if any(key not in config for key in changes):
         return False
@@ -86,14 +126,9 @@ def _free(config: Config) -> Iterator[Candidate]:
 def _recompute(config: Config) -> Iterator[Candidate]:
     if (tiles := worthwhile_tiles(config)) > config.num_vocab_tiling == 1:
         yield {"num_vocab_tiling": tiles}, "logits are recomputed: one more product with the head per token", False
-    kept = _kept(config)
-    prices = {
-        "minimal_with_context": "norms and activation functions are recomputed",
-        "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
-        "full": "each block's forward pass is recomputed: about a third more FLOPs",
-    }
-    for policy, price in prices.items():
-        if set(KEPT[policy]) - {"mlpwo"} < kept:
+    saved = _kept(config)
+    for policy, price in _RECOMPUTED.items():
+        if set(KEPT[policy]) - {"mlpwo"} < saved:
             yield {"remat_policy": policy}, price, False
 
 

@@ -103,7 +103,7 @@ def _cost(report: Report) -> Iterator[str]:
 def _missing(report: Report) -> Iterator[str]:
     if report.suggestions:
         yield ""
-        yield "settings to try, cheapest first:"
+        yield "saves less than fits:" if report.fits else "settings to try, cheapest first:"
     for suggestion in report.suggestions:
         yield f"  {suggestion.settings}  ({suggestion.price})"
 

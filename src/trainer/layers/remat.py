@@ -35,6 +35,11 @@ KEPT: dict[str, tuple[str, ...]] = {
 OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_offloaded": PROJECTIONS}
 
 
+def kept(name: str, own: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the tensors that a policy keeps on the device, of none and custom (). See `make_policy`."""
+    return _with(own, KEPT.get(name, ()))
+
+
 def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
     """Returns `tensors`, and also a family's `own` projections if `tensors` includes all PROJECTIONS."""
     return (*tensors, *own) if set(PROJECTIONS) <= set(tensors) else tensors
@@ -61,13 +66,13 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
     if name == "none":
         return None
     if name == "custom":
-        kept = tuple(tensor for tensor, choice in choices.items() if choice == "device" and tensor != LAYER_INPUT)
+        saved = tuple(tensor for tensor, choice in choices.items() if choice == "device" and tensor != LAYER_INPUT)
     else:
-        kept = () if name in OFFLOADED else _with(own, KEPT[name])
+        saved = kept(name, own)
     if stage and (name != "custom" or choices[LAYER_INPUT] == "device"):
-        kept = (*kept, LAYER_INPUT)
+        saved = (*saved, LAYER_INPUT)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(*kept, ROTATION),
+        names_which_can_be_saved=(*saved, ROTATION),
         names_which_can_be_offloaded=offloaded(name, choices, own),
         offload_src="device",
         offload_dst="pinned_host",

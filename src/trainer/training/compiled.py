@@ -1,5 +1,6 @@
 """The compiled step of a run, loaded from a file or compiled now, and its memory needs."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 from trainer.aot import dump, executable
 from trainer.aot.kernels import tiles_fit
 from trainer.aot.report import memory_of
+from trainer.aot.suggest import affordable
 from trainer.config.paths import local_path
 from trainer.observe.banner import Needs
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.preemption import ends_at_signals
-from trainer.training.memory import device_memory
+from trainer.training.memory import device_memory, reported_memory
 from trainer.training.run import Run
 
 Say = Callable[[str], None]
@@ -34,7 +36,8 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles the step and returns it. `place` is the run's folder, which the message at SIGTERM or Ctrl-C names.
+    """Compiles the step and returns it. Says whether saving more for the backward pass would fit. `place` is the run's
+    folder, which the message at SIGTERM or Ctrl-C names.
 
     Raises:
       UserError: `dump_hlo_local_dir` is not writable.
@@ -48,13 +51,19 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
     from_first(find_folder)
     say("compiling the training step")
     ended = f"stopped while compiling; no update is lost, and the same command starts again ({place})"
-    with tiles_fit(), ends_at_signals(ended):
-        if not found:
-            return run.compile_on_leaves()
-        with dump.uncached():
-            compiled = run.compile_on_leaves(dump.options(found[0]))
-    say(f"XLA's dump of the training step is in {found[0]}")
+    with tiles_fit(), ends_at_signals(ended), dump.uncached() if found else contextlib.nullcontext():
+        traced = run.trace_on_leaves()
+        compiled = traced.lower().compile(dump.options(found[0]) if found else None)
+    if found:
+        say(f"XLA's dump of the training step is in {found[0]}")
+    _say_what_fits(run, traced, compiled, say)
     return compiled
+
+
+def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
+    devices, needed = list(run.mesh.devices.flat), memory_of(compiled).peak
+    if better := affordable(run.config, traced.jaxpr, devices[0].platform, needed, reported_memory(devices)):
+        say(f"remat_policy={run.config.remat_policy} saves less than fits: {better.settings} {better.price}")
 
 
 class StepsByRows:

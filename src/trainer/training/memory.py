@@ -43,18 +43,24 @@ def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | 
 
 def device_memory(devices: Sequence[jax.Device]) -> float | None:
     """Returns the bytes of one of `devices`, for a CPU device its share of the machine's memory; None if unknown."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    if not local:
-        return None
-    if local[0].platform == "cpu":
-        return host_memory() / len(local)
-    return (local[0].memory_stats() or {}).get("bytes_limit")
+    local = _local(devices)
+    return host_memory() / len(local) if local and local[0].platform == "cpu" else reported_memory(devices)
+
+
+def reported_memory(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the bytes that programs can use on one of `devices`; None if they do not report it, as on CPU."""
+    stats = [device.memory_stats() or {} for device in _local(devices)[:1]]
+    return stats[0].get("bytes_limit") if stats else None
 
 
 def memory_in_use(devices: Sequence[jax.Device]) -> int | None:
     """Returns the peak bytes on any of this process's `devices` so far; None if devices do not report it, as on CPU."""
-    stats = [device.memory_stats() or {} for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() or {} for device in _local(devices)]
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+
+
+def _local(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def host_memory() -> int:

@@ -207,12 +207,15 @@ class Run(NamedTuple):
 
         return _jitted(self, on_leaves, jax.tree.leaves(self.states.shardings))
 
-    def compile_on_leaves(self, options: Mapping[str, Any] | None = None, rows: int | None = None) -> Any:
-        """Compiles `step_on_leaves`. `options` are compiler options of XLA; `rows`: those of the batch, if it has not
-        all microbatches."""
+    def trace_on_leaves(self, rows: int | None = None) -> Any:
+        """Traces `step_on_leaves`. `rows`: those of the batch, if it has not all microbatches."""
         state, batch, frozen = self.abstract_args()
         batch = batch if rows is None else self.abstract_batch(rows)
-        return self.step_on_leaves.lower(jax.tree.leaves(state), batch, frozen).compile(options)
+        return self.step_on_leaves.trace(jax.tree.leaves(state), batch, frozen)
+
+    def compile_on_leaves(self, options: Mapping[str, Any] | None = None, rows: int | None = None) -> Any:
+        """Compiles `step_on_leaves`. `options` are compiler options of XLA. For `rows` see `trace_on_leaves`."""
+        return self.trace_on_leaves(rows).lower().compile(options)
 
     def sharded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced."""

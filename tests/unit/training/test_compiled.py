@@ -13,10 +13,16 @@ from trainer.training import compiled
 from trainer.training.build import build
 from trainer.training.compiled import compiled_step, loaded_step
 
+STEP = {
+    "ici_fsdp_parallelism": 2,
+    "opt_type": "sgd",
+    "gradient_clipping_threshold": 0,
+    "remat_policy": "full",
+}
+
 
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
-    keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", "ici_fsdp_parallelism": 2}
-    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
+    keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", **STEP}
     programs, said = [], []
     for dump_hlo in (False, True):  # the second compilation would find the first one's program in the cache
         run = build(load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config, jax.devices()[:2])
@@ -48,6 +54,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_compilation(tmp_path)
 def test_what_a_signal_prints_holds_for_a_run_that_goes_on_too(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(compiled, "ends_at_signals", lambda text: said.append(text) or contextlib.nullcontext())
-    run = SimpleNamespace(config=SimpleNamespace(dump_hlo=False), compile_on_leaves=lambda: "step")
+    monkeypatch.setattr(compiled, "_say_what_fits", lambda *args: None)
+    lowered = SimpleNamespace(compile=lambda options: "step")
+    traced = SimpleNamespace(lower=lambda: lowered)
+    run = SimpleNamespace(config=SimpleNamespace(dump_hlo=False), trace_on_leaves=lambda: traced)
     assert compiled_step(run, "runs/x", lambda line: None) == "step"
     assert said == ["stopped while compiling; no update is lost, and the same command starts again (runs/x)"]
+
+
+def test_a_policy_that_saves_more_is_named_where_it_would_fit(tmp_path, monkeypatch):
+    """A CPU reports no memory, so the first test's step says nothing."""
+    monkeypatch.setattr(compiled, "reported_memory", lambda devices: 10**9)
+    said = []
+    compiled_step(build(load(arguments("nnx", **STEP)).config, jax.devices()[:2]), tmp_path, said.append)
+    _, line = said
+    assert line.startswith(
+        "remat_policy=full saves less than fits: remat_policy=minimal_with_context would take about "
+    )
+    assert line.endswith(" of 1.00 GB per device, and norms and activation functions are recomputed")
