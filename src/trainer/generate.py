@@ -28,8 +28,8 @@ usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PA
                                        [weights=raw|ema] [key=value ...]
        python -m trainer.generate [base.yml] load_parameters_path=FROM model_name=... [prompt=TEXT] [key=value ...]
 
-FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
-         The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
+FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
+         trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 prompt   the text to continue; default: that of base.yml
 prompts  a file with one prompt in each line; - reads standard input; not together with prompt
 adapters runs with LoRA, or folders of PEFT, whose base FROM is: each prompt is continued with each of them, in one

@@ -18,8 +18,8 @@ HELP = """\
 usage: python -m trainer.inspect PATH [norms=false]
 
 PATH         a run's folder (its newest checkpoint) or one of its checkpoints/N, also in a bucket; the output of
-             trainer.export format=params; a MaxText checkpoint (its run, N, or N/items); a Hugging Face directory; one
-             .safetensors file
+             trainer.export format=params; a MaxText checkpoint (its run, N, or N/items); a Hugging Face directory; a
+             GGUF file; one .safetensors file
 norms=false  read headers only: no norms, and checksums are not compared
 
 Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the sizes

@@ -26,7 +26,7 @@ HELP = f"""\
 usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)} [key=value ...]
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory,
-        the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
+        a GGUF file, the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
 weights of a run with ema_decay: ema (default), the average of the parameters, or raw
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)

@@ -25,8 +25,8 @@ HELP = """\
 usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=value ...]
        python -m trainer.serve [base.yml] load_parameters_path=FROM model_name=... [key=value ...]
 
-FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
-         The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
+FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
+         trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 adapters runs with LoRA, or folders of PEFT, whose base FROM is: a request names one as its model, by its folder's name
 weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_device_batch_size is the number of

@@ -1,4 +1,4 @@
-"""How tokenizers in GGUF files split a text into words: the names in `tokenizer.ggml.pre`, and what they mean.
+"""How tokenizers in GGUF files split a text into words: the names in tokenizer.ggml.pre, and what they mean.
 
 llama.cpp knows about 80 names (src/llama-vocab.cpp). Here are those of the families of this package, as the published
 tokenizer.json of these models has them; tests/goldens/gguf_tokens.json has llama.cpp's tokens for each.

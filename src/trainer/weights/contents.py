@@ -99,7 +99,7 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
 
     Args:
       path: a run's folder, checkpoints/N, a parameter-only checkpoint, a MaxText checkpoint, a Hugging Face directory,
-        or one .safetensors file.
+        a GGUF file, or one .safetensors file.
       verify: whether to compare the checksums of a run's checkpoint, which reads all of it.
 
     Raises:

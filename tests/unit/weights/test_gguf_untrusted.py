@@ -33,6 +33,10 @@ def array(kind, count, data=b""):
     return struct.pack("<IQ", kind, count) + data
 
 
+def number(key, value):
+    return key, 6, struct.pack("<f", value)
+
+
 HUGE = 2**33
 ONE = [("a", (32,), 0, 0)]
 CASES = [
@@ -78,6 +82,29 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(file_of(("a", 8, struct.pack("<Q", 2) + b"\xff\xfe")))
     with pytest.raises(UserError, match="cannot be read as GGUF"):
         read_gguf(tmp_path / "model.gguf")
+
+
+def test_what_is_not_known_is_refused(tmp_path):
+    """Not guessed: it may change what the model computes."""
+    cases = {
+        "one of 3 parts": [("split.count", 2, struct.pack("<H", 3))],
+        "general.architecture=mamba is not read": [("general.architecture", 8, text("mamba"))],
+        "logit_scale=0.5: not known": [("general.architecture", 8, text("llama")), number("llama.logit_scale", 0.5)],
+        "llama.block_count is not an integer": [
+            ("general.architecture", 8, text("llama")),
+            number("llama.block_count", 2.0),
+        ],
+        "RoPE of type longrope is not read": [
+            ("general.architecture", 8, text("llama")),
+            ("llama.rope.scaling.type", 8, text("longrope")),
+            number("llama.rope.scaling.factor", 4.0),
+        ],
+    }
+    for named, values in cases.items():
+        (tmp_path / "model.gguf").write_bytes(file_of(*values))
+        with pytest.raises(UserError) as error:
+            GgufSource(tmp_path / "model.gguf")
+        assert named in str(error.value)
 
 
 def test_numbers_of_all_types_are_read(tmp_path):

@@ -37,6 +37,10 @@ class GgufSource(HuggingFaceSource):
         """
         self.path = self.tokenizer = path
         header, where = read_gguf(path), str(path)
+        if (parts := header.get("split.count", int, 1)) > 1:
+            raise UserError(
+                f"{path}: one of {parts} parts; llama.cpp's llama-gguf-split --merge makes one file of them"
+            )
         stored = stored_tensors(header)
         it, data = fields_of(header, stored)
         keys = model_keys(data, where, decoder_block)
