@@ -5,7 +5,10 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from trainer.models.families import family
 from trainer.weights.huggingface.merged import whole_shapes
