@@ -7,9 +7,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
+
+from trainer.models.families import family
+from trainer.weights.huggingface.merged import whole_shapes
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 
@@ -90,13 +92,8 @@ def test_the_table_of_features_names_files_that_exist():
 
 
 def test_the_guide_to_merged_matrices():
-    names = run("extending.md")
-    settings = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)}
-    layer = names["GateUp"](4, 6, **settings)
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
-    kernels = {name: getattr(layer, name).kernel.get_value() for name in ("wi", "wo")}
-    layouts = {name.split("/")[3]: layout for name, layout in names["LAYOUTS"].items()}
-    gate_up, down = (layouts[name].to_theirs(np.asarray(kernels[name]), 0) for name in kernels)
-    assert gate_up.shape == layouts["wi"].shape((4, 2, 6)) == (12, 4)
-    expected = (jax.nn.silu(x @ gate_up[:6].T) * (x @ gate_up[6:].T)) @ down.T
-    np.testing.assert_allclose(layer(x, None), expected, rtol=1e-5, atol=1e-6)  # other orders of summation
+    declared = run("extending.md")["PHI"]
+    (own,) = family("phi3").hugging_face
+    assert (declared.merged, declared.layouts) == (own.merged, own.layouts)
+    parts = {"a.mlp.gate_proj.weight": (6, 4), "a.mlp.up_proj.weight": (6, 4)}
+    assert whole_shapes(parts, declared.merged) == {"a.mlp.gate_up_proj.weight": (12, 4)}
