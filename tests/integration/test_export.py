@@ -243,9 +243,9 @@ def test_the_guides_stretched_model_trains(tmp_path, capsys):
 def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    message = failure(capsys, tmp_path, tmp_path / "full", "format=gguf", "dtype=int8")
+    message = failure(capsys, tmp_path, tmp_path / "full", "format=onnx", "dtype=int8")
     assert "exists and is not an empty folder" in message
-    assert "format=gguf: allowed: hf, params, maxtext" in message
+    assert "format=onnx: allowed: hf, params, maxtext" in message
     assert "dtype=int8: allowed" in message
     assert "the first two arguments are FROM and OUT" in failure(capsys, "format=hf", "vocab_size=3")
     assert "nothing in it is a checkpoint" in failure(capsys, tmp_path, tmp_path / "out", "format=hf")
