@@ -235,7 +235,8 @@ def config_of(keys: str, name: str = next(iter(MODELS))) -> Any:
 
 def batch_of(run: Run, step: int) -> Any:
     """Returns the batch of a step on the devices of `run`."""
-    source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
+    length, together = run.config.max_target_length, run.config.packing
+    source = SyntheticRows(length, run.config.vocab_size, seed=0, together=together)
     batch = train_batch(source, step * run.rows, run.rows, seed=0, shuffle=False)
     return placed(run, batch, run.rows)
 
@@ -332,8 +333,7 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
     def mfu() -> str:
         run, step, product = measured()
         tokens = run.rows * run.config.max_target_length / step
-        flops, chip = tokens * run.flops_per_token / len(devices), chip_of(devices[0].device_kind)
-        peak = chip.flops("bf16") if chip else GPUS.get(devices[0].device_kind)
+        flops, peak = tokens * run.flops_per_token / len(devices), peak_of(devices[0].device_kind)
         share = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f}" if peak else "no published peak in the tables"
         return (
             f"{share}; {run.parameters / 1e9:.2f} B parameters, {1e3 * step:.1f} ms, {tokens:,.0f} tokens/s, "
@@ -357,6 +357,12 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
     yield "a training step", mfu
     yield "its time beside the estimate", estimated
+
+
+def peak_of(kind: str) -> float | None:
+    """Returns the published FLOP/s of dense bfloat16 products of a kind of device; None if the tables lack it."""
+    chip = chip_of(kind)
+    return chip.flops("bf16") if chip else GPUS.get(kind)
 
 
 def product_rate(sizes: Sizes) -> Callable[[], float]:
@@ -388,6 +394,12 @@ def decoding(sizes: Sizes, devices: Sequence[jax.Device]) -> str:
     return expect(same, f"{figure}{'' if same else '; slots with the same prompt differ'}")
 
 
+def commit() -> str:
+    """Returns the commit of this checkout, or "unknown"."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None = None) -> int:
     """Prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -398,9 +410,7 @@ def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None
     if sizes is ACCELERATOR and platform == "cpu":
         print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
         return 2
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit or 'unknown'}, ", end="")
+    print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit()}, ", end="")
     print(f"{time.strftime('%Y-%m-%d')}{', tiny sizes' if sizes is SMALL else ''}\n")
     print("| what | result | figure |\n|---|---|---|", flush=True)
     failed = []
