@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,15 +130,31 @@ def in_a_process(index: int, small: bool, seconds: float) -> dict[str, Any]:
     """Measures a case in a process of its own: its peak of memory, and its failure, are then its own."""
     words = [sys.executable, __file__, "--case", str(index), *["--small"] * small]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"result": "stopped, because the seconds were over"}
     if done.returncode == ABSENT:
-        raise SystemExit(done.stderr)
-    if done.returncode:
-        said = " ".join((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1].split())
-        return {"result": f"FAILED: {said[:200].replace('|', '/')}"}
-    return json.loads(done.stdout.splitlines()[-1])
+        raise SystemExit(ABSENT)
+    return (
+        {"result": f"FAILED: exit code {done.returncode}"}
+        if done.returncode
+        else json.loads(done.stdout.splitlines()[-1])
+    )
+
+
+def alone(case: Case, small: bool) -> int:
+    """Prints the figures of a case, or how it failed, as JSON. Returns the exit code."""
+    devices = jax.devices()[:1]
+    if devices[0].platform == "cpu" and not small:
+        print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
+        return ABSENT
+    try:
+        found = measured(case, devices)
+    except Exception as error:  # of any kind: it is the result
+        traceback.print_exc()
+        found = {"result": f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:200].replace('|', '/')}"}
+    print(json.dumps(found))
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,12 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, began = parser.parse_args(argv), time.monotonic()
     cases = SMALL if given.small else CASES
     if given.case is not None:
-        devices = jax.devices()[:1]
-        if devices[0].platform == "cpu" and not given.small:
-            print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
-            return ABSENT
-        print(json.dumps(measured(cases[given.case], devices)))
-        return 0
+        return alone(cases[given.case], given.small)
     report: dict[str, Any] = {"commit": commit(), "date": time.strftime("%Y-%m-%d"), "cases": []}
     print(f"JAX {jax.__version__}, commit {report['commit']}, {report['date']}, {given.seconds:g} seconds\n")
     print("| case | rows | `remat_policy` | MFU | ms | TFLOP/s | arguments + temporaries, GB | together | in use |")
