@@ -65,13 +65,13 @@ class Case(NamedTuple):
 _SAVED, _EXCEPT_MLP = "minimal_with_context", "save_dot_with_context_except_mlp"
 # Those that fit into the share of the memory that JAX takes, 75 %, as they were compiled. The most important first.
 CASES = (
-    Case("1.1 B", f"{LARGE} {LENGTH}", 16, _SAVED),
+    Case("1.1 B", f"{LARGE} {LENGTH}", 16, _SAVED, steps=3),
     Case("8 layers of 8 B", LAYERS, 4, _SAVED),
     Case("8 layers of 8 B, fp8", f"{LAYERS} quantization=fp8", 4, _SAVED),
     Case("8 layers of 8 B, fp8_gpu", f"{LAYERS} quantization=fp8_gpu", 4, _SAVED),
-    Case("8 layers of 8 B", LAYERS, 8, _EXCEPT_MLP),
-    Case("experts", EXPERTS, 4, _SAVED),
-    Case("1.1 B", f"{LARGE} {LENGTH}", 4, _SAVED),
+    Case("experts with capacity", f"{EXPERTS} sparse_matmul=false capacity_factor=1.25", 4, _SAVED),
+    Case("experts, dropless", EXPERTS, 4, _SAVED),
+    Case("8 layers of 8 B", LAYERS, 8, _EXCEPT_MLP, steps=3),
     Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # as in the check
 )
 SMALL = (
