@@ -2,9 +2,10 @@
 
     python scripts/check_accelerator.py            # on a GPU or a TPU; takes less than ten minutes
     python scripts/check_accelerator.py --small    # tiny sizes, on any platform: shows that the script works
+    python scripts/check_accelerator.py --only attention    # the checks whose names contain a word
 
-- Attention ops and grouped products: results and gradients beside those of the plain op in float32. The largest
-  difference is a share of the array's largest entry.
+- Attention ops, in each variant that they support, and grouped products: results and gradients beside those of the
+  plain op in float32. The largest difference is a share of the array's largest entry.
 - The five combinations: losses, parameters and optimizer state have equal bits after a few steps. The first combination
   runs twice, which shows whether the devices repeat their own results.
 - A checkpoint on a CPU and back: equal bits, and nearly the same next loss.
@@ -44,7 +45,7 @@ from trainer.aot.compilation import compile_step
 from trainer.backends.registry import MODELS
 from trainer.checkpoint.manager import CheckpointManager, inspect, restore
 from trainer.checkpoint.sidecar import Sidecar
-from trainer.config.capabilities.kernels import KERNELS
+from trainer.config.capabilities.kernels import KERNELS, Kernel
 from trainer.config.flags import flags_of
 from trainer.config.load import load
 from trainer.data.batches import train_batch
@@ -65,8 +66,44 @@ PLAIN = "dot_product"
 ROUNDS = 5
 STEPS = 5  # of each combination
 FIXED = ["dataset_type=synthetic", "eval_interval=-1", "steps=1000", "attention=flash", "opt_type=adamw"]
-# Attention: the number of segments in a row, whether there is a window, and whether there are sinks.
-VARIANTS = {"causal": (1, 0, 0), "segments": (3, 0, 0), "window": (3, 1, 0), "sinks": (3, 0, 1)}
+
+
+class Variant(NamedTuple):
+    """What attention computes."""
+
+    segments: int = 1  # in a row
+    window: bool = False
+    sinks: bool = False
+    soft_cap: float = 0.0
+    padding: bool = False  # at the end of a row, in the last one of its segments; what it gets is not compared
+    key_width: float = 1.0  # of queries and keys, as a multiple of the width in `Sizes`
+    value_width: float = 1.0
+
+    def widths(self, width: int) -> tuple[int, int]:
+        """Returns the widths of keys and values."""
+        return int(self.key_width * width), int(self.value_width * width)
+
+    def documents(self) -> tuple[int, ...]:
+        """Returns the limits of documents of a row with which `trainer.ops.documents` describes these rows."""
+        if self.segments > 1:
+            return (self.segments,) if self.key_width == self.value_width else ()
+        return (1,) if self.padding else (0, 1)
+
+
+VARIANTS = {
+    "causal": Variant(),
+    "segments": Variant(segments=3),
+    "window": Variant(segments=3, window=True),
+    "window, one document": Variant(window=True),
+    "sinks": Variant(segments=3, sinks=True),
+    "soft cap": Variant(segments=3, soft_cap=1.0),
+    "padding": Variant(segments=3, padding=True),
+    "padding, one document": Variant(padding=True),
+    "wide heads": Variant(segments=3, key_width=2, value_width=2),
+    "unequal widths": Variant(segments=3, key_width=1.5),
+    "unequal widths, one document": Variant(key_width=1.5),
+}
+HOW = {0: "nothing", 1: "lengths"}  # what a kernel reads for a limit of documents; otherwise offsets
 # FLOP/s of dense bfloat16 products, from NVIDIA's data sheets. `aot.chips` has those of TPUs.
 GPUS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -189,35 +226,24 @@ def furthest(found: Any, right: Any) -> float:
 
 def kernels(sizes: Sizes, platform: str) -> Checks:
     """Checks attention ops and grouped products."""
-    rows, length, heads, kv_heads, width = sizes.attention
     keys = jax.random.split(jax.random.key(0), 6)
-    shapes = [(rows, length, heads, width), *[(rows, length, kv_heads, width)] * 2]
-    inputs = [jax.random.normal(key, shape, sizes.dtype) for key, shape in zip(keys, shapes, strict=False)]
-    sinks = jax.random.normal(keys[3], (heads,), jnp.float32)
     capability = hardware(jax.devices())["capability"]
-    for variant, (segments, windowed, has_sinks) in VARIANTS.items():
-        size = length // segments + 1
-        ids = [jnp.broadcast_to(x, (rows, length)) for x in (jnp.arange(length) % size, jnp.arange(length) // size)]
-        mask, window = Mask(ids[0], ids[0], ids[1], ids[1]), sizes.window * windowed
-
-        def of(op: str, mask: Mask = mask, window: int = window) -> Callable[..., jax.Array]:
-            return lambda q, k, v, sinks=None: OPS[op](q, k, v, mask, window=window, sinks=sinks)
-
-        args = [*inputs, sinks] if has_sinks else inputs
-        right = in_float32(of(PLAIN), args)
+    for variant, what in VARIANTS.items():
+        inputs, mask, of = attention(what, sizes)
+        right = in_float32(of(PLAIN, mask), inputs)
         for name, kernel in KERNELS.items():
+            here = kernel.on(capability)
             own = sizes.dtype == "float32" and name == PLAIN  # beside itself
-            if platform in kernel.platforms and (kernel.sinks or not has_sinks) and not own:
-                yield f"attention {name}, {variant}", functools.partial(beside, of(name), right, args, sizes.tolerance)
-            reads = kernel.on(capability).documents
-            for most in (0, 1) if segments == 1 else (segments,):
-                if platform in kernel.platforms and not has_sinks and (reads is None or 0 < max(most, 1) <= reads):
-                    op = of(name, mask._replace(documents=lengths(ids[1] + 1, most)))
-                    how = {0: "nothing", 1: "lengths"}.get(most, "offsets")
-                    yield (
-                        f"attention {name}, {variant}, {how}",
-                        functools.partial(beside, op, right, args, sizes.tolerance),
-                    )
+            if platform not in kernel.platforms or own or not computes(here, what, sizes.attention[-1]):
+                continue
+            masks = {"": mask}
+            for most in what.documents():
+                if here.documents is None or 0 < max(most, 1) <= here.documents:
+                    how = f", {HOW.get(most, 'offsets')}"
+                    masks[how] = mask._replace(documents=lengths(mask.query_segment, most))
+            for how, its in masks.items():
+                op = of(name, its)
+                yield f"attention {name}, {variant}{how}", functools.partial(beside, op, right, inputs, sizes.tolerance)
     count, groups, k, n = sizes.grouped
     size_g = jnp.array([0, *[count // groups] * (groups - 2), count - count // groups * (groups - 2)])  # one is empty
     args = [
@@ -228,6 +254,45 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
     yield "grouped products", functools.partial(beside, grouped, right, args, sizes.tolerance)
 
 
+def computes(kernel: Kernel, what: Variant, width: int) -> bool:
+    """Returns whether an attention kernel supports a variant."""
+    widths = what.widths(width)
+    equal = widths[0] == widths[1]
+    wide = kernel.head_dim_most is not None and max(widths) > kernel.head_dim_most
+    return (
+        (kernel.sinks or not what.sinks)
+        and (kernel.soft_cap or not what.soft_cap)
+        and (kernel.unequal_widths or equal)
+        and (not wide or widths in kernel.further_widths)
+    )
+
+
+def attention(what: Variant, sizes: Sizes) -> tuple[list[jax.Array], Mask, Callable[..., Callable[..., jax.Array]]]:
+    """Returns the inputs of a variant of attention, its mask, and a function of an op's name and a mask that returns
+    the op as a function of the inputs, with zeros for padding."""
+    rows, length, heads, kv_heads, width = sizes.attention
+    keys = jax.random.split(jax.random.key(0), 6)
+    of_key, of_value = what.widths(width)
+    shapes = (rows, length, heads, of_key), (rows, length, kv_heads, of_key), (rows, length, kv_heads, of_value)
+    inputs = [jax.random.normal(key, shape, sizes.dtype) for key, shape in zip(keys, shapes, strict=False)]
+    if what.sinks:
+        inputs.append(jax.random.normal(keys[3], (heads,), jnp.float32))
+    token, size = jnp.arange(length), length // what.segments + 1
+    real = token < length - (length // 8 if what.padding else 0)
+    position, segment = (
+        jnp.broadcast_to(x, (rows, length)) for x in (token % size, jnp.where(real, token // size + 1, 0))
+    )
+    settings = {"window": sizes.window * what.window, "soft_cap": what.soft_cap}
+
+    def of(op: str, mask: Mask) -> Callable[..., jax.Array]:
+        def call(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            return jnp.where(real[:, None, None], OPS[op](q, k, v, mask, **settings, sinks=sinks), 0)
+
+        return call
+
+    return inputs, Mask(position, position, segment, segment), of
+
+
 def config_of(keys: str, name: str = next(iter(MODELS))) -> Any:
     """Returns the configuration of a combination."""
     return load([*FIXED, *keys.split(), *(f"{key}={value}" for key, value in flags_of(name).items())]).config
@@ -235,7 +300,8 @@ def config_of(keys: str, name: str = next(iter(MODELS))) -> Any:
 
 def batch_of(run: Run, step: int) -> Any:
     """Returns the batch of a step on the devices of `run`."""
-    source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
+    length, together = run.config.max_target_length, run.config.packing
+    source = SyntheticRows(length, run.config.vocab_size, seed=0, together=together)
     batch = train_batch(source, step * run.rows, run.rows, seed=0, shuffle=False)
     return placed(run, batch, run.rows)
 
@@ -332,8 +398,7 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
     def mfu() -> str:
         run, step, product = measured()
         tokens = run.rows * run.config.max_target_length / step
-        flops, chip = tokens * run.flops_per_token / len(devices), chip_of(devices[0].device_kind)
-        peak = chip.flops("bf16") if chip else GPUS.get(devices[0].device_kind)
+        flops, peak = tokens * run.flops_per_token / len(devices), peak_of(devices[0].device_kind)
         share = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f}" if peak else "no published peak in the tables"
         return (
             f"{share}; {run.parameters / 1e9:.2f} B parameters, {1e3 * step:.1f} ms, {tokens:,.0f} tokens/s, "
@@ -357,6 +422,12 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
     yield "a training step", mfu
     yield "its time beside the estimate", estimated
+
+
+def peak_of(kind: str) -> float | None:
+    """Returns the published FLOP/s of dense bfloat16 products of a kind of device; None if the tables lack it."""
+    chip = chip_of(kind)
+    return chip.flops("bf16") if chip else GPUS.get(kind)
 
 
 def product_rate(sizes: Sizes) -> Callable[[], float]:
@@ -388,25 +459,31 @@ def decoding(sizes: Sizes, devices: Sequence[jax.Device]) -> str:
     return expect(same, f"{figure}{'' if same else '; slots with the same prompt differ'}")
 
 
+def commit() -> str:
+    """Returns the commit of this checkout, or "unknown"."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None = None) -> int:
     """Prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
-    sizes = SMALL if parser.parse_args(argv).small else ACCELERATOR
+    parser.add_argument("--only", default="", metavar="WORD", help="the checks whose names contain this, as attention")
+    given = parser.parse_args(argv)
+    sizes = SMALL if given.small else ACCELERATOR
     devices, started = devices or jax.devices(), time.perf_counter()
     kind, platform = devices[0].device_kind, devices[0].platform
     if sizes is ACCELERATOR and platform == "cpu":
         print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
         return 2
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit or 'unknown'}, ", end="")
+    print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit()}, ", end="")
     print(f"{time.strftime('%Y-%m-%d')}{', tiny sizes' if sizes is SMALL else ''}\n")
     print("| what | result | figure |\n|---|---|---|", flush=True)
     failed = []
     parts = kernels(sizes, platform), states(sizes, devices), speed(sizes, devices)
     last = ("decode steps", lambda: decoding(sizes, devices))
-    for what, check in (check for part in (*parts, [last]) for check in part):
+    for what, check in (check for part in (*parts, [last]) for check in part if given.only in check[0]):
         try:
             result, figure = "ok", check()
         except LeftOut as why:

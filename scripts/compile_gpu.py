@@ -3,6 +3,7 @@
     python3.12 -m venv v && v/bin/pip install 'jax[cuda12]' -e .
     v/bin/python scripts/compile_gpu.py attention               # each way in which rows hold documents
     v/bin/python scripts/compile_gpu.py step [key=value ...]    # the training step of scripts/check_accelerator.py
+    v/bin/python scripts/compile_gpu.py benchmark [INDEX ...]   # the cases of scripts/benchmark_gpu.py
 
 XLA's compiler for GPUs needs neither a driver nor a GPU, and plans the memory of a program as for a real one. It does
 not choose the fastest kernel of each product, which it would measure. docs/benchmarks/gpu.md has the tables.
@@ -23,7 +24,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; it compiles for another
 
 import jax
 import jax.numpy as jnp
-from check_accelerator import ACCELERATOR, FIXED
+from benchmark_gpu import CASES, Case
+from check_accelerator import ACCELERATOR, FIXED, config_of
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -56,12 +58,14 @@ ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 4, 4096, 16, 8, 128
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("attention", "step"))
-    parser.add_argument("words", nargs="*", help="of the step's configuration")
+    parser.add_argument("what", choices=("attention", "step", "benchmark"))
+    parser.add_argument("words", nargs="*", help="of the step's configuration, or cases of the benchmark")
     given = parser.parse_args()
     devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices
     print(f"{devices[0].device_kind}, JAX {jax.__version__}\n")
-    for row in attention(devices[0]) if given.what == "attention" else steps(devices, given.words):
+    rows = {"attention": lambda: attention(devices[0]), "step": lambda: steps(devices, given.words)}
+    rows["benchmark"] = lambda: benchmark(devices, [CASES[int(word)] for word in given.words] or CASES)
+    for row in rows[given.what]():
         print(f"| {' | '.join(row)} |", flush=True)
 
 
@@ -118,6 +122,29 @@ def steps(devices: Sequence[Any], words: Sequence[str]) -> Iterator[tuple[str, .
         loop = "rolled" if scan == "true" else "unrolled"
         seconds = f"{time.monotonic() - began:.0f} s"
         yield name, loop, kernels(compiled.as_text()), *(f"{size / 1e9:.2f}" for size in bytes_of), seconds
+
+
+def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[str, ...]]:
+    """Yields the rows of the table of the benchmark's cases. `together` has a share of the memory of the GPU."""
+    memory = int(re.findall(r"device_memory_size: (\d+)", H200)[0])
+    yield "case", "rows", "remat_policy", "kernels", "arguments, GB", "temporaries, GB", "together", "products"
+    yield ("---",) * 8
+    for case in cases:
+        run = build(config_of(case.keys), devices)
+        compiled = run.step.lower(*run.abstract_args()).compile()
+        found, text = compiled.memory_analysis(), compiled.as_text()
+        sizes = found.argument_size_in_bytes, found.temp_size_in_bytes
+        together = f"{sum(sizes) / 1e9:.2f}, {sum(sizes) / memory:.0%}"
+        names = case.name, str(case.rows), case.remat_policy
+        yield *names, kernels(text), *(f"{size / 1e9:.2f}" for size in sizes), together, products(text)
+
+
+def products(text: str) -> str:
+    """Returns how many products of matrices a compiled program has, by the types of their operands."""
+    types = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = (\w+)\[", text, re.MULTILINE))
+    pairs = re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text)
+    found = collections.Counter(" x ".join(sorted({types[one] for one in pair})) for pair in pairs)
+    return ", ".join(f"{count} of {what}" for what, count in found.most_common())
 
 
 def kernels(text: str) -> str:

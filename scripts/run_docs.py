@@ -44,7 +44,8 @@ NOT_RUN = {
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
     r"benchmark_generate": "needs transformers and torch, which the tests do without",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",
-    r"check_accelerator": "needs an accelerator; tests/integration runs it with tiny sizes",
+    r"check_accelerator|benchmark_gpu": "needs an accelerator; tests/integration runs it with tiny sizes",
+    r"compile_gpu": "needs XLA's compiler for GPUs, 2.5 GB",
 }
 TRAINING = (
     *("trainer.train", "trainer.sft", "trainer.dpo", "trainer.grpo"),
