@@ -111,7 +111,7 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns the standard error of a metric of log-likelihoods per word or byte, for which lm-eval has none; None of
     any other. The rows have (log-likelihood, words or bytes)."""
-    pairs = [row.get(metric) for row in rows]
+    pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
     nats = ratio(metric, [-pair[0] for pair in pairs], [pair[1] for pair in pairs])

@@ -35,14 +35,14 @@ class EvaluatedModel:
     """
     Attributes:
       length: the number of positions: of a prompt and its answer, and of the tokens before the last of a scored row.
-      tokenizer, chat: what makes tokens of texts, and of messages with use_chat_template=true.
+      chat: makes tokens of messages; None if prompts are texts.
     """
 
     def __init__(
         self,
         engine: Engine,
         params: Any,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         stop: Sequence[int],
         chat: Chat | None = None,
         interrupted: Callable[[], bool] = lambda: False,
@@ -50,12 +50,19 @@ class EvaluatedModel:
         """
         Args:
           params: what `engine.hold` returned.
+          tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
           interrupted: whether to raise Interrupted, the same in all processes; called after each batch.
         """
         self._engine, self._params, self._interrupted = engine, params, interrupted
-        self.tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
+        self._tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
         self.length = int(engine.config.max_target_length)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Only tasks of texts are opened without one, and these do not ask for it."""
+        assert self._tokenizer is not None
+        return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text with those that begin one."""

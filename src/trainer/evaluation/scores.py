@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 FAILED = "eval_tasks_failed"  # the field of metrics.jsonl with the number of tasks that failed
-TIME = "eval_tasks_time"  # that of every evaluation by tasks
 
 
 class Score(NamedTuple):
