@@ -48,8 +48,8 @@ class Reports(NamedTuple):
     sync: Callable[[], None]  # returns when all rows so far are on disk
     evaluations: Sequence[Row] = ()  # the rows of evaluations by an earlier process
     unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
-    profiler: Profiler | None = None
     untested: bool = False  # whether it reported no evaluation of it by tasks
+    profiler: Profiler | None = None
     tasks: Callable[[Row], None] = lambda row: None  # gets a row per evaluation by tasks
 
 

@@ -150,7 +150,7 @@ def open_reports(
         write(row)
         console.evaluation(row)
 
-    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, profiler, untested, write)
+    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, untested, profiler, write)
 
 
 def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:
