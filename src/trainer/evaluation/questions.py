@@ -42,7 +42,7 @@ class QuestionsTask:
           UserError: a field of the questions has the name of another argument of a function.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
-        self._path, self._config = spec.path, config
+        self._path, self._config = spec.file, config
         self._rows = list(spec.questions if limit < 0 else spec.questions[:limit])
         taken = [name for _, row in self._rows for name in _TAKEN if name in row]
         if taken and "function" in spec.settings:

@@ -59,6 +59,12 @@ class Spec(NamedTuple):
     settings: Mapping[str, Any] = {}
     questions: Sequence[tuple[int, Mapping[str, Any]]] = ()
 
+    @property
+    def file(self) -> Path:
+        """The file of the questions."""
+        assert self.path is not None
+        return self.path.parent / local_path(self.settings["file"])
+
 
 def read_specs(tasks: Sequence[str], key: str) -> list[Spec]:
     """Returns the tasks that `tasks` name: text, FILE.jsonl, FILE.yml or a task of lm-eval. `key` gave them.
@@ -178,8 +184,8 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
         problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
     if problems:
         raise UserError("; ".join(problems))
-    rows = _questions(path.parent / local_path(values["file"]), columns, score)
-    return Spec(name, QUESTIONS, path, dict(values), rows)
+    spec = Spec(name, QUESTIONS, path, dict(values))
+    return spec._replace(questions=_questions(spec.file, columns, score))
 
 
 def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int, dict[str, Any]]]:
