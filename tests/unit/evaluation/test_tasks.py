@@ -17,8 +17,8 @@ from trainer.evaluation.tasks import open_tasks
 from trainer.evaluation.text import TextTask, windows, windows_of_llama_cpp
 from trainer.inference.max_engine import MaxEngine
 
-KEYS = {"max_target_length": 32, "vocab_size": 257, "base_num_decoder_layers": 1, "per_device_batch_size": 3}
-KEYS |= {"tokenizer_type": "bytes", "eval_tasks_limit": -1, "dtype": "float32"}
+KEYS = {"max_target_length": 64, "vocab_size": 257, "base_num_decoder_layers": 1, "per_device_batch_size": 3}
+KEYS |= {"tokenizer_type": "bytes", "dtype": "float32"}
 TEXT = "def f(x):\n    return x + 1\nThe end of this text is here.\n"
 
 
@@ -59,7 +59,7 @@ def test_rows_of_any_length_are_scored_like_prompts():
         assert likeliest.tolist() == (np.asarray(result.prompt.tokens)[: len(row) - 1, 0] == row[1:]).tolist()
     again = model().log_probs(rows)
     assert all((one == other).all() for (one, _), (other, _) in zip(again, model().log_probs(rows), strict=True))
-    for wrong in ([[1]], [[1] * 34], [[1, 2]] * 4):
+    for wrong in ([[1]], [[1] * 66], [[1, 2]] * 4):
         with pytest.raises(ValueError, match="allowed: 1 to 3 rows"):
             engine.score(params, wrong)
     with pytest.raises(UserError, match="has the token 300"):
@@ -135,7 +135,7 @@ def test_documents_are_apart_unless_they_are_joined(tmp_path, monkeypatch):
     (half,) = task(tmp_path, monkeypatch, "half.yml").run(model())
     assert [sample["tokens"] for sample in half.samples] == [3, 3, 3]
     (tmp_path / "long.yml").write_text(f"kind: text\ncontext: 99\n{data}")
-    with pytest.raises(UserError, match="context=99: the model has 32 positions"):
+    with pytest.raises(UserError, match="context=99: the model has 64 positions"):
         task(tmp_path, monkeypatch, "long.yml")
     (tmp_path / "gone.yml").write_text(f"kind: text\n{data.replace('a.jsonl', 'b.jsonl')}")
     with pytest.raises(UserError, match="grain_train_files"):
@@ -242,8 +242,8 @@ def test_an_evaluation_ends_when_the_run_does(tmp_path, monkeypatch):
 def test_a_question_that_is_too_long_is_named(tmp_path, monkeypatch):
     questions(tmp_path, "abcd")
     with (tmp_path / "q.jsonl").open("a") as file:
-        file.write(json.dumps({"question": "x" * 40, "answer": "y"}) + "\n")
-    with pytest.raises(UserError, match=r"q.jsonl, line 5: the prompt has 41 tokens: allowed: 1 to 31"):
+        file.write(json.dumps({"question": "x" * 80, "answer": "y"}) + "\n")
+    with pytest.raises(UserError, match=r"q.jsonl, line 5: the prompt has 81 tokens: allowed: 1 to 63"):
         task(tmp_path, monkeypatch, "q.jsonl").run(model())
     questions(tmp_path, "abcd", prompts="taken")
     spec = read_specs(["q.jsonl"], "tasks")[0]
