@@ -21,6 +21,7 @@ from trainer.config.from_model import taken_from_model
 from trainer.config.help import prints_usage
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, begin
+from trainer.evaluation.specs import read_specs
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
@@ -79,6 +80,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
         kind.check(begun.config)
+        read_specs(begun.config.eval_tasks, "eval_tasks")
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -160,6 +162,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
         if kind.source:
             with kind.source(run, dataset, begin, None, console.say):
                 pass
+    _tasks(kind, run, dataset, begin, console)
     metrics_files(config, Path(str(run_folder)), run_folder.name)
     result = "nothing would run" if finished else "everything before the first step works"
     console.say(f"dry run: {result}; nothing was written to {run_folder}")
@@ -260,6 +263,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
         if kind.source:
             opened = stack.enter_context(kind.source(run, dataset, begin, run_dir, console.say))
             source = lambda *args: contextlib.nullcontext(opened)  # noqa: E731
+        tasks = _tasks(kind, run, dataset, begin, console)
         # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
@@ -267,7 +271,25 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
             compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
         reports = open_reports(run, run_dir, begin, files, console, stack)
-        return fit(run, StepsByRows(run, compiled, console.say), begin, dataset, reports, manager, source)
+        steps, by_tasks = StepsByRows(run, compiled, console.say), tasks and tasks.to(run_dir)
+        return fit(run, steps, begin, dataset, reports, manager, source, by_tasks)
+
+
+def _tasks(kind: Kind, run, dataset, begin, console):
+    """Returns what evaluates the run by eval_tasks, None without any. Their data are opened here."""
+    if not run.config.eval_tasks:
+        return None
+    from trainer.evaluation.in_run import RunTasks
+    from trainer.runtime.agreement import agreed
+
+    def opened():
+        tokenizer = dataset.tokenizer
+        chat = tokenizer and kind.prompts(run.config, tokenizer, lambda line: None)
+        eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
+        stop = [*eos, *begin.about.ends, *(chat.stop_tokens() if chat else ())]
+        return RunTasks(run, read_specs(run.config.eval_tasks, "eval_tasks"), tokenizer, chat, stop, console.say)
+
+    return agreed(opened)
 
 
 def _start(loaded: Loaded, run, dataset, prompt, saved, console):

@@ -11,7 +11,6 @@ written last and deleted first.
 """
 
 import concurrent.futures
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -34,7 +33,7 @@ from trainer.checkpoint.disk import (
     read_errors,
     silence_orbax,
 )
-from trainer.checkpoint.retention import expired
+from trainer.checkpoint.retention import expired, standing
 from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
 from trainer.checkpoint.sums import damaged, verify, write_sums
 from trainer.config.errors import UserError
@@ -49,7 +48,6 @@ T = TypeVar("T", bound=Any)  # a canonical train state, a NamedTuple
 
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
-_LOSS = "eval_loss"  # the lower, the better is a checkpoint
 _POLL = 0.2  # seconds
 _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in Orbax
 
@@ -89,11 +87,11 @@ class CheckpointManager:
         """Returns the folder of the checkpoint of `updates`."""
         return self.directory / str(updates)
 
-    def evaluated(self, updates: int, loss: float) -> None:
-        """Gives retention the evaluation loss of a checkpoint that was saved without one, if there is such a
-        checkpoint."""
-        if self._losses.get(updates, loss) is None and math.isfinite(loss):
-            self._losses[updates] = loss
+    def evaluated(self, updates: int, metrics: Mapping[str, Any]) -> None:
+        """Gives retention the evaluation of a checkpoint that was saved without one, if there is such a checkpoint."""
+        found = standing(metrics, self._config)
+        if self._losses.get(updates, found) is None and found is not None:
+            self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
         """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may
@@ -110,7 +108,7 @@ class CheckpointManager:
         self._saving = _being_saved(self.path(updates))
         with disk_errors(self.directory, self._identity):
             saving = self._orbax.save_checkpointables_async(updates, contents, force=True)
-        self._losses[updates] = metrics.get(_LOSS)
+        self._losses[updates] = standing(metrics, self._config)
         self._ending = self._thread.submit(self._end, saving, updates)
         if not self._config.async_checkpointing:
             self.wait()
@@ -204,11 +202,11 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """Returns the evaluation loss of a checkpoint, if it has one and retention needs it."""
+        """Returns the `standing` of a checkpoint, if it has one and retention needs it."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
-            return read_metrics(path / RUN).get(_LOSS)
+            return standing(read_metrics(path / RUN), self._config)
         except (OSError, ValueError, AttributeError) as error:
             raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 

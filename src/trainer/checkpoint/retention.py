@@ -1,18 +1,30 @@
 """Selects the checkpoints to keep."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from trainer.config.keys import Config
+
+
+def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
+    """Returns keep_best_metric of an evaluation, negative if it is to be large: the lower, the better. None if the
+    evaluation has no such field, or it is not finite."""
+    direction, _, name = config.keep_best_metric.partition(":")
+    value = metrics.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(-value if direction == "max" else value)
 
 
 def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
     """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:
-      losses: for each checkpoint, by its number of updates, the evaluation loss of its parameters; None if it was not
+      losses: for each checkpoint, by its number of updates, the `standing` of its parameters; None if it was not
         evaluated.
       config: keeps the newest `max_num_checkpoints_to_keep` (None: all), every checkpoint whose number is a multiple of
-        `checkpoint_keep_period`, and the `keep_best_checkpoints` with the lowest loss.
+        `checkpoint_keep_period`, and the `keep_best_checkpoints` with the lowest standing.
     """
     if config.max_num_checkpoints_to_keep is None:
         return []

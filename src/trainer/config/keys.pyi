@@ -13,6 +13,7 @@ class Config(Mapping[str, Any]):
     def __len__(self) -> int: ...
     def to_dict(self) -> dict[str, Any]: ...
     def as_configdict(self) -> ml_collections.ConfigDict: ...
+    abort_on_eval_tasks_error: bool
     abort_on_inf_loss: bool
     abort_on_nan_loss: bool
     act_quantization_calibration_method: str
@@ -126,6 +127,9 @@ class Config(Mapping[str, Any]):
     eval_per_device_batch_size: float
     eval_split: str
     eval_steps: int
+    eval_tasks: tuple[str, ...]
+    eval_tasks_interval: int
+    eval_tasks_limit: int
     final_logits_soft_cap: float
     first_num_dense_layers: int
     formatting_func_kwargs: Mapping[str, Any]
@@ -170,6 +174,7 @@ class Config(Mapping[str, Any]):
     jax_distributed_heartbeat_timeout_seconds: int
     jax_distributed_initialization_timeout: int
     keep_best_checkpoints: int
+    keep_best_metric: str
     key_proj: str
     kv_lora_rank: int
     kv_quant_axis: str

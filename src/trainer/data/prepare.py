@@ -146,7 +146,7 @@ def _build(
             yield row
 
     with _Bar(say, name) as bar:
-        documents = ((None, document) for document in _documents(corpora, encoder, counts, bar))
+        documents = ((None, document) for document in encoded_documents(corpora, encoder, counts, bar))
         rows = summed(packing.rows(documents, counts))
         first = next(rows, None)
         if first is None:
@@ -168,7 +168,7 @@ def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
     """Raises UserError if no row of a corpus would have a loss-bearing token. Reads up to the first row that has
     one."""
     counts, pairs = Counts(noun=encoder.noun), 0
-    documents = ((None, document) for document in _documents([corpus], encoder, counts, lambda share: None))
+    documents = ((None, document) for document in encoded_documents([corpus], encoder, counts, lambda share: None))
     for row, _ in packing.rows(documents, counts):
         if row["loss"].any():
             return
@@ -209,7 +209,7 @@ def _label(corpora: Sequence[Corpus]) -> str:
     return ", ".join(corpus.label for corpus in corpora)
 
 
-def _documents(
+def encoded_documents(
     corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: Callable[[float], None]
 ) -> Iterator[Document]:
     """Yields the documents of all corpora in order. Encodes one chunk at a time."""

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
 LIKELIEST = 20  # the number of most likely tokens whose log-probabilities are returned
-_TILE = 64  # rows of a prompt whose logits exist at once
+_TILE = 64  # tokens of a row whose logits exist at once
 
 
 class Asked(NamedTuple):
@@ -133,17 +133,36 @@ def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
 
 
 def scores_of_prompt(head: Any, hidden_te: jax.Array, targets_t: jax.Array) -> Scores:
-    """Returns the scores of the targets, in tiles, so that the logits of all tokens never exist at once.
+    """Returns the scores of the targets. `head`: hidden states [1, n, e] -> logits [1, n, v]."""
+    found = _tiled(lambda h, t: scores(head(h), t), hidden_te[None], targets_t[None])
+    return jax.tree.map(lambda x: x[0], found)
 
-    Args:
-      head: hidden states [1, n, e] -> logits [1, n, v].
-    """
-    count = len(targets_t)
+
+def said_of_targets(head: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the log-probability of each target, float32 [b, t], and whether it is the most likely token, bool.
+    `head`: hidden states [b, n, e] -> logits [b, n, v]."""
+
+    def said(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = head(hidden)
+        return -cross_entropy(logits, targets)[0], jnp.argmax(logits, axis=-1) == targets
+
+    return _tiled(said, hidden_bte, targets_bt)
+
+
+def _tiled(fn: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> Any:
+    """Returns `fn(hidden [b, n, e], targets [b, n])`, whose arrays are [b, n, ...], for all t in tiles of n, so that
+    the logits of all tokens never exist at once."""
+    rows, count = targets_bt.shape
     tiles = -(-count // _TILE)
 
-    def tiled(x: jax.Array) -> jax.Array:
-        rest = x.shape[1:]
-        return jnp.pad(x, ((0, tiles * _TILE - count), *((0, 0) for _ in rest))).reshape(tiles, 1, _TILE, *rest)
+    def cut(x: jax.Array) -> jax.Array:
+        rest = x.shape[2:]
+        padded = jnp.pad(x, ((0, 0), (0, tiles * _TILE - count), *((0, 0) for _ in rest)))
+        return jnp.moveaxis(padded.reshape(rows, tiles, _TILE, *rest), 1, 0)
 
-    found = jax.lax.map(lambda tile: scores(head(tile[0]), tile[1]), (tiled(hidden_te), tiled(targets_t)))
-    return jax.tree.map(lambda x: x.reshape(tiles * _TILE, *x.shape[3:])[:count], found)
+    found = jax.lax.map(lambda tile: fn(*tile), (cut(hidden_bte), cut(targets_bt)))
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(rows, tiles * _TILE, *x.shape[3:])[:, :count]
+
+    return jax.tree.map(joined, found)

@@ -49,6 +49,7 @@ class Engine:
         self._insert = jax.jit(inserted, donate_argnums=1, out_shardings=self.state_shardings)
         self._release = jax.jit(released, donate_argnums=0, out_shardings=self.state_shardings)
         outputs = (self.state_shardings, served.replicated)
+        self._score = compiled(served.on_mesh(programs.scored), out_shardings=served.replicated)
         self._generate = compiled(served.on_mesh(programs.generated), donate_argnums=1, out_shardings=outputs)
 
     @property
@@ -246,6 +247,40 @@ class Engine:
         """Adds a token to the sequence of every slot in use, until it has max_target_length tokens. `decode_state` is
         donated."""
         return self._generate(params, decode_state)
+
+    @functools.cached_property
+    def _scored_rows(self) -> Rows:
+        return Rows(
+            self.config.max_target_length, self.config.vocab_size, QUERIES if self.config.batch_invariant else 1
+        )
+
+    def score(self, params: Any, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns what the model says of the tokens of each row, in one pass without a cache.
+
+        All rows are padded to the bucket of the longest, and their number to that of the slots.
+
+        Returns:
+          For each row of n tokens: float32 and bool [n - 1]; the log-probability of each token but the first after
+          those before it, and whether it is the most likely one.
+
+        Raises:
+          ValueError: there are more rows than slots, or a row has not 2 to max_target_length + 1 tokens.
+          UserError: a token is not an id of the vocabulary.
+        """
+        lengths, slots = [len(row) - 1 for row in rows], self.max_concurrent_decodes
+        if not 1 <= len(rows) <= slots or not 1 <= min(lengths) <= max(lengths) <= self.config.max_target_length:
+            raise ValueError(
+                f"{len(rows)} rows of {sorted({length + 1 for length in lengths})} tokens: allowed: 1 to {slots} rows "
+                f"of 2 to {self.config.max_target_length + 1}"
+            )
+        size = next(size for size in self._scored_rows.buckets if size >= max(lengths))
+        tokens, targets = np.zeros((2, slots, size), np.int32)
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids = self._scored_rows.checked(row)
+            tokens[i, :length], targets[i, :length] = ids[:-1], ids[1:]
+        counts = np.array([*lengths, *[0] * (slots - len(rows))], np.int32)
+        log_probs, likeliest = jax.device_get(self._score(params, tokens, counts, targets))
+        return [(log_probs[i, :length], likeliest[i, :length]) for i, length in enumerate(lengths)]
 
     @property
     def mesh(self) -> Mesh:

@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from trainer.backends.base import tree_mode
 from trainer.config.capabilities.invariant_keys import QUERIES, TILE
 from trainer.config.derived import policy_temperature
-from trainer.inference.controls import Controls, Scores, adjusted, counted, neutral, scores, scores_of_prompt
+from trainer.inference.controls import (
+    Controls,
+    Scores,
+    adjusted,
+    counted,
+    neutral,
+    said_of_targets,
+    scores,
+    scores_of_prompt,
+)
 from trainer.inference.sampling import Sampling, draw, request_keys, wrapped
 from trainer.inference.served import Served, row_parts
 from trainer.inference.state import DecodeState, Prefix, Result, Sequences, settings
@@ -75,6 +84,15 @@ class Programs:
         hidden, entries = self._hidden(params, tokens, positions, live, cache, of_rows)
         sequences, result = self._result(params, self._apart(hidden, count), sequences, parts)
         return DecodeState(entries, sequences), result
+
+    def scored(self, params, tokens, lengths, targets):
+        """Rows of tokens [b, t] without a cache, and what the model says of `targets` [b, t]."""
+        params = self._canonical(params)
+        index = jnp.arange(tokens.shape[1])[None]
+        real = index < lengths[:, None]
+        positions, rows = jnp.where(real, index, 0), jnp.arange(len(tokens))
+        hidden = self.served.model.apply(*params, tokens, positions, real.astype(jnp.int32), rows)[0]
+        return said_of_targets(lambda h: self._head(params, h), hidden, targets)
 
     def _neutral(self, count: int) -> Controls | None:
         return neutral(count, self.config.vocab_size) if self.served.controls else None

@@ -55,13 +55,18 @@ class Rows:
         """
         if not 0 < len(tokens) <= self._longest:
             raise ValueError(f"a prompt has 1 to {self._longest} tokens; {len(tokens)} were given")
+        ids = self.checked(tokens)
+        row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
+        row[: len(tokens)] = ids
+        return row
+
+    def checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns `tokens` as an array. Raises UserError if one is not an id of the vocabulary."""
         ids = np.asarray(tokens)
         wrong = ids[(ids < 0) | (ids >= self._vocab_size)] if ids.dtype.kind in "iu" else ids
         if wrong.size:
             raise UserError(f"the prompt has the token {wrong[0]}: allowed: integers from 0 to {self._vocab_size - 1}")
-        row = np.zeros(next(size for size in self.buckets if size >= len(tokens)), np.int32)
-        row[: len(tokens)] = ids
-        return row
+        return ids
 
     def packed(self, prompts: Sequence[Sequence[int]]) -> Packed:
         """Returns several prompts as one row, padded to the next bucket.

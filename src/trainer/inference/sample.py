@@ -10,12 +10,11 @@ from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.engine import Engine
+from trainer.inference.of_run import trained_variables
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.served import Served, for_decoding, longest_prompt
 from trainer.inference.text import Chat, TextStream, tokens_of
 from trainer.models.caches import takes_cache
-from trainer.models.families import stacks
-from trainer.models.stages import to_layers
 
 
 class SamplePrompt(NamedTuple):
@@ -61,16 +60,11 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt
       state: its native train state, which is donated.
     """
 
-    def variables(state: Any) -> Any:
-        params, rest = run.computation.trained(run.codec.unpack(state))
-        params = jax.lax.with_sharding_constraint(params, run.param_shardings.compute)
-        return to_layers(stacks(run.config), (params, rest))
-
     config = for_decoding(unpipelined(run.config), run.mesh.devices.flat[0].platform)
     model = run.model if config is run.config else make_model(config)
     slots = run.mesh.size  # one per device, so that any mesh can shard the batch
     engine = Engine(Served(config, run.mesh, run.rules, model, slots))
-    weights = engine.hold(*jax.jit(run.sharded(variables), donate_argnums=0)(state), donate=True)
+    weights = engine.hold(*jax.jit(trained_variables(run), donate_argnums=0)(state), donate=True)
     scheduler = Scheduler(engine, weights)
     scheduler.submit(prompt.tokens, stop=prompt.stop)
     drawn = [event.token for event in scheduler.run() if event.token is not None]

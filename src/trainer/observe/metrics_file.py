@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.observe.appended import set_aside
 from trainer.observe.lines import Work
-from trainer.observe.metrics import MetricsWriter, read_rows
+from trainer.observe.metrics import TASKS_TIME, MetricsWriter, read_rows
 from trainer.observe.rundir import OWN_FILES
 from trainer.observe.text import perplexity
 from trainer.runtime.storage import why_not_writable
@@ -19,7 +19,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
     Numbers are floats.
 
     Args:
-      row: a row of a step or of an evaluation.
+      row: a row of a step, of an evaluation, or of one by tasks.
       work: the work of one step.
       clipping_threshold: the threshold for the gradient norm; 0: off.
     """
@@ -34,6 +34,8 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
             **_given("evaluation/dpo_reward_margin", row.get("eval_reward_margin")),
             **ends,
         }
+    if TASKS_TIME in row:  # the names are ours, because MaxText writes no such fields
+        return {f"eval/{name}": float(value) for name, value in row.items() if name != "step"} | ends
     norm, seconds = row["grad_norm"], row["step_time"]
     tokens = work.tokens / work.devices
     nats = row.get("lm_loss")

@@ -10,6 +10,7 @@ from trainer.config.dump import to_flow
 from trainer.config.schema import schema
 from trainer.config.words import visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
+from trainer.observe.metrics import TASKS_TIME
 from trainer.observe.record import Record
 from trainer.observe.report_style import STYLE
 from trainer.observe.rundir import ROLLOUTS
@@ -51,7 +52,8 @@ _SECTIONS = {
     ),
 }
 # Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
-_NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity")
+_NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
+_OF_SCORES = ("_stderr", "/samples")  # ends of fields beside the scores of tasks, TASK/METRIC
 # In the order of their charts. A tensor of a stack has one number per layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
 
@@ -104,6 +106,9 @@ def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
     # If the loss has only one term, that term equals the loss.
     others = [name for name in names if name not in periodic and not all(run.is_loss(name) for run in runs)]
     groups = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
+    scores = [name for name in others if "/" in name]
+    others = [name for name in others if name not in scores]
+    groups = {"Tasks": [name for name in scores if not name.endswith(_OF_SCORES)]} | groups
     groups["Further measures"] = [name for name in others if not any(name in group for group in groups.values())]
     return groups | {"Parameters": periodic}
 

@@ -22,6 +22,7 @@ from trainer.runtime.storage import entries, files_below, is_remote, remedy
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
 ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
+EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a folder for each
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
 OWN_FILES = (*_FILES, LOCK_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
@@ -67,7 +68,7 @@ class RunDir(NamedTuple):
                     if (self.path / name).exists():
                         (self.remote / name).parent.mkdir(parents=True, exist_ok=True)
                         (self.remote / name).write_bytes((self.path / name).read_bytes())
-                for below in (TRACES, ROLLOUTS):  # large files that are written once
+                for below in (TRACES, ROLLOUTS, EVALUATIONS):  # large files that are written once
                     for name in files_below(self.path / below):
                         copy = self.remote / below / name
                         if not copy.exists():

@@ -76,6 +76,7 @@ class Rewards:
         workers: int,
         seconds: float,
         say: Callable[[str], None] = lambda line: None,
+        key: str = "reward_functions",
     ):
         """Starts the workers, which import the functions.
 
@@ -84,12 +85,13 @@ class Rewards:
           workers: the number of processes. Results do not depend on it.
           seconds: the time that all functions together may take for a sample.
           say: gets a line when a sample takes too long, the first time.
+          key: what names the functions, for messages.
 
         Raises:
           UserError: names each function that is not there or cannot be imported, with the reason.
         """
         self._functions, self._count, self._seconds, self._say = tuple(functions), workers, seconds, say
-        self._said = False
+        self._said, self._key = False, key
         self._workers: list[_Worker] = []
         try:
             self._fill()
@@ -189,7 +191,7 @@ class Rewards:
         elif worker.end == _DIED:
             mistakes.append(f"{worker.function}: the process that imports it ended {worker.status()}")
         if mistakes:
-            raise report([visible(f"reward_functions={mistake}") for mistake in mistakes])
+            raise report([visible(f"{self._key}={mistake}") for mistake in mistakes])
 
     def _scored(self, worker: "_Worker", where: Any) -> Scored:
         late = worker.end == _LATE

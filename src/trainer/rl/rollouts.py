@@ -11,21 +11,17 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from trainer.backends.registry import make_model
 from trainer.config.capabilities.invariant_keys import TILE
-from trainer.config.capabilities.pipeline_keys import unpipelined
 from trainer.config.derived import eval_parts
 from trainer.config.errors import UserError
-from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data.batches import Batch
 from trainer.data.streams import Position
 from trainer.inference.engine import Engine
+from trainer.inference.of_run import engine_of_run, trained_variables
 from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
 from trainer.inference.scheduler import LENGTH, Scheduler
-from trainer.inference.served import Served, for_decoding, row_parts
 from trainer.inference.text import TextStream
-from trainer.models.caches import takes_cache
 from trainer.models.families import stacks
 from trainer.models.stages import division, to_layers
 from trainer.observe.rollouts import RolloutFiles
@@ -98,7 +94,7 @@ class Rollouts:
         self._by_layer = (
             jax.jit(functools.partial(to_layers, stacks(config))) if divided else lambda variables: variables
         )
-        self._averages = jax.jit(run.sharded(self._averaged)) if config.ema_decay else None
+        self._averages = jax.jit(trained_variables(run)) if config.ema_decay else None
         self._interrupted: Callable[[], bool] = lambda: False
         self._rewards: Rewards | None = None
         self._stack = ExitStack()
@@ -187,11 +183,6 @@ class Rollouts:
     def _current(self, state: Any) -> tuple[Any, Any]:
         tree = self._run.codec.unpack(state)
         return self._by_layer((tree.params, tree.rest))
-
-    def _averaged(self, state: Any) -> tuple[Any, Any]:
-        params, rest = self._run.computation.trained(self._run.codec.unpack(state))
-        params = jax.lax.with_sharding_constraint(params, self._run.param_shardings.compute)
-        return to_layers(stacks(self._run.config), (params, rest))
 
     def _complete(
         self,
@@ -309,22 +300,9 @@ def engine_of(run: Run, sequences: int) -> Engine:
     Raises:
       UserError: the model cannot generate text, or not on this mesh.
     """
-    config, mesh = run.config, run.mesh
-    if not takes_cache(config):
-        raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
-    if config.batch_invariant and mesh.shape["fsdp"] > 1:
-        raise UserError(
-            f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
-            "prompt; set "
-            "ici_fsdp_parallelism=1 ici_data_parallelism=-1"
-        )
-    own = Config({**unpipelined(config), "return_log_prob": True})
-    decoding = for_decoding(own, mesh.devices.flat[0].platform)
-    at_once = config.rollout_micro_batch_size
+    config, at_once = run.config, run.config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
-    parts = row_parts(mesh, run.rules)
-    slots = -(-max(slots, config.rl_num_generations) // parts) * parts
-    return Engine(Served(decoding, mesh, run.rules, make_model(decoding), slots))
+    return engine_of_run(run, max(slots, config.rl_num_generations), return_log_prob=True)
 
 
 def _seeds(seed: int, number: int, count: int) -> list[int]:

@@ -46,9 +46,15 @@ class Reports(NamedTuple):
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]
     sync: Callable[[], None]  # returns when all rows so far are on disk
-    losses: Sequence[tuple[int, float]] = ()  # (step, evaluation loss) of each evaluation by an earlier process
+    evaluations: Sequence[Row] = ()  # the rows of evaluations by an earlier process
     unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
+    untested: bool = False  # whether it reported no evaluation of it by tasks
     profiler: Profiler | None = None
+    tasks: Callable[[Row], None] = lambda row: None  # gets a row per evaluation by tasks
+
+
+# Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
+Tasks = Callable[[Any, int, Callable[[], bool]], Row | None]
 
 
 class End(NamedTuple):
@@ -68,6 +74,7 @@ def fit(
     reports: Reports,
     manager: CheckpointManager | None = None,
     source: Callable[[Run, Dataset, Start], AbstractContextManager[BatchSource]] | None = None,
+    tasks: Tasks | None = None,
 ) -> End:
     """Trains up to `steps` updates, and evaluates and saves on the way.
 
@@ -80,6 +87,7 @@ def fit(
       manager: saves the checkpoints; None: no checkpoints are saved.
       source: opens the source of the batches for training and evaluation. By default the batches come from `dataset`,
         with the fields of next-token prediction.
+      tasks: evaluates every `eval_tasks_interval` updates and after the last; None: nothing.
 
     Raises:
       UserError: the first batch of training or of evaluation does not have the fields of the objective.
@@ -88,11 +96,11 @@ def fit(
     """
     steps = run.config.steps
     with Preemption(manager is not None) as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
-        loop = _Loop(run, start, dataset, batches, reports, manager, preemption)
+        loop = _Loop(run, start, dataset, batches, reports, manager, preemption, tasks)
         if not start.resumed:
             loop.save(initial=True)
-        elif reports.unevaluated:
-            loop.evaluate_if_due()  # the previous process may have ended during this evaluation
+        else:  # the previous process may have ended during an evaluation
+            loop.evaluate_if_due(reports.unevaluated, reports.untested)
         while loop.done < steps:
             if preemption.requested and loop.done % batches.updates == 0:
                 break
@@ -125,6 +133,7 @@ class _Loop:
         reports: Reports,
         manager: CheckpointManager | None,
         preemption: Preemption,
+        tasks: Tasks | None,
     ):
         self._start = start._replace(state=None)
         self._structure: Any  # a PyTreeDef; its stubs lack unflatten
@@ -135,9 +144,9 @@ class _Loop:
         self.reader = _Reader(reports.step, self._check_finite, run.computation.read, lambda: memory_in_use(devices))
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption, self._unsaved = batches, preemption, run.base_names
-        self._last_evaluation: Row = {}
-        for step, loss in reports.losses:
-            self._keep_loss(step, loss)
+        self._tasks, self._last_evaluation = tasks, dict[str, Any]()
+        for row in reports.evaluations:
+            self._keep_scores(row)
 
     @property
     def state(self) -> Any:
@@ -182,25 +191,43 @@ class _Loop:
         batch = _batch_of(self._run, self._start, row["step"])
         check_finite(self._run.config, row, batch, lambda: names_not_finite(self._run, self.state))
 
-    def evaluate_if_due(self) -> None:
-        """Evaluates the state if it is due and no signal interrupts it."""
-        config, step = self._run.config, self.done - 1
-        if config.eval_interval <= 0 or (self.done % config.eval_interval and self.done != config.steps):
-            return
+    def evaluate_if_due(self, loss: bool = True, tasks: bool = True) -> None:
+        """Evaluates the state if it is due and no signal interrupts it: its loss on held-out rows, and tasks."""
+        config = self._run.config
+        last, every = self.done == config.steps, config.eval_tasks_interval
+        if loss and config.eval_interval > 0 and (last or not self.done % config.eval_interval):
+            self._evaluate()
+        if tasks and self._tasks is not None and (last or (every and not self.done % every)) and self.evaluated:
+            self._evaluate_by_tasks(self._tasks)
+
+    def _evaluate(self) -> None:
+        step = self.done - 1
         self.reader.flush()
         batches, tokenizer = self._batches.held_out(lambda: self.state), self._dataset.tokenizer
         with self._saved_if_it_fails():
             row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
         self.evaluated = row is not None
         if row is not None:
-            self._last_evaluation = row
             self._reports.evaluation(row)
-            self._keep_loss(step, row["eval_loss"])
+            self._keep_scores(row)
         self.reader.restart_clock()
 
-    def _keep_loss(self, step: int, loss: float) -> None:
+    def _evaluate_by_tasks(self, tasks: Tasks) -> None:
+        self.reader.flush()
+        with self._saved_if_it_fails():
+            row = tasks(self.state, self.done, lambda: self._preemption.requested)
+        self.evaluated = row is not None
+        if row is not None:
+            self._reports.tasks(row)
+            self._keep_scores(row)
+        self.reader.restart_clock()
+
+    def _keep_scores(self, row: Row) -> None:
+        """Gives retention the evaluations of the state in the row's step, all that there are so far."""
+        before = self._last_evaluation
+        self._last_evaluation = (before if before.get("step") == row["step"] else {}) | row
         if self._manager is not None:
-            self._manager.evaluated(step + 1, loss)
+            self._manager.evaluated(row["step"] + 1, self._last_evaluation)
 
     def save(self, *, initial: bool = False, force: bool = False) -> None:
         """Saves the state if it is due."""
@@ -241,9 +268,10 @@ class _Loop:
         self.reader.flush()
         self.check_tokens()
         self._reports.sync()
-        row = self._last_evaluation
-        comparable = row.get("step") == self.done - 1 and math.isfinite(row["eval_loss"])
-        return {"eval_loss": row["eval_loss"]} if comparable else {}
+        row, best = self._last_evaluation, self._run.config.keep_best_metric.partition(":")[2]
+        if row.get("step") != self.done - 1:
+            return {}
+        return {name: row[name] for name in ("eval_loss", best) if name in row and math.isfinite(row[name])}
 
 
 def evaluate(

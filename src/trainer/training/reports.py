@@ -15,7 +15,7 @@ from trainer.observe.banner import devices_text, mesh_text, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.lines import Work
-from trainer.observe.metrics import METRICS_FILE, MetricsWriter, TokensSeen, read_rows
+from trainer.observe.metrics import METRICS_FILE, TASKS_TIME, MetricsWriter, TokensSeen, read_rows
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
@@ -101,7 +101,7 @@ def open_reports(
     pages: list[ReportFile] = []
     stack.callback(console.end_bar)
 
-    def open_metrics() -> tuple[list[tuple[int, float]], bool]:
+    def open_metrics() -> tuple[list[dict[str, Any]], bool, bool]:
         resumes = config.enable_checkpointing
         writer = MetricsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
         writers.append(stack.enter_context(writer))
@@ -119,7 +119,7 @@ def open_reports(
     if config.profiler:
         profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
         stack.enter_context(profiler)
-    losses, unevaluated = from_first(open_metrics)
+    evaluations, unevaluated, untested = from_first(open_metrics)
     tokens = TokensSeen(writers[0].kept if writers else ())
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
 
@@ -150,14 +150,18 @@ def open_reports(
         write(row)
         console.evaluation(row)
 
-    return Reports(on_step, on_evaluation, sync, losses, unevaluated, profiler)
+    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, untested, profiler, write)
 
 
-def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[tuple[int, float]], bool]:
-    """Returns `Reports.losses` and `Reports.unevaluated` of a run that continues after `updates` updates.
+def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:
+    """Returns `Reports.evaluations`, `unevaluated` and `untested` of a run that continues after `updates` updates.
 
     `rows`: of its metrics.jsonl. The state that a run began with has no row: the run never evaluates it.
     """
-    losses = [(row["step"], row["eval_loss"]) for row in rows if isinstance(row.get("eval_loss"), float)]
+    evaluations = [dict(row) for row in rows if isinstance(row.get("eval_loss"), float) or TASKS_TIME in row]
     newest = [row for row in rows if row["step"] == updates - 1]
-    return losses, bool(newest) and not any("eval_loss" in row for row in newest)
+
+    def lacks(field: str) -> bool:
+        return bool(newest) and not any(field in row for row in newest)
+
+    return evaluations, lacks("eval_loss"), lacks(TASKS_TIME)

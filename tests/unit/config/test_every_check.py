@@ -49,7 +49,8 @@ CASES = {
     "max_num_checkpoints_to_keep": [{"max_num_checkpoints_to_keep": 0}],
     "muon_consistent_rms": [{"muon_consistent_rms": 0.0}],
     "opt_type adam_eps": [{"opt_type": "muon", "adam_eps": 0.0}],
-    "keep_best_checkpoints checkpoint_period eval_interval": [
+    "keep_best_metric eval_tasks": [{"keep_best_checkpoints": 1, "keep_best_metric": "max:questions/accuracy"}],
+    "keep_best_checkpoints keep_best_metric checkpoint_period eval_interval eval_tasks_interval": [
         {"keep_best_checkpoints": 1, "checkpoint_period": 4, "eval_interval": 6}
     ],
     "load_parameters_path load_full_state_path": [{"load_parameters_path": "a", "load_full_state_path": "b"}],

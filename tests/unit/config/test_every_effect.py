@@ -63,6 +63,8 @@ CASES = {
     "enable_dropout=false": {"enable_dropout": False},
     "logits_via_embedding=false": {"logits_via_embedding": True},
     "mtp_num_layers=0": {"mtp_num_layers": 1},
+    "keep_best_checkpoints=0": {"keep_best_checkpoints": 1},
+    "eval_tasks is empty": {"eval_tasks": ["text"]},
     "eval_interval disables evaluation": {"eval_interval": -1, "keep_best_checkpoints": 1},
     "enable_checkpointing=false": OFF,
     "no state is loaded: enable_checkpointing=false and load_full_state_path is empty": OFF,

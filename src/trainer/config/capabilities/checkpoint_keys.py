@@ -1,9 +1,11 @@
 """The keys of checkpoints: where a run starts, and what it keeps."""
 
+import re
+
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row
 from trainer.config.keys import Config
 
-_KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints")
+_KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints", "keep_best_metric")
 _SAVED = (
     "checkpoint_period",
     "save_checkpoint_on_start",
@@ -18,14 +20,25 @@ def _checkpoints_to_keep(config: Config) -> str | None:
     return "must be at least 1, or none to keep all" if number is not None and number < 1 else None
 
 
+def best_of_tasks(config: Config) -> bool:
+    """Returns whether keep_best_metric is the score of a task."""
+    return "/" in config.keep_best_metric
+
+
 def _best(config: Config) -> str | None:
-    if (
-        not config.keep_best_checkpoints
-        or config.eval_interval <= 0
-        or not config.eval_interval % config.checkpoint_period
-    ):
+    interval = config.eval_tasks_interval if best_of_tasks(config) else config.eval_interval
+    if not config.keep_best_checkpoints or interval <= 0 or not interval % config.checkpoint_period:
         return None
-    return "only states that are both evaluated and saved can be kept: checkpoint_period must divide eval_interval"
+    key = "eval_tasks_interval" if best_of_tasks(config) else "eval_interval"
+    return f"only states that are both evaluated and saved can be kept: checkpoint_period must divide {key}"
+
+
+def _best_metric(config: Config) -> str | None:
+    if not re.fullmatch(r"(min|max):\S+", config.keep_best_metric):
+        return "must be min: or max: and a field of an evaluation, such as min:eval_loss or max:TASK/exact_match"
+    if config.keep_best_checkpoints and best_of_tasks(config) and not config.eval_tasks:
+        return "is the score of a task, and eval_tasks names none"
+    return None
 
 
 def _sources(config: Config) -> str | None:
@@ -45,7 +58,8 @@ ROWS = (
 )
 CHECKS: tuple[Check, ...] = (
     (("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
-    (("keep_best_checkpoints", "checkpoint_period", "eval_interval"), _best),
+    (("keep_best_checkpoints", "keep_best_metric", "checkpoint_period", "eval_interval", "eval_tasks_interval"), _best),
+    (("keep_best_metric", "eval_tasks"), _best_metric),
     (("load_parameters_path", "load_full_state_path"), _sources),
 )
 INERT = (
@@ -56,13 +70,14 @@ INERT = (
         "no state is loaded: enable_checkpointing=false and load_full_state_path is empty",
     ),
     Inert(
-        ("checkpoint_keep_period", "keep_best_checkpoints"),
+        ("checkpoint_keep_period", "keep_best_checkpoints", "keep_best_metric"),
         lambda c: c.enable_checkpointing and c.max_num_checkpoints_to_keep is None,
         "max_num_checkpoints_to_keep=none keeps all",
     ),
     Inert(
         ("keep_best_checkpoints",),
-        lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0,
+        lambda c: c.keep_best_checkpoints > 0 and c.eval_interval <= 0 and not best_of_tasks(c),
         "eval_interval disables evaluation",
     ),
+    Inert(("keep_best_metric",), lambda c: not c.keep_best_checkpoints, "keep_best_checkpoints=0"),
 )

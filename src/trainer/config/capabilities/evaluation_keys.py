@@ -9,6 +9,8 @@ ROWS = (
         Resume.AROUND,
         step=False,
     ),
+    Row(("eval_tasks",), Resume.AROUND, step=False, code=True),
+    Row(("eval_tasks_interval", "eval_tasks_limit", "abort_on_eval_tasks_error"), Resume.AROUND, step=False),
 )
 INERT = (
     Inert(
@@ -16,4 +18,5 @@ INERT = (
         lambda c: c.eval_interval <= 0,
         "eval_interval disables evaluation",
     ),
+    Inert(("eval_tasks_interval", "abort_on_eval_tasks_error"), lambda c: not c.eval_tasks, "eval_tasks is empty"),
 )

@@ -1,0 +1,66 @@
+"""Compares what trainer.evaluate kept of lm-eval's tasks with lm-eval's own model for transformers, by request.
+
+    python -m trainer.evaluate hf-model tasks=a.yml,b.yml dtype=float32 max_target_length=64 output=found
+    python scripts/compare_lm_eval.py found hf-model a.yml b.yml --length 64
+
+The second command needs torch, transformers and lm-eval. For each task it prints the number of requests, the largest
+difference of log-likelihoods, how many answers (or greedy flags) are equal, and the CPU time of lm-eval's model. --bos
+makes its tokenizer begin texts with the bos token. docs/benchmarks/evaluation.md has results.
+"""
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """Returns 1 if a log-likelihood differs by more than 1e-4, or an answer differs at all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("tasks", nargs="+", metavar="TASK.yml")
+    parser.add_argument("--length", type=int, required=True, help="max_target_length of the first command")
+    parser.add_argument("--rows", type=int, default=8, help="sequences at once (default: 8)")
+    parser.add_argument("--bos", action="store_true")
+    parser.add_argument("--chat", action="store_true", help="as with use_chat_template=true")
+    given = parser.parse_args()
+
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    logging.disable(logging.WARNING)
+    settings = {"device": "cpu", "dtype": "float32", "batch_size": given.rows, "max_length": given.length}
+    model = HFLM(pretrained=given.model, **settings, **({"add_bos_token": True} if given.bos else {}))
+    failed = False
+    for path in given.tasks:
+        loaded = TaskManager(include_defaults=False).load([path])
+        ((name, task),) = loaded["tasks"].items()
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=1234)
+        began = time.process_time()
+        chat = {"apply_chat_template": given.chat, "fewshot_as_multiturn": given.chat}
+        found = evaluate(model, loaded, bootstrap_iters=0, **chat)
+        seconds = time.process_time() - began
+        theirs = [response for row in found["samples"][name] for response in row["resps"]]
+        lines = (given.folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        ours = [response for line in lines for response in json.loads(line)["resps"]]
+        assert len(ours) == len(theirs), f"{name}: {len(ours)} requests, and {len(theirs)} of lm-eval's model"
+        largest, equal = 0.0, 0
+        for (one,), (other,) in zip(ours, theirs, strict=True):
+            numbers = [value[0] if isinstance(value, list | tuple) else value for value in (one, other)]
+            if isinstance(numbers[0], float):
+                largest = max(largest, abs(numbers[0] - numbers[1]))
+            equal += one[1] == other[1] if isinstance(one, list) else one == other or isinstance(one, float)
+        failed |= largest > 1e-4 or equal < len(ours)
+        print(
+            f"{name}: {len(ours)} requests, log-likelihoods within {largest:.1e}, {equal} equal, {seconds:.1f} s of CPU"
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,122 @@
+"""`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores of a model in tasks."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config.dump import PROCESSES
+from trainer.config.errors import UserError, command_line, exit_on_user_error
+from trainer.config.help import explanation, help_text, question
+from trainer.config.load import Loaded, load
+from trainer.config.paths import local_path
+from trainer.config.words import visible
+from trainer.evaluation.specs import Spec, read_specs
+from trainer.generate import WEIGHTS, read_words
+from trainer.runtime.distributed import distributed, told_to_others
+from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
+
+_OWN = {"tasks": (), "weights": WEIGHTS, "output": ()}
+HELP = """\
+usage: python -m trainer.evaluate FROM tasks=TASK,TASK [output=FOLDER] [weights=raw|ema] [key=value ...]
+       python -m trainer.evaluate [base.yml] load_parameters_path=FROM model_name=... tasks=TASK,TASK [key=value ...]
+
+FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
+         The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
+tasks    text           loss, perplexity and bits per byte of the data that dataset_type and its keys name
+         FILE.jsonl     questions with answers, or with choices, one in each line
+         FILE.yml       either of them with settings (kind: text, kind: questions), or a file of lm-eval
+         NAME           a task of lm-eval, whose data are on this machine
+output   a folder for the scores and for all questions and answers; default: the next free number in
+         base_output_directory/evaluations
+weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
+key      keys of base.yml: eval_tasks_limit is the most samples of each task, per_device_batch_size the number of
+         sequences at once, max_target_length the length of a question with its answer, dtype the precision;
+         use_chat_template=true makes each question the user's message to the assistant
+
+Standard output has the table alone. docs/guides/evaluation.md has the formats of the files.
+--explain KEY explains a key."""
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    started = time.perf_counter()
+    words = command_line(argv)
+    if asked := question(words):
+        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+        return
+    with told_to_others(words):
+        model_path, options, keys = read_words(words, "evaluate", _OWN)
+        loaded = None if model_path else load(keys, environment=os.environ)
+        connection = loaded or load([word for word in keys if word.partition("=")[0] in PROCESSES])
+        tasks = [task for task in options.get("tasks", "").split(",") if task]
+        if not tasks:
+            raise UserError("cannot evaluate: tasks= is missing\n  see python -m trainer.evaluate --help")
+        if loaded and not loaded.config.load_parameters_path:
+            raise UserError("cannot evaluate: there is no model: give FROM, or load_parameters_path=... and its keys")
+        specs = read_specs(tasks, "tasks")
+        output = local_path(options["output"], "output=") if "output" in options else None
+    # Imports that load JAX come after the checks that do not need it.
+    leave_out_absent_tpu()
+    add_threads_for_simulated_devices()
+    with distributed(connection.config):
+        from trainer.runtime.agreement import agreed
+        from trainer.weights.load import of_checkpoint
+
+        average = options.get("weights") == "ema"
+        if loaded is None:
+            loaded, average = agreed(lambda: of_checkpoint(model_path, keys, options.get("weights")))
+        _evaluate(loaded, specs, average, output, started)
+
+
+def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path | None, started: float) -> None:
+    """Every process runs every batch, and the first one writes."""
+    from trainer.chat.encoder import Prompts
+    from trainer.config.files import by_hand
+    from trainer.evaluation.model import EvaluatedModel
+    from trainer.evaluation.scores import table
+    from trainer.evaluation.tasks import keep, open_tasks
+    from trainer.inference.max_engine import MaxEngine
+    from trainer.runtime.agreement import agreed, from_first, is_first
+
+    def say(text: str) -> None:
+        if is_first():
+            print(visible(text), file=sys.stderr, flush=True)
+
+    for note in loaded.notes:
+        say(note)
+
+    def prepared():
+        engine = MaxEngine(loaded.config)
+        tokenizer = engine.get_tokenizer()
+        chat = Prompts(loaded.config, tokenizer, say) if loaded.config.use_chat_template else None
+        stop = [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())]
+        return engine, tokenizer, chat, stop, open_tasks(specs, loaded.config, tokenizer, say)
+
+    engine, tokenizer, chat, stop, tasks = agreed(prepared)
+    folder = output or Path(from_first(lambda: str(_next_folder(loaded.config.base_output_directory))))
+    given = {key for key, where in loaded.changed.items() if by_hand(where)}
+    params = engine.load_params(say=say, given=given, average=average)
+    say(f"ready after {time.perf_counter() - started:.1f} s")
+    model = EvaluatedModel(engine, params, tokenizer, stop, chat)
+    results = []
+    for task in tasks:
+        began = time.perf_counter()
+        results += task.run(model)
+        say(f"{task.name}: {time.perf_counter() - began:.1f} s")
+    keep(folder, results)
+    if is_first():
+        print(visible(table(results)))
+    say(f"scores, questions and answers: {folder}")
+
+
+def _next_folder(base: str) -> Path:
+    parent = local_path(base, "base_output_directory=") / "evaluations"
+    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdecimal()] if parent.is_dir() else []
+    return parent / f"{max(numbers, default=0) + 1:04d}"
+
+
+if __name__ == "__main__":
+    main()

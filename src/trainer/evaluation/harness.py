@@ -1,0 +1,277 @@
+"""Tasks of lm-eval, on the model of this process. `tasks.open_tasks` imports it."""
+
+import contextlib
+import functools
+import io
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import datasets
+from lm_eval.api.model import LM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from trainer.chat.functions import failure
+from trainer.chat.template import TemplateFailed
+from trainer.config.errors import UserError, nearest, shortened
+from trainer.config.words import visible
+from trainer.data.rendered import Rendered
+from trainer.evaluation.model import EvaluatedModel
+from trainer.evaluation.scores import Result, Score, ratio
+from trainer.evaluation.specs import Spec
+from trainer.inference.sampling import Sampling
+
+T = TypeVar("T")
+_SEED = 1234  # of the shots, as in lm-eval's own program
+_RESAMPLES = 1000  # for the standard errors of metrics that are no means
+_NOT_SAMPLING = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
+
+
+class HarnessTask:
+    """A task, or a group of tasks, of lm-eval.
+
+    Attributes:
+      name: of the task or group.
+    """
+
+    def __init__(self, spec: Spec, limit: int):
+        """Opens the task with its data. `limit`: the most documents of each task; -1: all.
+
+        Raises:
+          UserError: there is no such task, or its data are not on this machine.
+        """
+        self.name, self._limit = spec.name, None if limit < 0 else limit
+        with _quietly(), _named_data(self.name):
+            manager = TaskManager(include_defaults=spec.path is None)
+            names = manager.all_tasks if spec.path is None else [str(spec.path)]
+            if spec.path is None and spec.name not in names:
+                raise UserError(f"{spec.name}: lm-eval has no such task{nearest(spec.name, names)}")
+            try:
+                self._loaded: Any = manager.load([names[0] if spec.path else spec.name])
+            except (KeyError, ValueError, TypeError, ImportError, FileNotFoundError) as error:
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(f"{spec.path or spec.name}: lm-eval cannot open it: {_shown(error)}") from error
+        for name, task in self._loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise UserError(f"{name}: tasks that run programs of the model, or show it images, are not supported")
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+
+    def run(self, model: EvaluatedModel) -> list[Result]:
+        """Returns the scores of each task, with lm-eval's names: METRIC, or METRIC_FILTER.
+
+        Raises:
+          UserError: a request does not fit into the model's positions.
+        """
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=_SEED)
+        asked = InProcess(model)
+        try:
+            with _quietly():
+                found: Any = evaluate(
+                    asked,
+                    self._loaded,
+                    limit=self._limit,
+                    bootstrap_iters=_RESAMPLES,
+                    apply_chat_template=model.chat is not None,
+                    fewshot_as_multiturn=model.chat is not None,
+                )
+        except Exception as error:  # the functions of a task can raise any
+            if asked.answering or isinstance(error, UserError):
+                raise
+            raise UserError(f"{self.name}: the task failed: {failure(error)}") from error
+        groups = {name: values for name, values in (found.get("groups") or {}).items() if name not in found["results"]}
+        counts = found["n-samples"]
+        results = []
+        for name, values in (found["results"] | groups).items():
+            count = counts[name]["effective"] if name in counts else sum(one["effective"] for one in counts.values())
+            rows = found["samples"].get(name, [])
+            if scores := list(_scores(values, count, rows)):
+                results.append(Result(name, scores, rows))
+        return results
+
+
+def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, Any]]) -> Iterator[Score]:
+    for key, value in values.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = values.get(f"{metric}_stderr,{filtered}")
+        name = metric if filtered == "none" else f"{metric}_{filtered}"
+        known = float(error) if isinstance(error, int | float) and count > 1 else _error_of_ratio(metric, value, rows)
+        yield Score(name, float(value), known, count)
+
+
+def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the standard error of a metric of log-likelihoods per word or byte, for which lm-eval has none; None of
+    any other. The rows have (log-likelihood, words or bytes)."""
+    pairs: list[Any] = [row.get(metric) for row in rows]
+    if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+        return None
+    nats = ratio(metric, [-pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    slopes = {math.exp(min(nats.value, 700.0)): value, nats.value / math.log(2): 1 / math.log(2)}
+    slope = next((slope for found, slope in slopes.items() if math.isclose(found, value, rel_tol=1e-9)), None)
+    return None if slope is None or nats.error is None else slope * nats.error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context without lm-eval's bars and notes, and in which it starts no processes: JAX's threads are not theirs."""
+    logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+
+
+@contextlib.contextmanager
+def _named_data(task: str) -> Iterator[None]:
+    """A context in which data that are not there are a UserError that names them, whatever `datasets` says."""
+    load: Callable[..., Any] = datasets.load_dataset
+
+    def named(path: str, name: str | None = None, **how: Any) -> Any:
+        try:
+            return load(path, name, **how)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            files = f" {how['data_files']}" if "data_files" in how else ""
+            raise UserError(
+                f"{task}: its data set {path}{f' ({name})' if name else ''}{files} is not on this machine: "
+                f"{_shown(error)}; fill HF_HOME, or give the task's file with data_files of your own"
+            ) from error
+
+    datasets.load_dataset = named
+    try:
+        yield
+    finally:
+        datasets.load_dataset = load
+
+
+def _shown(error: Exception) -> str:
+    return shortened(visible(" ".join(str(error).split()))) or type(error).__name__
+
+
+def _answering(method: Callable[..., T]) -> Callable[..., T]:
+    """Makes a method of `InProcess` say that it runs."""
+
+    @functools.wraps(method)
+    def said(self: "InProcess", *args: Any, **named: Any) -> T:
+        self.answering = True
+        found = method(self, *args, **named)
+        self.answering = False
+        return found
+
+    return said
+
+
+class InProcess(LM):
+    """lm-eval's interface to the model. Requests are encoded as lm-eval's own model for transformers does it."""
+
+    tokenizer_name = "trainer"
+
+    def __init__(self, model: EvaluatedModel):
+        super().__init__()
+        self._model = model
+        self._rendered: dict[str, Rendered] = {}  # texts that the chat template made
+        tokenizer = model.tokenizer
+        self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        self.answering = False  # whether a failure is the model's, not the task's
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Returns the text of a conversation. It is remembered, so that names of special tokens in it are these."""
+        try:
+            rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
+        except TemplateFailed as error:
+            raise UserError(str(error)) from error
+        self._rendered[rendered.text] = rendered
+        return rendered.text
+
+    @_answering
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of each (context, continuation), and whether it is what the model would write."""
+        return self._model.log_likelihoods([self._pair(*request.args) for request in requests])
+
+    @_answering
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-likelihood of each text, in windows that count each token once."""
+        pairs: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
+        for i, (text,) in enumerate(request.args for request in requests):
+            windows = get_rolling_token_windows(
+                token_list=self._model.encode(text),
+                prefix_token=self._begin(),
+                max_seq_len=self._model.length,
+                context_len=1,
+            )
+            mine = [make_disjoint_window(window) for window in windows]
+            pairs += mine
+            owners += [i] * len(mine)
+        totals = [0.0] * len(requests)
+        for i, (found, _) in zip(owners, self._model.log_likelihoods(pairs), strict=True):
+            totals[i] += found
+        return totals
+
+    @_answering
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Returns what the model writes after each context. Contexts that are too long lose their beginning."""
+        model, length = self._model, self._model.length
+        found: dict[int, str] = {}
+        settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
+        drawn = [_sampling(given) for given in settings]
+        for sampling in dict.fromkeys(drawn):
+            chosen = [i for i, one in enumerate(drawn) if one == sampling]
+            limits = [settings[i]["max_gen_toks"] for i in chosen]
+            if max(limits) >= length:
+                raise UserError(
+                    f"answers of up to {max(limits)} tokens leave no room for a question in {length}; give a larger "
+                    "max_target_length, or the task a smaller max_gen_toks"
+                )
+            prompts = [
+                self._encode(requests[i].args[0])[limit - length :] for i, limit in zip(chosen, limits, strict=True)
+            ]
+            answers = model.answers(prompts, limits, [settings[i]["until"] for i in chosen], sampling)
+            found.update(zip(chosen, (answer.text for answer in answers), strict=True))
+        return [found[i] for i in range(len(requests))]
+
+    def _begin(self) -> int:
+        if self._prefix is None:
+            raise UserError("the tokenizer has no token for the beginning or the end of a text, which this task needs")
+        return self._prefix
+
+    def _encode(self, text: str, context: str | None = None) -> list[int]:
+        """Returns the tokens of a text, which begins with `context`: of a conversation, if that is one."""
+        rendered = self._rendered.get(text if context is None else context)
+        if rendered is None:
+            return self._model.encode(text)
+        (encoded,) = self._model.tokenizer.encode_rendered([rendered._replace(text=text)])
+        return encoded.ids.tolist()
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context in self._rendered:
+            whole, before = self._encode(context + continuation, context), self._encode(context)
+            return before, whole[len(before) :]
+        if context:
+            return self._model.pair(context, continuation, chat=False)
+        tokens = self._model.tokenizer.encode(continuation)
+        begin = self._begin()
+        return ([begin], tokens) if begin != tokens[0] else (tokens[:1], tokens[1:])
+
+
+def _sampling(given: Mapping[str, Any]) -> Sampling:
+    """Returns how tokens are drawn. Raises UserError for a setting of transformers that is not known here."""
+    if unknown := [name for name in given if name not in _NOT_SAMPLING]:
+        raise UserError(f"generation_kwargs: {unknown[0]} is not supported; known: {', '.join(_NOT_SAMPLING)}")
+    if not given.get("do_sample"):
+        return Sampling(0.0)
+    return Sampling(float(given["temperature"]), int(given.get("top_k", 0)), float(given.get("top_p", 1.0)))

@@ -1,0 +1,95 @@
+"""Evaluation by tasks in a training run: of its current parameters, on its mesh."""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from trainer.config.errors import UserError
+from trainer.data.tokenizer import Tokenizer
+from trainer.evaluation.model import EvaluatedModel, Interrupted
+from trainer.evaluation.scores import FAILED, Result, fields, table
+from trainer.evaluation.specs import Spec
+from trainer.evaluation.tasks import keep, open_tasks
+from trainer.inference.of_run import engine_of_run, trained_variables
+from trainer.inference.text import Chat
+from trainer.observe.metrics import TASKS_TIME
+from trainer.observe.rundir import EVALUATIONS, RunDir
+from trainer.training.run import Run
+
+Say = Callable[[str], None]
+
+
+class RunTasks:
+    """A `training.loop.Tasks`. Evaluated is what evaluations see: with ema_decay the average of the parameters.
+
+    Every process computes all of it on the mesh. Scores depend on the parameters and the tasks only, so a resumed run
+    finds the same ones.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        specs: Sequence[Spec],
+        tokenizer: Tokenizer | None,
+        chat: Chat | None,
+        stop: Sequence[int],
+        say: Say,
+    ):
+        """Opens the tasks, so that what is missing is an error before the run begins.
+
+        Args:
+          stop: the tokens that end an answer.
+
+        Raises:
+          UserError: see `open_tasks` and `engine_of_run`.
+        """
+        self._run, self._tokenizer, self._chat, self._stop, self._say = run, tokenizer, chat, stop, say
+        self._tasks = open_tasks(specs, run.config, tokenizer, say)
+        self._engine = engine_of_run(run, round(run.config.per_device_batch_size * run.mesh.size) or 1)
+        self._variables = jax.jit(trained_variables(run))
+        self._folder: Any = None
+
+    def to(self, run_dir: RunDir) -> "RunTasks":
+        """Keeps questions and answers in the folder of the run. Returns itself."""
+        self._folder = run_dir.path / EVALUATIONS
+        return self
+
+    def __call__(self, state: Any, updates: int, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
+        """Returns the row of scores after `updates` updates, which it also prints; None if interrupted.
+
+        A task that fails for a stated reason is said and counted.
+
+        Raises:
+          UserError: a task fails, with abort_on_eval_tasks_error; or the disk does not take the answers.
+        """
+        started = time.perf_counter()
+        params = self._engine.hold(*self._variables(state))
+        model = EvaluatedModel(self._engine, params, self._tokenizer, self._stop, self._chat, interrupted)
+        results: list[Result] = []
+        failed = 0
+        with contextlib.suppress(Interrupted):
+            for task in self._tasks:
+                model.check_goes_on()
+                try:
+                    results += task.run(model)
+                except UserError as error:
+                    if self._run.config.abort_on_eval_tasks_error:
+                        raise
+                    failed += 1
+                    self._say(f"evaluation after {updates:,} updates: the task {task.name} failed: {error}")
+            if self._folder is not None:
+                keep(self._folder / f"{updates:06d}", results)
+            self._say(f"tasks after {updates:,} updates:\n{table(results)}" if results else "no task has a score")
+            row = {"step": updates - 1, **fields(results), FAILED: failed}
+            self._say_if_not_best(row)
+            return row | {TASKS_TIME: time.perf_counter() - started}
+        return None
+
+    def _say_if_not_best(self, row: dict[str, Any]) -> None:
+        config, name = self._run.config, self._run.config.keep_best_metric.partition(":")[2]
+        if config.keep_best_checkpoints and "/" in name and name not in row and not row[FAILED]:
+            there = ", ".join(field for field in row if "/" in field and not field.endswith(("_stderr", "/samples")))
+            self._say(f"warning: keep_best_metric={config.keep_best_metric}: no task has this score; there are {there}")

@@ -1,0 +1,186 @@
+"""The model that is evaluated: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.config.errors import UserError
+from trainer.data.tokenizer import Tokenizer
+from trainer.inference.engine import Engine
+from trainer.inference.sampling import Sampling
+from trainer.inference.scheduler import LENGTH, STOP, Scheduler
+from trainer.inference.text import Chat, TextStream
+
+GREEDY = Sampling(0.0)
+
+
+class Interrupted(Exception):  # like KeyboardInterrupt, it is no error
+    """The run ends, and with it the evaluation."""
+
+
+class Answer(NamedTuple):
+    """
+    Attributes:
+      text: without what ended it.
+      end: stop (a token or a text that ends it) or length.
+    """
+
+    text: str
+    tokens: list[int]
+    end: str
+
+
+class EvaluatedModel:
+    """
+    Attributes:
+      length: the number of positions: of a prompt and its answer, and of the tokens before the last of a scored row.
+      chat: makes tokens of messages; None if prompts are texts.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Any,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[int],
+        chat: Chat | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
+    ):
+        """
+        Args:
+          params: what `engine.hold` returned.
+          tokenizer: None for tasks that need none.
+          stop: the tokens that end an answer.
+          interrupted: whether to raise Interrupted, the same in all processes; called after each batch.
+        """
+        self._engine, self._params, self._interrupted = engine, params, interrupted
+        self._tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
+        self.length = int(engine.config.max_target_length)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Only tasks of texts are opened without one, and these do not ask for it."""
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text with those that begin one."""
+        return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a prompt: of a conversation with use_chat_template=true."""
+        return self.chat.tokens(text) if self.chat else self.encode(text)
+
+    def pair(self, context: str, continuation: str, *, chat: bool = True) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a context, and those that a continuation adds. Both are encoded together, and spaces at
+        the end of the context belong to the continuation, as lm-eval does it.
+
+        Args:
+          chat: whether use_chat_template=true makes the context the user's message.
+
+        Raises:
+          UserError: the continuation has no tokens.
+        """
+        if self.chat and chat:
+            before, after = self.chat.tokens(context), self.tokenizer.encode(continuation)
+        else:
+            stripped = context.rstrip()
+            whole, before = self.encode(context + continuation), self.encode(stripped)
+            after = whole[len(before) :]
+        if not before or not after:
+            raise UserError(f"a choice has no tokens after its question: {continuation!r}")
+        return before, after
+
+    def check_goes_on(self) -> None:
+        """Raises Interrupted if the run ends."""
+        if self._interrupted():
+            raise Interrupted
+
+    def log_probs(self, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns what `Engine.score` does, of rows of 2 to `length` + 1 tokens in any number.
+
+        Rows of about equal length are computed together, the longest first. Equal rows give equal bits wherever the
+        shapes of their batches are equal.
+        """
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        size = self._engine.max_concurrent_decodes
+        for first in range(0, len(order), size):
+            batch = order[first : first + size]
+            scored = self._engine.score(self._params, [rows[i] for i in batch])
+            found.update(zip(batch, scored, strict=True))
+            self.check_goes_on()
+        return [found[i] for i in range(len(rows))]
+
+    def log_likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of each continuation after its context, and whether every token of it is the most
+        likely one. Contexts that are too long lose their beginning.
+
+        Raises:
+          UserError: a continuation is longer than the model's positions.
+        """
+        if long := [len(after) for _, after in pairs if len(after) > self.length]:
+            raise UserError(
+                f"an answer has {max(long):,} tokens, at most {self.length:,} are possible: give max_target_length="
+                f"{max(long)} or more, or a shorter answer"
+            )
+        rows = [[*before, *after][-(self.length + 1) :] for before, after in pairs]
+        said = self.log_probs(rows)
+        return [
+            (float(log_probs[-len(after) :].sum(dtype=np.float64)), bool(likeliest[-len(after) :].all()))
+            for (log_probs, likeliest), (_, after) in zip(said, pairs, strict=True)
+        ]
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        until: Sequence[Sequence[str]],
+        sampling: Sampling = GREEDY,
+    ) -> list[Answer]:
+        """Returns an answer to each prompt, which has less than `length` tokens.
+
+        Args:
+          limits: the most tokens of each answer.
+          until: texts that end each answer and do not belong to it.
+          sampling: how tokens are drawn, with the prompt's number as seed; default: the most likely ones.
+        """
+        scheduler = Scheduler(self._engine, self._params, fill=True)
+        writers: dict[int, _Writer] = {}
+        # The longest first, so that prompts of one length share a program while it is warm.
+        for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+            number = scheduler.submit(prompts[i], limit=limits[i], stop=self._stop, sampling=sampling, seed=i)
+            writers[number] = _Writer(i, self.tokenizer, prompts[i], until[i])
+        while not scheduler.idle:
+            for event in scheduler.turn():
+                writer = writers[event.request]
+                if not writer.ended and writer.add(event.token, event.end) and event.end is None:
+                    scheduler.cancel(event.request)
+            self.check_goes_on()
+        return [writer.answer for writer in sorted(writers.values(), key=lambda writer: writer.index)]
+
+
+class _Writer:
+    """The answer to a prompt as its tokens arrive."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], until: Sequence[str]):
+        self.index, self.ended, self._until = index, False, [text for text in until if text]
+        self._stream, self._text, self._tokens, self._end = TextStream(tokenizer, prompt), "", list[int](), LENGTH
+
+    def add(self, token: int | None, end: str | None) -> bool:
+        """Takes a token and an end, if any. Returns whether the answer is complete."""
+        if token is not None:
+            self._tokens.append(token)
+            self._text += self._stream.add(token)
+        if end is not None:
+            self._text += self._stream.end()
+            self._end = end
+        if found := [i for i in map(self._text.find, self._until) if i >= 0]:
+            self._text, self._end = self._text[: min(found)], STOP
+        self.ended = bool(found) or end is not None
+        return self.ended
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self._text, self._tokens, self._end)

@@ -1,0 +1,168 @@
+"""Tasks of one's own questions: answers that the model writes, or choices of which it finds one most likely."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.evaluation.model import Answer, EvaluatedModel
+from trainer.evaluation.scores import Result, mean
+from trainer.evaluation.specs import Spec
+from trainer.rl.rewards import Rewards, Sample, Scored
+from trainer.runtime.agreement import from_first
+
+_MAX_TOKENS = 256
+_TAKEN = ("prompts", "completions")  # names of other arguments of functions
+_PER_WORKER = 4  # answers that a function judges between two looks at whether the run ends
+Say = Callable[[str], None]
+
+
+class _Place(NamedTuple):
+    """Names a question in messages."""
+
+    path: Any
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}"
+
+
+class QuestionsTask:
+    """A task of questions.
+
+    Attributes:
+      name: of its scores.
+    """
+
+    def __init__(self, spec: Spec, config: Config, limit: int, say: Say):
+        """`limit`: the most questions; -1: all.
+
+        Raises:
+          UserError: a field of the questions has the name of another argument of a function.
+        """
+        self.name, self._settings, self._say = spec.name, dict(spec.settings), say
+        self._path, self._config = spec.file, config
+        self._rows = list(spec.questions if limit < 0 else spec.questions[:limit])
+        taken = [name for _, row in self._rows for name in _TAKEN if name in row]
+        if taken and "function" in spec.settings:
+            raise UserError(f"{spec.path}: {taken[0]} is the name of another argument of functions; rename the field")
+
+    def run(self, model: EvaluatedModel) -> list[Result]:
+        """Returns the scores of all questions.
+
+        Raises:
+          UserError: a question does not fit into the model's positions, or the function fails.
+        """
+        return [self._choices(model) if "choices" in self._rows[0][1] else self._answers(model)]
+
+    def _prompt(self, row: Mapping[str, Any]) -> str:
+        return str(self._settings.get("prompt", "{question}")).format(**row)
+
+    def _choices(self, model: EvaluatedModel) -> Result:
+        delimiter = self._settings.get("delimiter", " ")
+        asked = [(line, row, self._prompt(row)) for line, row in self._rows]
+        pairs = [model.pair(prompt, delimiter + choice) for _, row, prompt in asked for choice in row["choices"]]
+        said = iter(model.log_likelihoods(pairs))
+        right, by_byte, samples = list[float](), list[float](), []
+        for _, row, prompt in asked:
+            likely = [next(said)[0] for _ in row["choices"]]
+            each = [value / len(choice.encode()) for value, choice in zip(likely, row["choices"], strict=True)]
+            answer = row["answer"] if isinstance(row["answer"], int) else row["choices"].index(row["answer"])
+            chosen = likely.index(max(likely))
+            right.append(float(chosen == answer))
+            by_byte.append(float(each.index(max(each)) == answer))
+            samples.append(
+                {
+                    "prompt": prompt,
+                    "choices": row["choices"],
+                    "log_likelihoods": likely,
+                    "answer": row["choices"][chosen],
+                    "expected": row["choices"][answer],
+                    "accuracy": right[-1],
+                    "accuracy_per_byte": by_byte[-1],
+                }
+            )
+        return Result(self.name, [mean("accuracy", right), mean("accuracy_per_byte", by_byte)], samples)
+
+    def _answers(self, model: EvaluatedModel) -> Result:
+        prompts = [self._prompt(row) for _, row in self._rows]
+        tokens = [model.prompt(prompt) for prompt in prompts]
+        for (line, _), row in zip(self._rows, tokens, strict=True):
+            if not 0 < len(row) < model.length:
+                raise UserError(
+                    f"{_Place(self._path, line)}: the prompt has {len(row):,} tokens: allowed: 1 to "
+                    f"{model.length - 1:,}, which leaves room for an answer; give a larger max_target_length"
+                )
+        limit, until = self._settings.get("max_tokens", _MAX_TOKENS), self._settings.get("until", [])
+        answers = model.answers(tokens, [limit] * len(tokens), [until] * len(tokens))
+        metric, values, found = self._judged(prompts, answers, model)
+        samples = [
+            {
+                "prompt": prompt,
+                "answer": answer.text,
+                "end": answer.end,
+                "expected": row.get("answer"),
+                **({} if text is None else {"found": text}),
+                metric: value,
+            }
+            for (_, row), prompt, answer, text, value in zip(self._rows, prompts, answers, found, values, strict=True)
+        ]
+        return Result(self.name, [mean(metric, values)], samples)
+
+    def _judged(
+        self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
+    ) -> tuple[str, list[float], Sequence[str | None]]:
+        """Returns the metric, its value for each answer, and what the regular expression has found in each."""
+        if self._settings.get("score", "exact") == "function":
+            values = [one.reward for one in self._by_function(prompts, answers, model)]
+            return "score", values, [None] * len(answers)
+        pattern = self._settings.get("pattern")
+        texts = [answer.text if pattern is None else _last(pattern, answer.text) for answer in answers]
+        values = [float(self._matches(text, row)) for text, (_, row) in zip(texts, self._rows, strict=True)]
+        return ("exact_match" if pattern is None else "match"), values, [None if pattern is None else t for t in texts]
+
+    def _matches(self, text: str | None, row: Mapping[str, Any]) -> bool:
+        if text is None:
+            return False
+        expected = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+        forms = [str(one).strip() for one in expected]
+        text = text.strip()
+        if self._settings.get("ignore_case", False):
+            return text.casefold() in [form.casefold() for form in forms]
+        return text in forms
+
+    def _by_function(
+        self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
+    ) -> Iterator[Scored]:
+        """Yields what the user's function says of each answer, in the first process for all."""
+        config = self._config
+        samples = [
+            Sample(prompt, answer.text, row, _Place(self._path, line))
+            for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
+        ]
+        workers, at_once = config.reward_num_workers, config.reward_num_workers * _PER_WORKER
+        judges: list[Rewards] = []
+
+        def judged(part: Sequence[Sample]) -> list[Scored]:
+            if not judges:
+                function, seconds = self._settings["function"], config.reward_worker_timeout_seconds
+                judges.append(Rewards([function], workers, seconds, self._say, key="function"))
+            return judges[0](part)
+
+        try:
+            for first in range(0, len(samples), at_once):
+                part = samples[first : first + at_once]
+                yield from (Scored(*one) for one in from_first(lambda part=part: judged(part)))  # type: ignore[misc]
+                model.check_goes_on()
+        finally:
+            for judge in judges:
+                judge.close()
+
+
+def _last(pattern: str, text: str) -> str | None:
+    """Returns the first group of the last match, or the whole match without groups; None if there is none."""
+    last = None
+    for last in re.finditer(pattern, text):  # noqa: B007
+        pass
+    return None if last is None else last.group(1 if last.re.groups else 0)

@@ -1,0 +1,82 @@
+"""Scores of tasks, each with its standard error and its number of samples."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+FAILED = "eval_tasks_failed"  # the field of metrics.jsonl with the number of tasks that failed
+
+
+class Score(NamedTuple):
+    """
+    Attributes:
+      error: the standard error; None if it is not known, as of a single sample.
+      samples: the number of questions or texts that the value is a mean of.
+    """
+
+    metric: str
+    value: float
+    error: float | None
+    samples: int
+
+
+class Result(NamedTuple):
+    """What a task has found.
+
+    Attributes:
+      samples: a row for each question or text, with what the model was asked and what it answered.
+    """
+
+    task: str
+    scores: Sequence[Score]
+    samples: Sequence[Mapping[str, Any]]
+
+
+def mean(metric: str, values: Sequence[float]) -> Score:
+    """Returns the mean of `values`, one of each sample, with the standard error s / sqrt(n)."""
+    return ratio(metric, values, [1.0] * len(values))
+
+
+def ratio(metric: str, totals: Sequence[float], weights: Sequence[float]) -> Score:
+    """Returns sum(totals) / sum(weights), with one total and one weight of each sample.
+
+    The error is that of a ratio estimator, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights): samples
+    are independent, the weights of one sample (its tokens) are not.
+    """
+    count, weight = len(totals), math.fsum(weights)
+    value = math.fsum(totals) / weight
+    error = None
+    if count > 1:
+        squares = math.fsum((t - value * w) ** 2 for t, w in zip(totals, weights, strict=True))
+        error = math.sqrt(count / (count - 1) * squares) / weight
+    return Score(metric, value, error, count)
+
+
+def fields(results: Sequence[Result]) -> dict[str, float | int]:
+    """Returns the scores as fields of metrics.jsonl: TASK/METRIC, TASK/METRIC_stderr and TASK/samples."""
+    found: dict[str, float | int] = {}
+    for result in results:
+        for score in result.scores:
+            found[f"{result.task}/{score.metric}"] = score.value
+            if score.error is not None:
+                found[f"{result.task}/{score.metric}_stderr"] = score.error
+        if result.scores:
+            found[f"{result.task}/samples"] = max(score.samples for score in result.scores)
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Returns the scores as lines of aligned columns."""
+    rows = [("task", "metric", "value", "standard error", "samples")]
+    for result in results:
+        for score in result.scores:
+            error = "unknown" if score.error is None else f"{score.error:.4f}"
+            rows.append((result.task, score.metric, f"{score.value:.4f}", error, f"{score.samples:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        words, numbers = row[:2], row[2:]
+        cells = [word.ljust(width) for word, width in zip(words, widths[:2], strict=True)]
+        return "  ".join([*cells, *(cell.rjust(width) for cell, width in zip(numbers, widths[2:], strict=True))])
+
+    return "\n".join(map(line, rows))

@@ -1,0 +1,232 @@
+"""What tasks= and eval_tasks= name, read and checked without JAX. docs/guides/evaluation.md has the forms."""
+
+import importlib.util
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from trainer.config import plain_yaml
+from trainer.config.errors import UserError, nearest, report, shortened
+from trainer.config.files import YML_ENDINGS
+from trainer.config.json_files import Field, field_problems, parsed
+from trainer.config.paths import local_path
+from trainer.config.schema import schema
+
+TEXT, QUESTIONS, LM_EVAL = "text", "questions", "lm-eval"
+_DATA_SECTION = "Data"
+TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
+_SCORES = ("exact", "pattern", "function")
+_NAME = re.compile(r"[\w.+-]+")
+_FIELDS: dict[str, dict[str, Field]] = {
+    TEXT: {
+        "kind": Field(str),
+        "context": Field(int, low=2),
+        "stride": Field(int, low=1),
+        "count": Field(str),
+        "joined": Field(bool),
+    },
+    QUESTIONS: {
+        "kind": Field(str),
+        "file": Field(str),
+        "prompt": Field(str),
+        "delimiter": Field(str),
+        "score": Field(str),
+        "pattern": Field(str),
+        "function": Field(str),
+        "ignore_case": Field(bool),
+        "max_tokens": Field(int, low=1),
+        "until": Field(list, item=str),
+    },
+}
+
+
+class Spec(NamedTuple):
+    """A task that is not opened yet.
+
+    Attributes:
+      path: of its file; None for a task that a package has, and for the data of the keys.
+      settings: its fields; of a text, also keys of base.yml.
+      questions: the rows of its questions, each with the number of its line.
+    """
+
+    name: str
+    kind: str
+    path: Path | None = None
+    settings: Mapping[str, Any] = {}
+    questions: Sequence[tuple[int, Mapping[str, Any]]] = ()
+
+    @property
+    def file(self) -> Path:
+        """The file of the questions."""
+        assert self.path is not None
+        return self.path.parent / local_path(self.settings["file"])
+
+
+def read_specs(tasks: Sequence[str], key: str) -> list[Spec]:
+    """Returns the tasks that `tasks` name: text, FILE.jsonl, FILE.yml or a task of lm-eval. `key` gave them.
+
+    Raises:
+      UserError: lists all mistakes.
+    """
+    found: list[Spec] = []
+    mistakes: list[str] = []
+    for task in tasks:
+        try:
+            found.append(_spec(task))
+        except UserError as error:
+            mistakes.append(f"{key}={shortened(task)}: {error}")
+    names = [spec.name for spec in found]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        mistakes.append(f"{key}: two tasks are called {name}; rename a file")
+    if mistakes:
+        raise report(mistakes)
+    return found
+
+
+def _spec(task: str) -> Spec:
+    if task == TEXT:
+        return Spec(TEXT, TEXT)
+    if not task.endswith((*YML_ENDINGS, ".jsonl")):
+        if not _NAME.fullmatch(task):
+            raise UserError("is neither a file that ends in .jsonl or .yml nor the name of a task")
+        _check_lm_eval()
+        return Spec(task, LM_EVAL)
+    path = local_path(task)
+    if not _NAME.fullmatch(path.stem):
+        raise UserError("the name of the file, which names its scores, has letters, digits and any of . _ + - only")
+    if path.suffix == ".jsonl":
+        return _of_questions(path.stem, path, {"file": path.name})
+    values = _read(path)
+    if "kind" not in values and "task" in values:
+        _check_lm_eval()
+        return Spec(str(values["task"]), LM_EVAL, path)
+    kind = values.get("kind")
+    if kind not in _FIELDS:
+        raise UserError(f"kind: allowed: {', '.join(_FIELDS)}; or task: NAME for a file of lm-eval")
+    keys = _data_keys() if kind == TEXT else ()
+    unknown = [name for name in values if name not in _FIELDS[kind] and name not in keys]
+    problems = field_problems(values, _FIELDS[kind])
+    problems += [f"{name}: there is no such field{nearest(name, [*_FIELDS[kind], *keys])}" for name in unknown]
+    if problems:
+        raise UserError("; ".join(problems))
+    return _of_text(path, values) if kind == TEXT else _of_questions(path.stem, path, values)
+
+
+def _check_lm_eval() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("tasks of lm-eval need the package: pip install 'trainer[lm-eval]'")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the mapping of a file of YAML; of one of lm-eval, whose values may be functions, its field task."""
+    try:
+        text = plain_yaml.read_text(path)
+        node = plain_yaml.compose(text)
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError("is not a mapping of fields")
+        scalars = {k.value: v.value for k, v in node.value if isinstance(v, yaml.ScalarNode)}
+        return {"task": scalars["task"]} if "task" in scalars and "kind" not in scalars else plain_yaml.construct(node)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(plain_yaml.describe(error, path.name)) from None
+    except (UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot be read: {error}") from None
+
+
+def _data_keys() -> list[str]:
+    """Returns the keys of base.yml that say which data are read."""
+    return [key.name for key in schema().keys.values() if key.section == _DATA_SECTION]
+
+
+def _of_text(path: Path, values: Mapping[str, Any]) -> Spec:
+    count, context, stride = values.get("count", TRANSFORMERS), values.get("context"), values.get("stride")
+    if count not in (TRANSFORMERS, LLAMA_CPP):
+        raise UserError(f"count={count}: allowed: {TRANSFORMERS}, {LLAMA_CPP}")
+    if stride is not None and count == LLAMA_CPP:
+        raise UserError("stride: count=llama.cpp has windows without overlap; leave it out")
+    if stride is not None and context is not None and stride > context:
+        raise UserError(f"stride={stride}: tokens between windows of context={context} would be left out")
+    wrong = [
+        f"{name}: allowed: {schema().keys[name].allowed}"
+        for name, value in values.items()
+        if name not in _FIELDS[TEXT] and not schema().keys[name].accepts(value)
+    ]
+    if wrong:
+        raise UserError("; ".join(wrong))
+    return Spec(path.stem, TEXT, path, dict(values))
+
+
+def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
+    score, pattern = values.get("score", "exact"), values.get("pattern")
+    problems = []
+    if score not in _SCORES:
+        problems.append(f"score={score}: allowed: {', '.join(_SCORES)}")
+    for needed in ("pattern", "function"):
+        if (score == needed) != (needed in values):
+            problems.append(f"{needed}: score={needed} and this field need each other")
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        problems.append(f"pattern: {pattern!r} is not a regular expression: {error}")
+    try:
+        columns = [column for _, column, *_ in string.Formatter().parse(values.get("prompt", "{question}")) if column]
+    except ValueError as error:
+        columns = []
+        problems.append(f"prompt: {error}; a brace of the text is written twice")
+    if "file" not in values:
+        problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
+    if problems:
+        raise UserError("; ".join(problems))
+    spec = Spec(name, QUESTIONS, path, dict(values))
+    return spec._replace(questions=_questions(spec.file, columns, score))
+
+
+def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the questions in a file of JSON lines, each with its number."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parsed(line)
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: not JSON: {shortened(str(error))}") from None
+        if problem := _problem(row, columns, score):
+            raise UserError(f"{path}, line {number}: {problem}")
+        rows.append((number, row))
+    if not rows:
+        raise UserError(f"{path}: there is no question in it")
+    kinds = {"choices" in row for _, row in rows}
+    if len(kinds) > 1:
+        raise UserError(f"{path}: some questions have choices and others none; write two files")
+    return rows
+
+
+def _problem(row: Any, columns: Sequence[str], score: str) -> str | None:
+    """Returns what is wrong with a question."""
+    if not isinstance(row, dict):
+        return "not a JSON object"
+    if missing := [column for column in columns if column not in row]:
+        return f"there is no field {missing[0]}, which the prompt contains; there are {', '.join(row) or 'none'}"
+    answer, choices = row.get("answer"), row.get("choices")
+    if choices is None:
+        texts = answer if isinstance(answer, list) else [answer]
+        fits = score == "function" or (texts and all(isinstance(text, str | int | float) for text in texts))
+        return None if fits else "answer: needed: a text, or a list of texts of which each is right"
+    if score != "exact":
+        return f"choices: score={score} judges answers that the model writes; leave the choices out"
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+        return "choices: needed: a list of at least two texts"
+    index = isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices)
+    return None if index or answer in choices else "answer: needed: one of the choices, or its number from 0 on"

@@ -1,0 +1,80 @@
+"""Opens tasks, runs them and keeps what they found."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.data.tokenizer import Tokenizer
+from trainer.evaluation.model import EvaluatedModel
+from trainer.evaluation.scores import Result
+from trainer.evaluation.specs import QUESTIONS, TEXT, Spec
+from trainer.observe.rundir import writing
+from trainer.runtime.agreement import from_first
+from trainer.runtime.folders import replace_file
+
+# Variables that packages read when they are imported. The data of tasks are on disk: no task downloads in a run.
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+RESULTS_FILE = "results.json"
+Say = Callable[[str], None]
+
+
+class Task(Protocol):
+    """A task whose data are open."""
+
+    name: str
+
+    def run(self, model: EvaluatedModel) -> list[Result]:
+        """Returns what the model scores. Raises UserError for a stated reason."""
+
+
+def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | None, say: Say) -> list[Task]:
+    """Returns the tasks with their data. `config`: of the model; its eval_tasks_limit bounds the samples of each.
+
+    Raises:
+      UserError: data are not there, or the tokenizer is not that a task needs.
+    """
+    limit, found = config.eval_tasks_limit, list[Task]()
+    for spec in specs:
+        if spec.kind == TEXT:
+            from trainer.evaluation.text import TextTask
+
+            found.append(TextTask(spec, config, tokenizer, limit, say))
+            continue
+        if tokenizer is None:
+            raise UserError(f"{spec.name}: questions need a tokenizer; give tokenizer_path or tokenizer_type")
+        if spec.kind == QUESTIONS:
+            from trainer.evaluation.questions import QuestionsTask
+
+            found.append(QuestionsTask(spec, config, limit, say))
+        else:
+            for name in _OFFLINE:
+                os.environ.setdefault(name, "1")
+            from trainer.evaluation.harness import HarnessTask
+
+            found.append(HarnessTask(spec, limit))
+    return found
+
+
+def keep(folder: Path, results: Sequence[Result]) -> None:
+    """Writes the scores to results.json in `folder` and the samples of each task to TASK.jsonl, in the first process.
+
+    Raises:
+      UserError: the disk does not take them.
+    """
+    scores = [{"task": result.task, **score._asdict()} for result in results for score in result.scores]
+
+    def write() -> None:
+        with writing(folder / RESULTS_FILE):
+            folder.mkdir(parents=True, exist_ok=True)
+            for result in results:
+                lines = (json.dumps(row, ensure_ascii=False, default=str) for row in result.samples)
+                name = re.sub(r"[^\w.+-]", "_", result.task)
+                replace_file(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
+            replace_file(folder / RESULTS_FILE, json.dumps(scores, indent=2) + "\n")
+
+    from_first(write)

@@ -1,0 +1,49 @@
+"""The engine of a training run: on its mesh, with its parameters. A run is a `training.Run`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from trainer.backends.registry import make_model
+from trainer.config.capabilities.pipeline_keys import unpipelined
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.inference.engine import Engine
+from trainer.inference.served import Served, for_decoding, row_parts
+from trainer.models.caches import takes_cache
+from trainer.models.families import stacks
+from trainer.models.stages import to_layers
+
+
+def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
+    """Returns the engine of `run` with `slots` slots, or more if the devices that share them are not as many.
+
+    `own`: keys with other values than in the run.
+
+    Raises:
+      UserError: the model cannot generate text, or not on this mesh.
+    """
+    config, mesh = run.config, run.mesh
+    if not takes_cache(config):
+        raise UserError(f"decoder_block={config.decoder_block} has no init_cache: the model cannot generate text")
+    if config.batch_invariant and mesh.shape["fsdp"] > 1:
+        raise UserError(
+            f"batch_invariant=true: fsdp has {mesh.shape['fsdp']} devices, which would share the one row of a "
+            "prompt; set ici_fsdp_parallelism=1 ici_data_parallelism=-1"
+        )
+    decoding = for_decoding(Config({**unpipelined(config), **own}), mesh.devices.flat[0].platform)
+    parts = row_parts(mesh, run.rules)
+    return Engine(Served(decoding, mesh, run.rules, make_model(decoding), -(-slots // parts) * parts))
+
+
+def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """Returns the function from the native train state of `run` to (params, rest) as evaluations see them: averages
+    with `ema_decay`, and layers without the stages of a pipeline."""
+
+    def variables(state: Any) -> tuple[Any, Any]:
+        params, rest = run.computation.trained(run.codec.unpack(state))
+        params = jax.lax.with_sharding_constraint(params, run.param_shardings.compute)
+        return to_layers(stacks(run.config), (params, rest))
+
+    return run.sharded(variables)
