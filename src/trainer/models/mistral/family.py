@@ -2,6 +2,7 @@
 
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.llama2.family import LAYOUTS, MAXTEXT, stacks
 
@@ -15,6 +16,7 @@ FAMILY = Family(
             LAYOUTS,
             defaults={"sliding_window": 4096, "num_key_value_heads": 8},
             window="given",
+            gguf=Gguf("llama", pairs=True),
         )
     ],
     maxtext=MAXTEXT,
