@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from trainer import export
 from trainer.config.tokenizer_files import TOKENIZER_CONFIG
 from trainer.data.gguf_tokenizer import PIECES, SPACE
-from trainer.data.gguf_words import WORDS
 from trainer.data.tokenizer import JSON_FILE
 from trainer.leaves.gguf_file import read_gguf
+from trainer.models.gguf_words import WORDS
 from trainer.weights.gguf.tensors import stored_tensors
 
 GOLDENS = Path(__file__).parent / "goldens"

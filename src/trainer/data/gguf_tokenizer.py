@@ -11,8 +11,8 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.limits import PIECE_CHARACTERS, PIECES_CHARACTERS
 from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES, WITH_TOOLS
 from trainer.config.words import visible
-from trainer.data.gguf_words import WORDS
 from trainer.leaves.gguf_file import GgufHeader
+from trainer.models.gguf_words import WORDS
 
 OWN = "tokenizer.ggml."  # of the keys
 KIND = f"{OWN}model"

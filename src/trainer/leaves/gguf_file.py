@@ -17,7 +17,6 @@ import numpy as np
 from trainer.config.errors import UserError, shortened
 from trainer.config.limits import FILE_BYTES, GGUF_AXES, GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_STRINGS
 from trainer.config.words import visible
-from trainer.runtime.folders import check_folder
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)  # in version 1, counts have four bytes
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
@@ -76,12 +75,13 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Returns the header of the file `path`.
+    """Returns the header of the file `path`, which may be a link: the user names it, and Ollama's have other names.
 
     Raises:
       UserError: it is not a GGUF file that can be read, or is damaged.
     """
-    check_folder(path.parent, [path.name])
+    if not path.is_file():  # a pipe would wait forever
+        raise UserError(f"{path}: there is no such file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

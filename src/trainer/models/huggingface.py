@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.models.gguf import Gguf
 
 EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
 
@@ -198,6 +199,7 @@ class HuggingFace(NamedTuple):
       aliases: other model types with the same fields and tensors.
       modules: the word of a module's name in transformers 5, with that of its tensors' names where it differs.
       methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
+      gguf: its models in files of llama.cpp; None if these are neither read nor written.
     """
 
     model_type: str
@@ -229,6 +231,7 @@ class HuggingFace(NamedTuple):
     methods: tuple[str, str] = ("", "")
     nested: Mapping[str, Any] = {}
     outers: Sequence[Outer] = ()
+    gguf: Gguf | None = None
 
     def contradicted(self, config: Config) -> list[str]:
         """Returns the keys of `implies` that have another value in `config`."""

@@ -126,8 +126,8 @@ def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str,
     if "://" not in place and not (place and local_path(place).exists()):
         named = f"the parameters in {place}" if place else "parameters whose place is not known"
         raise UserError(
-            f"{adapters.path}: its adapters belong to {named}, and there is nothing; give its place with "
-            "load_parameters_path"
+            f"{adapters.path}: its adapters belong to {named}, and there is no such folder or file; give its place "
+            "with load_parameters_path"
         )
     return Merged(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
 

@@ -8,10 +8,10 @@ from gguf_cases import EXPECTED, KINDS, OF_PIECES, differs, digest, texts, token
 
 from trainer.config.errors import UserError
 from trainer.data.gguf_tokenizer import OWN, begins, tokenizer_files
-from trainer.data.gguf_words import WORDS, name_of
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.about import About
 from trainer.leaves.gguf_file import GgufHeader
+from trainer.models.gguf_words import WORDS, words_of
 from trainer.weights.gguf.tokenizer import tokenizer_values
 
 
@@ -54,9 +54,9 @@ def test_every_name_of_words_means_one_way():
     for name, words in WORDS.items():
         spec = {"pre_tokenizer": words.pre_tokenizer, "normalizer": words.normalizer}
         spec["model"] = {"ignore_merges": words.whole}
-        assert WORDS[name_of(spec)] == words, name
-    assert name_of(spec | {"normalizer": {"type": "Lowercase"}}) is None
-    assert name_of({"pre_tokenizer": None, "model": {}}) is None
+        assert WORDS[words_of(spec)] == words, name
+    assert words_of(spec | {"normalizer": {"type": "Lowercase"}}) is None
+    assert words_of({"pre_tokenizer": None, "model": {}}) is None
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from trainer.config.errors import UserError
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.gguf_file import read_gguf
 from trainer.leaves.source import nested, parted
+from trainer.models.gguf import Gguf
 from trainer.weights.contents import contents_of
-from trainer.weights.gguf.architectures import written_as
 from trainer.weights.gguf.fields import llama3_frequencies
 from trainer.weights.gguf.tensors import QUANTIZED, as_gguf, as_hugging_face, stored_tensors
 from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source, weights_of
 
-LLAMA = written_as("llama")
+LLAMA = Gguf("llama", pairs=True)
 
 
 def weights(source):
@@ -96,7 +96,7 @@ def test_every_type_is_dequantized_as_the_package_does(tmp_path):
 def test_heads_are_stored_as_pairs():
     name, rows = "model.layers.{}.self_attn.k_proj.weight", np.arange(8)[:, None]
     assert as_gguf(rows, LLAMA, name, 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert as_gguf(rows, written_as("qwen2"), name, 8)[:, 0].tolist() == [*range(8)]
+    assert as_gguf(rows, Gguf("qwen2"), name, 8)[:, 0].tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize(("dtype", "of_matrices"), [("q8_0", "Q8_0"), ("q4_1", "Q4_1"), ("float16", "F16")])

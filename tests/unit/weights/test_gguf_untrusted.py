@@ -1,6 +1,7 @@
 """GGUF files of strangers: what a header says is compared with the file before anything is read for it."""
 
 import contextlib
+import os
 import random
 import struct
 
@@ -117,12 +118,15 @@ def test_numbers_of_all_types_are_read(tmp_path):
     assert (found["t"], found["s"]) == (True, "x")
 
 
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
+def test_a_link_is_followed_and_a_pipe_is_not_read(tmp_path):
+    """The user names the file. Files of Ollama have no ending, so a link gives them one."""
     (tmp_path / "other").mkdir()
-    (tmp_path / "secret.gguf").write_bytes(b"GGUF")
-    (tmp_path / "other" / "model.gguf").symlink_to(tmp_path / "secret.gguf")
-    with pytest.raises(UserError, match="leads out of"):
-        read_gguf(tmp_path / "other" / "model.gguf")
+    (tmp_path / "sha256-0").write_bytes(file_of(("a", 8, text("x"))))
+    (tmp_path / "other" / "model.gguf").symlink_to(tmp_path / "sha256-0")
+    assert read_gguf(tmp_path / "other" / "model.gguf").values == {"a": "x"}
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="there is no such file"):
+        read_gguf(tmp_path / "pipe.gguf")
 
 
 def test_mutants_are_read_or_refused(tmp_path):

@@ -12,6 +12,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
@@ -95,6 +96,7 @@ FAMILY = Family(
             # Before its activation had a name of its own: the published files of 2024 say gelu, and mean its tanh form.
             activations={"gelu": "gelu"},
             ignored=("hidden_activation",),
+            gguf=Gguf("gemma", one=True),
             off=("use_bidirectional_attention",),
         )
     ],

@@ -12,6 +12,7 @@ from trainer.models.families import Place
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
+from trainer.models.gguf import NUMBERS, SIZES, Gguf, scaled_queries
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.family import QUERIES
 from trainer.models.patterns import alternating, other_period
@@ -44,6 +45,7 @@ def stacks(config: Config) -> list[Stack]:
 
 
 _NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
+WINDOW = {"attention.sliding_window": "sliding_window"}  # in GGUF
 LAYOUTS = gemma.UNNORMED | {
     _NORM.format("pre_self_attention_norm"): Layout(_LAYER + "input_layernorm.weight"),
     _NORM.format("post_self_attention_norm"): Layout(_LAYER + "post_attention_layernorm.weight"),
@@ -98,6 +100,13 @@ FAMILY = Family(
             ignored=("hidden_act", "sliding_window_size", "sliding_window_pattern"),
             off=("use_bidirectional_attention",),
             implies=dict.fromkeys(POST_NORMS, True),
+            gguf=Gguf(
+                "gemma2",
+                one=True,
+                sizes=SIZES | WINDOW,
+                numbers=NUMBERS | {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+                fields=lambda said: {"query_pre_attn_scalar": scaled_queries(said, 46)},
+            ),
         )
     ],
     maxtext=MaxText(

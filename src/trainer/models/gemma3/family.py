@@ -12,6 +12,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gemma2 import family as gemma2
+from trainer.models.gguf import NUMBERS, SIZES, Gguf, scaled_queries
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.models.patterns import alternating, other_period
 from trainer.models.qwen3.family import NORMS
@@ -97,6 +98,16 @@ FAMILY = Family(
             implies=dict.fromkeys(gemma2.POST_NORMS, True),
             nested=NESTED,
             outers=(WITH_IMAGES,),
+            gguf=Gguf(
+                "gemma3",
+                one=True,
+                sizes=SIZES | gemma2.WINDOW,
+                numbers=NUMBERS | {"final_logit_softcapping": "final_logit_softcapping"},
+                fields=lambda said: {
+                    "query_pre_attn_scalar": scaled_queries(said, 62),
+                    **{"sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
+                },
+            ),
         )
     ],
     maxtext=MaxText(

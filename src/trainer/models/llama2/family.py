@@ -6,6 +6,7 @@ from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.block import Block
 
@@ -50,6 +51,7 @@ FAMILY = Family(
             whole_heads=True,
             off=("rope_interleaved",),  # SmolLM, which was trained with nanotron
             ignored=("is_llama_config", "max_sequence_length", "activation"),  # SmolLM, the first Llama, Falcon3
+            gguf=Gguf("llama", pairs=True),
         )
     ],
     maxtext=dataclasses.replace(MAXTEXT, caps_scores=True),

@@ -2,6 +2,7 @@
 
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.models.llama2.family import LAYOUTS, MAXTEXT, stacks
 
@@ -34,6 +35,7 @@ FAMILY = Family(
             window="given",
             nested=NESTED,
             outers=(WITH_IMAGES,),
+            gguf=Gguf("llama", pairs=True),
         )
     ],
     maxtext=MAXTEXT,

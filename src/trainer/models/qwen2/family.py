@@ -10,6 +10,7 @@ from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
@@ -48,6 +49,7 @@ FAMILY = Family(
             window="switched",
             implies={"attention_bias": True},
             off=("use_mrope",),
+            gguf=Gguf("qwen2"),
             # CodeQwen1.5; and what only other libraries read, for texts above 262,144 tokens.
             ignored=("seq_length", "rotary_emb_base", "dual_chunk_attention_config"),
         )

@@ -2,6 +2,7 @@
 
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS, stacks
 
@@ -21,6 +22,7 @@ FAMILY = Family(
             defaults={"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
             qk_norm=True,
             window="switched",
+            gguf=Gguf("qwen3"),
         )
     ],
     maxtext=MaxText(norms_heads=True),

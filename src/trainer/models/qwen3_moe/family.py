@@ -5,6 +5,7 @@ from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import COUNT, SIZES, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.llama2.block import Block as DenseBlock
 from trainer.models.qwen3.family import NORMS
@@ -69,6 +70,16 @@ FAMILY = Family(
                 "interleave_moe_layer_step": "decoder_sparse_step",
             },
             only={"mlp_only_layers": [], "use_sliding_window": False},
+            gguf=Gguf(
+                "qwen3moe",
+                sizes={
+                    **SIZES,
+                    COUNT: "num_experts",
+                    "expert_used_count": "num_experts_per_tok",
+                    "expert_feed_forward_length": "moe_intermediate_size",
+                },
+                fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},
+            ),
             off=("qkv_bias", "shared_expert_intermediate_size"),  # of Qwen2 with experts; false and 0 in Qwen3-Coder
             ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # the windows: without use_sliding_window
         )

@@ -10,6 +10,7 @@ from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
@@ -71,6 +72,7 @@ FAMILY = Family(
             ignored=("sliding_window", "max_window_layers"),  # without use_sliding_window
             read=_read,
             write=_write,
+            gguf=Gguf("smollm3", pairs=True, fields=lambda said: {"no_rope_layer_interval": 4}),
         )
     ],
 )

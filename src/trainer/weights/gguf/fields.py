@@ -10,7 +10,8 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.words import visible
 from trainer.data.gguf_tokenizer import special_ids
 from trainer.leaves.gguf_file import GgufHeader
-from trainer.weights.gguf.architectures import Architecture
+from trainer.models.gguf import Gguf
+from trainer.models.huggingface import HuggingFace
 
 FREQUENCIES = "rope_freqs.weight"  # the factors of RoPE of type llama3, a tensor
 _SCALING, _ORIGINAL = "rope.scaling.", "rope.scaling.original_context_length"
@@ -22,15 +23,18 @@ _ROPE = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fa
 _HARMLESS = ("vocab_size", "tensor_data_layout")
 
 
-def read_fields(header: GgufHeader, it: Architecture, frequencies: np.ndarray | None) -> dict[str, Any]:
+def read_fields(header: GgufHeader, hf: HuggingFace, frequencies: np.ndarray | None) -> dict[str, Any]:
     """Returns the content of a config.json.
 
     Args:
+      hf: the family's declaration, which has one for GGUF.
       frequencies: the values of the tensor `FREQUENCIES`, if there is one.
 
     Raises:
       UserError: a value has the wrong type, or its meaning is not known.
     """
+    it = hf.gguf
+    assert it
     prefix = f"{it.name}."
     own = {key.removeprefix(prefix) for key in header.values if key.startswith(prefix)}
     known = {*it.sizes, *it.numbers, *_SAME, *_HARMLESS, *(f"{_SCALING}{name}" for name in _ROPE)}
@@ -51,7 +55,7 @@ def read_fields(header: GgufHeader, it: Architecture, frequencies: np.ndarray | 
     scaling = _scaling(header, prefix, said, frequencies)
     tokens = {f"{role}_id": i for role, i in special_ids(header).items() if role != "unk_token"}
     return {
-        "model_type": it.model_type,
+        "model_type": hf.model_type,
         "rope_theta": 10000.0,
         **said,
         **({"rope_scaling": scaling} if scaling else {}),
@@ -112,7 +116,7 @@ def llama3_frequencies(rope: Mapping[str, Any], theta: float, head: int) -> np.n
 _POSITIONS = "original_max_position_embeddings"
 
 
-def written_fields(it: Architecture, data: Mapping[str, Any]) -> dict[str, Any]:
+def written_fields(it: Gguf, data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys and values for `data`, a config.json as this trainer writes it."""
     found: dict[str, Any] = {name: data.get(field) for name, field in it.sizes.items()}
     found |= {name: None if data.get(field) is None else float(data[field]) for name, field in it.numbers.items()}

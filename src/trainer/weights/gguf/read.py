@@ -4,16 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, shortened
 from trainer.config.keys import Config
 from trainer.config.limits import EXPERTS
+from trainer.config.words import visible
 from trainer.data.gguf_tokenizer import MORE_ENDS
 from trainer.leaves.about import TOKENS, About
 from trainer.leaves.gguf_file import GgufHeader, read_gguf
+from trainer.models import FAMILIES
 from trainer.models.families import family
-from trainer.models.huggingface import EXPERT
+from trainer.models.gguf import COUNT
+from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.mtp_names import MODULES
-from trainer.weights.gguf.architectures import Architecture, read_as
 from trainer.weights.gguf.fields import FREQUENCIES, read_fields
 from trainer.weights.gguf.tensors import GgufTensor, as_hugging_face, name_there, stored_tensors
 from trainer.weights.huggingface.config_fields import neutral_keys
@@ -42,31 +44,49 @@ class GgufSource(HuggingFaceSource):
                 f"{path}: one of {parts} parts; llama.cpp's llama-gguf-split --merge makes one file of them"
             )
         stored = stored_tensors(header)
-        it, data = fields_of(header, stored)
+        hf, data = fields_of(header, stored)
         keys = model_keys(data, where, decoder_block)
         self.about = _about(header, neutral_keys(data, where))
         self.length = data.get("max_position_embeddings")
         self._types, self._others, self._recipe, self.modules = _types(stored), "", None, 0
         self._float_keys = {**keys, MODULES: 0}
-        self._tensors = _renamed(stored, it, keys["decoder_block"], data)  # type: ignore[assignment]
+        self._tensors = _renamed(stored, hf, data)  # type: ignore[assignment]
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
         return [f"{self.path}: {self._types}"] if self._types else []
 
 
-def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Architecture, dict[str, Any]]:
-    """Returns the architecture of a file, and the content of a config.json.
+def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[HuggingFace, dict[str, Any]]:
+    """Returns the declaration of a file's family, and the content of a config.json.
 
     Raises:
       UserError: see `read_fields`, or the architecture is not known.
     """
-    name = header.get("general.architecture", str, "(none)")
-    it = read_as(name, str(header.path), experts=bool(header.values.get(f"{name}.expert_count")))
+    hf = read_as(header, header.get("general.architecture", str, "(none)"))
     factors = stored.get(FREQUENCIES)
     if factors is not None and (len(factors.shape) != 1 or factors.kind != "F32" or factors.shape[0] > 1 << 16):
         raise UserError(f"{header.path}: {FREQUENCIES} is not a list of float32")
-    return it, read_fields(header, it, None if factors is None else factors.read((slice(0, factors.shape[0]),)))
+    values = None if factors is None else factors.read((slice(0, factors.shape[0]),))
+    return hf, read_fields(header, hf, values)
+
+
+def read_as(header: GgufHeader, name: str) -> HuggingFace:
+    """Returns the declaration as which a file with the architecture `name` is read.
+
+    Raises:
+      UserError: there is none.
+    """
+    declared = [(hf, hf.gguf) for block in FAMILIES for hf in family(block).hugging_face if hf.gguf]
+    experts = bool(header.values.get(f"{name}.{COUNT}"))
+    found = [hf for hf, it in declared if it.name == name and (COUNT in it.sizes) == experts]
+    if not found:
+        known = ", ".join(sorted({it.name for _, it in declared}))
+        raise UserError(
+            f"{header.path}: general.architecture={shortened(visible(name))}{' with experts' if experts else ''} is "
+            f"not read (known: {known}); a folder of Hugging Face with this model may be"
+        )
+    return found[0]
 
 
 def _about(header: GgufHeader, neutral: Mapping[str, Any]) -> About:
@@ -85,13 +105,12 @@ def _types(stored: Mapping[str, GgufTensor]) -> str:
     return f"{len(types)} of {len(stored)} tensors are quantized, {counts}; they are read as float32" if types else ""
 
 
-def _renamed(
-    stored: Mapping[str, GgufTensor], it: Architecture, block: str, data: Mapping[str, Any]
-) -> dict[str, GgufTensor]:
+def _renamed(stored: Mapping[str, GgufTensor], hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, GgufTensor]:
     """Returns the tensors by their names in Hugging Face; those that the family does not have by their own names."""
     rest = {name: tensor for name, tensor in stored.items() if name != FREQUENCIES}
-    declared = next(hf for hf in family(block).hugging_face if hf.model_type == data["model_type"])
-    templates = {name: there for name in _names(declared) if (there := name_there(it, name)) is not None}
+    it, names = hf.gguf, dict.fromkeys(layout.name for layout in hf.layouts.values())
+    assert it
+    templates = {name: there for name in names if (there := name_there(it, name)) is not None}
     found = dict[str, GgufTensor]()
     experts = 0
     for name, there in templates.items():
@@ -106,7 +125,3 @@ def _renamed(
                 raise UserError(f"{tensor.path}: {there.format(i)} has {tensor.shape[0]} experts, too many")
             found |= {name.format(i).replace(EXPERT, str(e)): tensor.expert(e) for e in range(tensor.shape[0])}
     return found | rest
-
-
-def _names(declared: Any) -> list[str]:
-    return list(dict.fromkeys(layout.name for layout in declared.layouts.values()))

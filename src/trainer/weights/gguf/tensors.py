@@ -13,8 +13,8 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.words import visible
 from trainer.leaves.gguf_file import GgufHeader
 from trainer.leaves.source import Box
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import EXPERT
-from trainer.weights.gguf.architectures import Architecture
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 # What gguf 0.19 dequantizes, all in blocks of a row. NVFP4 has a second scale, in another tensor.
@@ -46,7 +46,7 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
     return {int(kind): (kind.name, *sizes) for kind, sizes in found}
 
 
-def name_there(it: Architecture, name: str) -> str | None:
+def name_there(it: Gguf, name: str) -> str | None:
     """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None
     if the architecture has no such tensor. The experts of a layer are one tensor there."""
     gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0)
@@ -154,13 +154,13 @@ def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
     return found
 
 
-def as_hugging_face(tensor: GgufTensor, it: Architecture, name: str, head: int) -> GgufTensor:
+def as_hugging_face(tensor: GgufTensor, it: Gguf, name: str, head: int) -> GgufTensor:
     """Returns `tensor` as the one called `name` in Hugging Face, with heads of `head` entries."""
     permuted = it.pairs and name.endswith(_PERMUTED) and head > 1 and tensor.shape[0] % head == 0
     return tensor._replace(head=head if permuted else 0, one=it.one and name.endswith("norm.weight"))
 
 
-def as_gguf(values: np.ndarray, it: Architecture, name: str, head: int) -> np.ndarray:
+def as_gguf(values: np.ndarray, it: Gguf, name: str, head: int) -> np.ndarray:
     """Returns the values of the tensor `name` of Hugging Face as a GGUF file has them; the inverse of reading."""
     if it.pairs and name.endswith(_PERMUTED):
         heads = values.reshape(-1, 2, head // 2, *values.shape[1:])

@@ -27,12 +27,12 @@ from trainer.data.gguf_tokenizer import (
     merges_of,
     tokenizer_files,
 )
-from trainer.data.gguf_words import WORDS, name_of
 from trainer.data.tokenizer import BYTE as BYTE_NAME
 from trainer.data.tokenizer import JSON_FILE, JsonTokenizer
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.about import About
 from trainer.leaves.gguf_file import GgufHeader
+from trainer.models.gguf_words import WORDS, words_of
 
 _OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers made from sentencepiece's models
 # A text in ten scripts, whose tokens are compared.
@@ -102,7 +102,7 @@ def _is_byte_level(spec: Mapping[str, Any]) -> bool:
 
 
 def _byte_level(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    if (name := name_of(spec)) is None:
+    if (name := words_of(spec)) is None:
         what = shortened(json.dumps(spec.get("pre_tokenizer")))
         raise UserError(
             f"{place}: its tokenizer splits texts into words in a way that has no name here ({what}); known: "

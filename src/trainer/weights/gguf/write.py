@@ -13,12 +13,13 @@ from trainer.leaves.about import About
 from trainer.leaves.gguf_file import Described, GgufHeader
 from trainer.leaves.source import Leaf, Tick, progress
 from trainer.models.families import hugging_face, places_of
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import Layout
-from trainer.weights.gguf.architectures import Architecture, written_as
 from trainer.weights.gguf.fields import FREQUENCIES, llama3_frequencies, read_fields, written_fields
+from trainer.weights.gguf.read import read_as
 from trainer.weights.gguf.tensors import as_gguf, kinds, name_there, package
 from trainer.weights.gguf.tokenizer import tokenizer_values
-from trainer.weights.huggingface.config_json import config_json, model_keys
+from trainer.weights.huggingface.config_json import config_json, length_notes, model_keys
 from trainer.weights.huggingface.read import head_to_reorder, layouts_of, tensors_of
 from trainer.weights.model_keys import check_same_model
 
@@ -37,13 +38,13 @@ class _Written(NamedTuple):
     Attributes:
       names: their names in the file.
       shape: of each.
-      types: of each.
+      kind: the name of the type of each.
       of: the name in Hugging Face; see `Layout`.
     """
 
     names: list[str]
     shape: tuple[int, ...]
-    types: str
+    kind: str
     of: str
 
 
@@ -68,10 +69,15 @@ def write_gguf(
     Raises:
       UserError: llama.cpp has no such model or tokenizer; or a value does not fit into float16.
     """
-    gguf, hf = package(), hugging_face(config)
-    it = written_as(hf.model_type)
+    hf = hugging_face(config)
+    if (it := hf.gguf) is None:
+        raise UserError(
+            f"format=gguf: models of the type {hf.model_type} are not written; docs/guides/weights.md has all"
+        )
     if not dtype and (mixed := [name for name, leaf in leaves.items() if leaf.mixed]):
         raise UserError(f"{mixed[0]}: its layers are stored in several dtypes; give dtype=float32, which loses nothing")
+    for note in length_notes(config, about.fields):
+        say(note)
     data = config_json(config, "float32", about.fields)
     places = places_of(config, leaves)
     layouts = layouts_of(config, places)
@@ -84,25 +90,11 @@ def write_gguf(
     factors = None
     if rope.get("rope_type") == "llama3":
         factors = llama3_frequencies(rope, data["rope_theta"], config.head_dim)
-    shapes = {name: each.shape for each in written.values() for name in each.names}
-    _check(config, it, path, values, shapes, factors)
-
-    writer = gguf.GGUFWriter(None, it.name)
-    most = _TYPES.get(dtype or "", (dtype or "").upper()) or written["token_embedder/embedding"].types
-    writer.add_type("model")
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
-    writer.add_quantization_version(_VERSION)
-    for key, value in values.items():
-        add = _WORDS.get(type(value))
-        getattr(writer, add or "add_array")(key, value if add else list(map(_plain, value)))
-    if factors is not None:
-        _announce(writer, FREQUENCIES, factors.shape, "F32")
-    for each in written.values():
-        for name in each.names:
-            _announce(writer, name, each.shape, each.types)
-    other = [each.names[0] for each in written.values() if most.startswith("Q") and each.types == "F16"]
-    if other:
+    _check(config, it, path, values, written, factors)
+    most = _TYPES.get(dtype or "", (dtype or "").upper()) or written["token_embedder/embedding"].kind
+    if other := [each.names[0] for each in written.values() if most.startswith("Q") and each.kind == "F16"]:
         say(f"rows that are no multiple of 32 values are written as float16: {', '.join(other)}")
+    writer = _header(it, most, values, written, factors)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
@@ -119,13 +111,35 @@ def write_gguf(
         writer.close()
 
 
+def _header(
+    it: Gguf,
+    most: str,
+    values: Mapping[str, Any],
+    written: Mapping[str, _Written],
+    factors: np.ndarray | None,
+) -> Any:
+    """Returns a writer of the package with all keys and the places of all tensors. `most`: the type of most values."""
+    gguf = package()
+    writer = gguf.GGUFWriter(None, it.name)
+    writer.add_type("model")
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
+    writer.add_quantization_version(_VERSION)
+    for key, value in values.items():
+        add = _WORDS.get(type(value))
+        getattr(writer, add or "add_array")(key, value if add else list(map(_plain, value)))
+    if factors is not None:
+        _announce(writer, FREQUENCIES, factors.shape, "F32")
+    for each in written.values():
+        for name in each.names:
+            _announce(writer, name, each.shape, each.kind)
+    return writer
+
+
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _written(
-    it: Architecture, layout: Layout, place: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str | None
-) -> _Written:
+def _written(it: Gguf, layout: Layout, place: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str | None) -> _Written:
     there = name_there(it, layout.name)
     if there is None:
         raise UserError(f"format=gguf: llama.cpp's {it.name} has no tensor for {layout.name}")
@@ -148,10 +162,10 @@ def _written(
 
 def _check(
     config: Config,
-    it: Architecture,
+    it: Gguf,
     path: Path,
     values: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
+    written: Mapping[str, _Written],
     factors: np.ndarray | None,
 ) -> None:
     """Compares the model with the one that reading the file will give.
@@ -159,9 +173,10 @@ def _check(
     Raises:
       UserError: they differ.
     """
-    tensors = {name: Described(0, shape, 0) for name, shape in shapes.items()}
+    tensors = {name: Described(0, each.shape, 0) for each in written.values() for name in each.names}
+    header = GgufHeader(path, values, tensors, 0)
     try:
-        keys = model_keys(read_fields(GgufHeader(path, values, tensors, 0), it, factors), str(path))
+        keys = model_keys(read_fields(header, read_as(header, it.name), factors), str(path))
         check_same_model(keys, config, str(path), say=lambda line: None)
     except UserError as error:
         raise UserError(f"format=gguf: llama.cpp's {it.name} cannot represent this model:\n  {error}") from error
@@ -184,13 +199,13 @@ def _matrices(leaf: Leaf, layout: Layout, head: int, tick: Tick) -> Iterator[np.
 
 
 def _stored(value: np.ndarray, each: _Written, path: Path) -> np.ndarray:
-    if each.types == "BF16":
+    if each.kind == "BF16":
         return np.ascontiguousarray(value.astype(ml_dtypes.bfloat16)).view(np.uint16)
     value = np.ascontiguousarray(value.astype(np.float32, copy=False))
-    if each.types == "F16":
+    if each.kind == "F16":
         with np.errstate(over="ignore"):
             half = value.astype(np.float16)
         if not np.array_equal(np.isfinite(half), np.isfinite(value)):
             raise UserError(f"{path}: {each.names[0]}: a value is too large for float16; give dtype=bfloat16")
         return half
-    return value if each.types == "F32" else package().quantize(value, package().GGMLQuantizationType[each.types])
+    return value if each.kind == "F32" else package().quantize(value, package().GGMLQuantizationType[each.kind])

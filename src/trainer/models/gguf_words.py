@@ -18,7 +18,7 @@ _TEKKEN = (
 )
 
 
-class Words(NamedTuple):
+class Splitting(NamedTuple):
     """
     Attributes:
       steps: the pre-tokenizers of a tokenizer.json.
@@ -45,18 +45,18 @@ def _split(pattern: str) -> list[dict[str, Any]]:
 _LLAMA3 = _split(rf"{_START}|\p{{N}}{{1,3}}|{_END}")
 _QWEN2 = _split(rf"{_START}|\p{{N}}|{_END}")
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _GPT2]
-WORDS: Mapping[str, Words] = {
-    **dict.fromkeys(("gpt-2", "olmo"), Words([_GPT2])),
-    "smollm": Words(_DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Words(_LLAMA3, whole=True, begins=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
-    "qwen2": Words(_QWEN2, normalizer={"type": "NFC"}),
-    "deepseek-r1-qwen": Words(_QWEN2),
-    "tekken": Words(_split(_TEKKEN), whole=True, begins=True),
+WORDS: Mapping[str, Splitting] = {
+    **dict.fromkeys(("gpt-2", "olmo"), Splitting([_GPT2])),
+    "smollm": Splitting(_DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting(_LLAMA3, whole=True, begins=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_LLAMA3)),
+    "qwen2": Splitting(_QWEN2, normalizer={"type": "NFC"}),
+    "deepseek-r1-qwen": Splitting(_QWEN2),
+    "tekken": Splitting(_split(_TEKKEN), whole=True, begins=True),
 }
 
 
-def name_of(spec: Mapping[str, Any]) -> str | None:
+def words_of(spec: Mapping[str, Any]) -> str | None:
     """Returns the name of the words of `spec`, a tokenizer.json; None if none of the names means them."""
     steps, whole = _steps(spec.get("pre_tokenizer")), bool(spec["model"].get("ignore_merges"))
     normalizer = spec.get("normalizer")
