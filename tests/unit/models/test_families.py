@@ -182,7 +182,7 @@ def test_windows(family, more, expected):
     ("words", "message"),
     [
         ("decoder_block=gemma2", "a sliding window needs at least one token"),
-        ("attention_bias=true", "this family does not read it; only qwen2 can have it"),
+        ("attention_bias=true", "this family does not read it; only glm4, qwen2 can have it"),
         ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
         ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
         (
