@@ -35,7 +35,7 @@ RUN = {"steps": 2, "checkpoint_period": 1, "max_num_checkpoints_to_keep": "none"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with data, a run, and its exports hf and params. The vocabulary has rows that no token uses."""
+    """A folder with data, a run, and its exports hf, params and model.gguf. The vocabulary has rows without tokens."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "corpus.txt").write_text("def f(x):\n    return x + 1\n" * 500)
     train_bpe(["def f(x): return x"], 260).save(folder)
@@ -43,14 +43,15 @@ def made(tmp_path_factory):
     code, said = train(folder, "tokenizer_path=tokenizer.json", **keys | {"enable_checkpointing": True})
     assert code == 0, said
     with contextlib.redirect_stdout(io.StringIO()):
-        for form in ("hf", "params"):
-            export.main([str(folder / "runs/first"), str(folder / form), f"format={form}"])
+        for form in ("hf", "params", "gguf"):
+            name = "model.gguf" if form == "gguf" else form
+            export.main([str(folder / "runs/first"), str(folder / name), f"format={form}"])
     return folder
 
 
 @pytest.fixture
 def here(made, tmp_path, monkeypatch):
-    for name in ("corpus.txt", "hf", "params"):
+    for name in ("corpus.txt", "hf", "params", "model.gguf"):
         (shutil.copytree if (made / name).is_dir() else shutil.copy)(made / name, tmp_path / name)
     shutil.copytree(made / "runs", tmp_path / "earlier")
     monkeypatch.chdir(tmp_path)
@@ -66,7 +67,7 @@ def unfinish(run):
     shutil.rmtree(run / "checkpoints/2")
 
 
-@pytest.mark.parametrize("path", ["hf", "params", "earlier/first", "earlier/first/checkpoints/2"])
+@pytest.mark.parametrize("path", ["hf", "params", "model.gguf", "earlier/first", "earlier/first/checkpoints/2"])
 def test_a_dry_run_shows_where_its_keys_come_from(here, path):
     code, said = begun(path, "--dry-run")
     assert code == 0, said
@@ -77,24 +78,26 @@ def test_a_dry_run_shows_where_its_keys_come_from(here, path):
     assert not (here / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["b", ""])
-def test_a_run_does_not_need_the_folder_any_more(here, name):
+@pytest.mark.parametrize(("name", "path"), [("b", "model.gguf"), ("", "hf")])
+def test_a_run_does_not_need_the_folder_any_more(here, name, path):
     """Whether it has a name, or is found by its configuration."""
     run = here / "runs" / (name or "run-0001")
-    code, said = begun("hf", run_name=name)
+    code, said = begun(path, run_name=name)
     assert code == 0, said
     config, rows = (run / "config.yml").read_text(), rows_of(run)
     unfinish(run)
-    (here / "hf").rename(here / "gone")
-    code, said = begun("hf", run_name=name)
+    (here / path).rename(here / "gone")
+    code, said = begun(path, run_name=name)
     assert code == 0, said
     assert f"runs/{run.name}/checkpoints/1: the model's keys come from this run's own checkpoint" in said
-    assert f"tokenizer_path=hf is gone: the tokenizer in runs/{run.name}/checkpoints/1/run/tokenizer is used" in said
+    assert (
+        f"tokenizer_path={path} is gone: the tokenizer in runs/{run.name}/checkpoints/1/run/tokenizer is used" in said
+    )
     assert "1 of 2 updates is done" in said
     assert (run / "config.yml").read_text() == config
     assert rows_of(run) == rows
-    code, said = begun("hf", run_name="new")
-    assert (code, "hf: there is no such folder" in said, said.count("error: ")) == (2, True, 1), said
+    code, said = begun(path, run_name="new")
+    assert (code, f"{path}: there is no such folder" in said, said.count("error: ")) == (2, True, 1), said
 
 
 def test_a_named_run_keeps_its_model_if_the_folder_has_another_one(here):

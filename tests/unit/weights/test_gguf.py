@@ -1,6 +1,7 @@
 """GGUF files: what is read is what the package gguf dequantizes, what is written is what llama.cpp computes with."""
 
 import json
+import sys
 
 import gguf
 import jax
@@ -17,7 +18,7 @@ from trainer.leaves.source import nested, parted
 from trainer.models.gguf import Gguf
 from trainer.weights.contents import contents_of
 from trainer.weights.gguf.fields import llama3_frequencies
-from trainer.weights.gguf.tensors import QUANTIZED, as_gguf, as_hugging_face, stored_tensors
+from trainer.weights.gguf.tensors import QUANTIZED, as_gguf, as_hugging_face, package, stored_tensors
 from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source, weights_of
 
@@ -183,6 +184,12 @@ def test_what_llama_cpp_cannot_compute_is_refused(case, changes, named, tmp_path
     said = capsys.readouterr().err
     assert all(part in said for part in named.split(".*"))
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"pip install 'trainer\[gguf\]'"):
+        package()
 
 
 def test_frequencies_of_llama3_are_those_of_transformers():
