@@ -259,7 +259,8 @@ class InProcess(LM):
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context in self._rendered:
-            whole, before = self._encode(context + continuation, context), self._encode(context)
+            # As of other texts, spaces and line feeds at the end of the context count with the continuation.
+            whole, before = self._encode(context + continuation, context), self._encode(context.rstrip(), context)
             return before, whole[len(before) :]
         if context:
             return self._model.pair(context, continuation, chat=False)

@@ -97,6 +97,7 @@ def test_the_list_is_this_one():
     evaluation = {"eval_interval", "eval_steps", "eval_per_device_batch_size"}
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
+    evaluation |= {"eval_tasks", "eval_tasks_interval", "eval_tasks_limit", "abort_on_eval_tasks_error"}
     assert set(AROUND) == around | evaluation | {
         "data_cache_directory",
         "skip_step_scaling_factor",
@@ -116,6 +117,8 @@ def test_the_same_configuration_has_nothing_to_say():
 OTHERS = {
     "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
+    "eval_tasks": "eval_tasks=[text]",
+    "keep_best_metric": "keep_best_metric=max:eval_reward",
     "num_vocab_tiling": "num_vocab_tiling=2",
     "sharding_tolerance": "sharding_tolerance=0.5",
     "routed_bias_update_rate": "routed_bias_update_rate=0.5",

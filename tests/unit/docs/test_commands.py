@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import export, generate, parity, quantize, serve, sft
+from trainer import evaluate, export, generate, parity, quantize, serve, sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
@@ -18,6 +18,7 @@ from trainer.config.load import load
 from trainer.config.resolve import resolve
 from trainer.config.sides import load_sides
 from trainer.config.topologies import Topology, find_topology
+from trainer.evaluation.specs import read_specs
 from trainer.maxtext.command_line import parse
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "documented_commands.py"
@@ -84,6 +85,11 @@ def accept(program, words, variables):
     elif program in ("trainer.generate", "trainer.serve"):
         own = generate._OWN if program == "trainer.generate" else serve._OWN
         *_, keys = generate.read_words(words, "generate", own)
+        check(load(keys, environment=variables).config, variables)
+    elif program == "trainer.evaluate":
+        _, options, keys = generate.read_words(words, "evaluate", evaluate._OWN)
+        others = {"thousand.yml", "choices.yml", "rolling.yml", "written.yml"}  # files of a benchmark
+        read_specs([task for task in options["tasks"].split(",") if task not in others], "tasks")
         check(load(keys, environment=variables).config, variables)
     elif program == "trainer.from_maxtext":
         assert parse(words)
