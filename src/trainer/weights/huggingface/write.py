@@ -64,9 +64,10 @@ def write_huggingface(
     if like:
         plan = {like.here(name): it for name, it in plan.items()}
     if kernels:
-        linear = [name for name, it in plan.items() if it.layouts[0].inputs and it.scheme is None]
+        linear = [*(name for name, it in plan.items() if it.layouts[0].inputs), *_TIED_HEAD]
         quantized = {name: it.scheme for name, it in plan.items() if it.scheme is not None}
-        data["quantization_config"] = quantization_config(quantized, list(dict.fromkeys([*linear, *_TIED_HEAD])))
+        others = [name for name in dict.fromkeys(linear) if name not in quantized]
+        data["quantization_config"] = quantization_config(quantized, others)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     copied, more = (like.others, like.shapes) if like else ({}, {})
     shards = _shards(_in_order(plan) | more, shard_bytes)
