@@ -21,26 +21,27 @@ import compiler
 import pytest
 from whole import is_whole
 
-# 15 % or 10 above the numbers of README's command on 2026-11-28.
+# 10 % or 10 above the numbers of 2026-11-29, each of a run of the folder alone. In a run of all folders a program that is
+# in the memory of its process is not made again, so a folder makes fewer, depending on which tests came first.
 LIMITS = {
     "integration": 500,
     "unit/aot": 20,
     "unit/calibration": 24,
     "unit/checkpoint": 16,
     "unit/compare": 37,
-    "unit/docs": 19,
+    "unit/docs": 35,
     "unit/evaluation": 22,
     "unit/inference": 310,
     "unit/layers": 170,
-    "unit/linen": 37,
+    "unit/linen": 48,
     "unit/models": 150,
-    "unit/objectives": 65,
+    "unit/objectives": 66,
     "unit/ops": 205,
-    "unit/optim": 73,
+    "unit/optim": 88,
     "unit/products": 300,
     "unit/serving": 28,
-    "unit/sharding": 41,
-    "unit/state": 75,
+    "unit/sharding": 46,
+    "unit/state": 78,
     "unit/training": 170,
     "unit/weights": 115,
 }
