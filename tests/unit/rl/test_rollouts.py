@@ -8,6 +8,7 @@ import pytest
 from support import arguments
 
 from trainer.config.load import load
+from trainer.inference import of_run
 from trainer.rl import rollouts
 from trainer.rl.prompts import INDEX
 from trainer.rl.rollouts import Rollouts, engine_of
@@ -60,6 +61,6 @@ def test_the_completions_of_a_prompt_have_slots_at_once(at_once, slots, monkeypa
         "Served": lambda config, mesh, rules, model, slots: slots,
         "Engine": lambda served: served,
     }.items():
-        monkeypatch.setattr(rollouts, name, made)
+        monkeypatch.setattr(of_run, name, made)
     run = SimpleNamespace(config=load(arguments("nnx", **keys)).config, mesh=mesh, rules={})
     assert engine_of(run, 24) == slots
