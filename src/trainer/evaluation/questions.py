@@ -8,7 +8,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.evaluation.model import Answer, EvaluatedModel
 from trainer.evaluation.scores import Result, mean
-from trainer.evaluation.specs import Spec
+from trainer.evaluation.specs import PROMPT, Spec, filled
 from trainer.rl.rewards import Rewards, Sample, Scored
 from trainer.runtime.agreement import from_first
 
@@ -57,7 +57,7 @@ class QuestionsTask:
         return [self._choices(model) if "choices" in self._rows[0][1] else self._answers(model)]
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
-        return str(self._settings.get("prompt", "{question}")).format(**row)
+        return filled(self._settings.get("prompt", PROMPT), row)
 
     def _choices(self, model: EvaluatedModel) -> Result:
         delimiter = self._settings.get("delimiter", " ")

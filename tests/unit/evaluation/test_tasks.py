@@ -142,6 +142,26 @@ def test_documents_are_apart_unless_they_are_joined(tmp_path, monkeypatch):
         task(tmp_path, monkeypatch, "gone.yml")
 
 
+def test_a_file_names_its_data_alone(tmp_path, monkeypatch):
+    """What the run holds out, or mixes, belongs to the run's data."""
+    for name in ("a", "held_out"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "mixture.json").write_text(json.dumps({"one": {"path": "held_out.txt", "weight": 1}}))
+    (tmp_path / "own.yml").write_text("kind: text\ngrain_train_files: a.txt\n")
+    (tmp_path / "both.yml").write_text("kind: text\ngrain_train_files: a.txt\ngrain_eval_files: held_out.txt\n")
+    (tmp_path / "same.yml").write_text("kind: text\nadd_eos: false\n")
+    run = {"dataset_type": "grain", "grain_file_type": "text", "grain_eval_files": "held_out.txt"}
+
+    def evaluated(name, **keys):
+        (result,) = task(tmp_path, monkeypatch, name, **run | keys).run(model())
+        return sum(sample["tokens"] for sample in result.samples)
+
+    mixed = {"grain_train_mixture_config_path": "mixture.json"}
+    held_out = evaluated("text", **mixed)
+    assert held_out == evaluated("same.yml", **mixed) == evaluated("both.yml", **mixed)
+    assert evaluated("own.yml", **mixed) == evaluated("own.yml", grain_train_files="held_out.txt") < held_out
+
+
 def test_synthetic_rows_need_no_tokenizer():
     config = tiny_config("nnx", **KEYS | {"eval_tasks_limit": 4})
     opened = TextTask(read_specs(["text"], "tasks")[0], config, None, 4, print)
