@@ -1,4 +1,4 @@
-"""scripts/benchmark_gpu.py on a CPU: a process measures a tiny case, and what does not fit into the seconds is named."""
+"""scripts/benchmark_gpu.py on a CPU: a process measures a tiny case, and what does not fit in the seconds is named."""
 
 import importlib
 import json
