@@ -42,7 +42,7 @@ NOT_RUN = {
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
-    r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs transformers and torch, which tests do not",
+    r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs transformers and torch, unlike the tests",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",
     r"check_accelerator|benchmark_gpu": "needs an accelerator; tests/integration runs it with tiny sizes",
     r"compile_gpu": "needs XLA's compiler for GPUs, 2.5 GB",

@@ -26,7 +26,7 @@ _OWN = ("kind", "context", "stride", "count", "joined")
 _ROWS = 64  # of a batch of token ids that is read at once
 _AT_ONCE = 4096  # windows that are held at once
 # Keys that name documents, and those that name the held-out ones among them.
-_DOCUMENTS = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
+_DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
 _DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
