@@ -99,17 +99,16 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     folder = output or Path(from_first(lambda: str(_next_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     params = engine.load_params(say=say, given=given, average=average)
-    say(f"ready after {time.perf_counter() - started:.1f} s")
+    say(f"ready after {time.perf_counter() - started:.1f} s; scores, questions and answers go to {folder}")
     model = EvaluatedModel(engine, params, tokenizer, stop, chat)
     results = []
     for task in tasks:
         began = time.perf_counter()
         results += task.run(model)
+        keep(folder, results)  # now, because the next task can fail
         say(f"{task.name}: {time.perf_counter() - began:.1f} s")
-    keep(folder, results)
     if is_first():
         print(visible(table(results)))
-    say(f"scores, questions and answers: {folder}")
 
 
 def _next_folder(base: str) -> Path:

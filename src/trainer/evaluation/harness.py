@@ -53,10 +53,11 @@ class HarnessTask:
                 raise UserError(f"{spec.name}: lm-eval has no such task{nearest(spec.name, names)}")
             try:
                 self._loaded: Any = manager.load([names[0] if spec.path else spec.name])
-            except (KeyError, ValueError, TypeError, ImportError, FileNotFoundError) as error:
-                if isinstance(error, UserError):
-                    raise
-                raise UserError(f"{spec.path or spec.name}: lm-eval cannot open it: {_shown(error)}") from error
+            except UserError:
+                raise
+            except Exception as error:  # the functions and templates of a task can raise any
+                kind = type(error).__name__
+                raise UserError(f"{spec.path or spec.name}: lm-eval cannot open it: {kind}: {_shown(error)}") from error
         for name, task in self._loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise UserError(f"{name}: tasks that run programs of the model, or show it images, are not supported")

@@ -8,7 +8,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.evaluation.model import Answer, EvaluatedModel
 from trainer.evaluation.scores import Result, mean
-from trainer.evaluation.specs import Spec
+from trainer.evaluation.specs import PROMPT, Spec, filled
 from trainer.rl.rewards import Rewards, Sample, Scored
 from trainer.runtime.agreement import from_first
 
@@ -57,15 +57,16 @@ class QuestionsTask:
         return [self._choices(model) if "choices" in self._rows[0][1] else self._answers(model)]
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
-        return str(self._settings.get("prompt", "{question}")).format(**row)
+        return filled(self._settings.get("prompt", PROMPT), row)
 
     def _choices(self, model: EvaluatedModel) -> Result:
-        delimiter = self._settings.get("delimiter", " ")
-        asked = [(line, row, self._prompt(row)) for line, row in self._rows]
-        pairs = [model.pair(prompt, delimiter + choice) for _, row, prompt in asked for choice in row["choices"]]
+        # As in lm-eval: an assistant's message begins without a space.
+        delimiter = self._settings.get("delimiter", "" if model.chat else " ")
+        asked = [(row, self._prompt(row)) for _, row in self._rows]
+        pairs = [model.pair(prompt, delimiter + choice) for row, prompt in asked for choice in row["choices"]]
         said = iter(model.log_likelihoods(pairs))
         right, by_byte, samples = list[float](), list[float](), []
-        for _, row, prompt in asked:
+        for row, prompt in asked:
             likely = [next(said)[0] for _ in row["choices"]]
             each = [value / len(choice.encode()) for value, choice in zip(likely, row["choices"], strict=True)]
             answer = row["answer"] if isinstance(row["answer"], int) else row["choices"].index(row["answer"])
@@ -115,8 +116,10 @@ class QuestionsTask:
     ) -> tuple[str, list[float], Sequence[str | None]]:
         """Returns the metric, its value for each answer, and what the regular expression has found in each."""
         if self._settings.get("score", "exact") == "function":
-            values = [one.reward for one in self._by_function(prompts, answers, model)]
-            return "score", values, [None] * len(answers)
+            judged = list(self._by_function(prompts, answers, model))
+            if late := sum(one.timed_out for one in judged):
+                self._say(f"{self.name}: the function took too long for {late} of {len(judged)} answers: they score 0")
+            return "score", [one.reward for one in judged], [None] * len(answers)
         pattern = self._settings.get("pattern")
         texts = [answer.text if pattern is None else _last(pattern, answer.text) for answer in answers]
         values = [float(self._matches(text, row)) for text, (_, row) in zip(texts, self._rows, strict=True)]

@@ -19,6 +19,7 @@ from trainer.config.schema import schema
 TEXT, QUESTIONS, LM_EVAL = "text", "questions", "lm-eval"
 _DATA_SECTION = "Data"
 TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
+PROMPT = "{question}"
 _SCORES = ("exact", "pattern", "function")
 _NAME = re.compile(r"[\w.+-]+")
 _FIELDS: dict[str, dict[str, Field]] = {
@@ -175,10 +176,13 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
         re.compile(pattern or "")
     except re.error as error:
         problems.append(f"pattern: {pattern!r} is not a regular expression: {error}")
+    columns: list[str] = []
     try:
-        columns = [column for _, column, *_ in string.Formatter().parse(values.get("prompt", "{question}")) if column]
+        for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):
+            columns += [] if column is None else [column]
+            if column == "" or form or conversion:
+                problems.append("prompt: braces hold the name of a field alone, as in {question}")
     except ValueError as error:
-        columns = []
         problems.append(f"prompt: {error}; a brace of the text is written twice")
     if "file" not in values:
         problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
@@ -186,6 +190,12 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
         raise UserError("; ".join(problems))
     spec = Spec(name, QUESTIONS, path, dict(values))
     return spec._replace(questions=_questions(spec.file, columns, score))
+
+
+def filled(prompt: str, row: Mapping[str, Any]) -> str:
+    """Returns `prompt` with the fields of a question in place of their names in braces."""
+    parts = string.Formatter().parse(prompt)
+    return "".join(text + ("" if column is None else str(row[column])) for text, column, *_ in parts)
 
 
 def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int, dict[str, Any]]]:

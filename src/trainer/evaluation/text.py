@@ -25,6 +25,10 @@ from trainer.evaluation.specs import LLAMA_CPP, TRANSFORMERS, Spec
 _OWN = ("kind", "context", "stride", "count", "joined")
 _ROWS = 64  # of a batch of token ids that is read at once
 _AT_ONCE = 4096  # windows that are held at once
+# Keys that name documents, and those that name the held-out ones among them.
+_DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
+_DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
+_HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
 
 
@@ -148,15 +152,20 @@ class TextTask:
 
 
 def _with_data(config: Config, values: Mapping[str, Any], spec: Spec) -> Config:
-    """Returns `config` with the data that the task names.
+    """Returns `config` with the data that the task names. All their documents are evaluated, unless the task names
+    held-out ones itself: what `config` holds out belongs to other data.
 
     Raises:
       UserError: keys of the data contradict each other.
     """
     if not values:
         return config
-    # All documents of files that the task names are evaluated, unless it holds out a share itself.
-    merged = {**config, "held_out_share": 0.0, **values}
+    merged = dict(config)
+    if any(name in values for name in _DOCUMENTS):
+        merged |= {name: schema().keys[name].default for name in _HELD_OUT} | {"held_out_share": 0.0}
+    if "grain_train_files" in values:
+        merged["grain_train_mixture_config_path"] = ""
+    merged |= values
     data = {key.name for key in schema().keys.values() if key.section == "Data"}
     where = dict.fromkeys(merged, str(spec.path))
     if mistakes := contradictions(Config(merged), where, merged.keys() - data):

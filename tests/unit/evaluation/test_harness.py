@@ -158,3 +158,20 @@ def test_what_cannot_be_evaluated_is_named(made, opened, tmp_path, monkeypatch):
         failing.run(model_of(made))
     with pytest.raises(Interrupted):
         opened("ended", WRITTEN).run(model_of(made, interrupted=lambda: True))
+
+
+BROKEN = {
+    "AttributeError: Module ": "!function functions_of_task.nope",
+    "RuntimeError: no text": "!function functions_of_task.fails",
+    "SyntaxError: ": "!function no_program.fails",
+    "TemplateSyntaxError: ": '"{{q"',
+    "UndefinedError: 'gone' is undefined": '"{{gone.q}}"',
+}
+
+
+@pytest.mark.parametrize("problem", BROKEN)
+def test_what_a_file_names_may_fail_in_any_way(opened, tmp_path, problem):
+    (tmp_path / "functions_of_task.py").write_text("def fails(doc):\n    raise RuntimeError('no text')\n")
+    (tmp_path / "no_program.py").write_text("def fails(doc) return\n")
+    with pytest.raises(UserError, match=f"broken.yml: lm-eval cannot open it: {problem}"):
+        opened("broken", CHOICES.replace('"Q: {{q}}\\nA:"', BROKEN[problem]))

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trainer.config.errors import UserError
-from trainer.evaluation.specs import LM_EVAL, QUESTIONS, TEXT, read_specs
+from trainer.evaluation.specs import LM_EVAL, QUESTIONS, TEXT, filled, read_specs
 
 ASKED = {"question": "1 + 1 =", "answer": 2}
 CHOICES = {"question": "Sky?", "choices": ["blue", "green"], "answer": "blue"}
@@ -60,6 +60,10 @@ BAD = {
     "kind: questions\nfile: ok.jsonl\nfunction: a:b": "function: score=function and this field need each other",
     "kind: questions\nfile: ok.jsonl\nprompt: '{text}'": "ok.jsonl, line 1: there is no field text",
     "kind: questions\nfile: ok.jsonl\nprompt: '{'": "a brace of the text is written twice",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{}'": "braces hold the name of a field alone",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{question:d}'": "braces hold the name of a field alone",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{question!x}'": "braces hold the name of a field alone",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{question.real}'": "there is no field question.real",
     "kind: questions\nfile: mixed.jsonl": "some questions have choices and others none",
 }
 
@@ -73,6 +77,10 @@ def test_a_mistake_in_a_file_is_named(folder, text):
         read_specs(["task.yml"], "eval_tasks")
     assert "eval_tasks=task.yml: " in str(error.value)
     assert BAD[text] in str(error.value)
+
+
+def test_a_prompt_has_the_fields_of_its_question():
+    assert filled("{{a}} {0.b}: {question}", {"0.b": 7, "question": "{x}"}) == "{a} 7: {x}"
 
 
 @pytest.mark.parametrize(

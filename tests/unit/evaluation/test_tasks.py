@@ -142,6 +142,26 @@ def test_documents_are_apart_unless_they_are_joined(tmp_path, monkeypatch):
         task(tmp_path, monkeypatch, "gone.yml")
 
 
+def test_a_file_names_its_data_alone(tmp_path, monkeypatch):
+    """What the run holds out, or mixes, belongs to the run's data."""
+    for name in ("a", "held_out"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n")
+    (tmp_path / "mixture.json").write_text(json.dumps({"one": {"path": "held_out.txt", "weight": 1}}))
+    (tmp_path / "own.yml").write_text("kind: text\ngrain_train_files: a.txt\n")
+    (tmp_path / "both.yml").write_text("kind: text\ngrain_train_files: a.txt\ngrain_eval_files: held_out.txt\n")
+    (tmp_path / "same.yml").write_text("kind: text\nadd_eos: false\n")
+    run = {"dataset_type": "grain", "grain_file_type": "text", "grain_eval_files": "held_out.txt"}
+
+    def evaluated(name, **keys):
+        (result,) = task(tmp_path, monkeypatch, name, **run | keys).run(model())
+        return sum(sample["tokens"] for sample in result.samples)
+
+    mixed = {"grain_train_mixture_config_path": "mixture.json"}
+    held_out = evaluated("text", **mixed)
+    assert held_out == evaluated("same.yml", **mixed) == evaluated("both.yml", **mixed)
+    assert evaluated("own.yml", **mixed) == evaluated("own.yml", grain_train_files="held_out.txt") < held_out
+
+
 def test_synthetic_rows_need_no_tokenizer():
     config = tiny_config("nnx", **KEYS | {"eval_tasks_limit": 4})
     opened = TextTask(read_specs(["text"], "tasks")[0], config, None, 4, print)
@@ -188,10 +208,20 @@ def test_answers_are_compared_with_those_of_the_file(tmp_path, monkeypatch):
     assert result.samples[2]["end"] == "stop"
 
 
-def test_a_function_judges_answers(tmp_path, monkeypatch):
+FAILING = """\
+def fails(**_):
+    raise ValueError('no judge')
+
+def hangs(**_):
+    import time
+    time.sleep(60)
+"""
+
+
+def test_a_function_judges_answers(tmp_path, monkeypatch, capsys):
     questions(tmp_path, [3, 4, 5, 6], level="easy")
     judge = "def judge(prompts, completions, answer, level, **_):\n    assert level == ['easy']\n    return answer[0]\n"
-    (tmp_path / "judge_of_tasks.py").write_text(judge + "def fails(**_):\n    raise ValueError('no judge')\n")
+    (tmp_path / "judge_of_tasks.py").write_text(judge + FAILING)
     monkeypatch.syspath_prepend(tmp_path)
     text = "kind: questions\nfile: q.jsonl\nmax_tokens: 2\nscore: function\nfunction: judge_of_tasks:"
     (tmp_path / "f.yml").write_text(f"{text}judge\n")
@@ -201,6 +231,11 @@ def test_a_function_judges_answers(tmp_path, monkeypatch):
     (tmp_path / "g.yml").write_text(f"{text}fails\n")
     with pytest.raises(UserError, match=r"q.jsonl, line 1: the reward function .*no judge"):
         task(tmp_path, monkeypatch, "g.yml", reward_num_workers=1).run(model())
+    (tmp_path / "i.yml").write_text(f"{text}hangs\n")
+    keys = {"reward_num_workers": 2, "reward_worker_timeout_seconds": 1.0}
+    (late,) = task(tmp_path, monkeypatch, "i.yml", **keys).run(model())
+    assert scores(late) == {"score": 0.0}
+    assert "i: the function took too long for 4 of 4 answers: they score 0" in capsys.readouterr().out
     (tmp_path / "h.yml").write_text(f"{text}nothing\n")
     with pytest.raises(UserError, match=r"function=judge_of_tasks:nothing: .* has no function nothing"):
         task(tmp_path, monkeypatch, "h.yml", reward_num_workers=1).run(model())
@@ -223,6 +258,24 @@ def test_the_likeliest_choice_is_taken(tmp_path, monkeypatch):
         assert sample["accuracy"] == (sums.index(max(sums)) == 0)
         assert sample["accuracy_per_byte"] == (by_byte.index(max(by_byte)) == 0)
     assert scores(result)["accuracy"] == np.mean([sample["accuracy"] for sample in result.samples])
+
+
+class Messages:
+    """A chat whose messages are in brackets."""
+
+    def tokens(self, text):
+        return model().tokenizer.encode(f"<{text}>")
+
+
+def test_a_choice_is_the_whole_message_of_the_assistant(tmp_path, monkeypatch):
+    rows = [{"question": "Sky?", "choices": ["blue", "red"], "answer": 0}]
+    (tmp_path / "c.jsonl").write_text(json.dumps(rows[0]))
+    asked = model()
+    asked.chat = Messages()
+    (result,) = task(tmp_path, monkeypatch, "c.jsonl").run(asked)
+    encode = model().tokenizer.encode
+    expected = model().log_likelihoods([(encode("<Sky?>"), encode(choice)) for choice in rows[0]["choices"]])
+    assert result.samples[0]["log_likelihoods"] == [found for found, _ in expected]
 
 
 def test_an_evaluation_ends_when_the_run_does(tmp_path, monkeypatch):

@@ -23,8 +23,9 @@ KEYS = (
         "rl_epsilon_high",
         "rl_loss_algo",
     ),
-    *("rl_loss_agg_mode", "reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
+    *("rl_loss_agg_mode", "reward_functions"),
 )
+_WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
 # The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
 # distribution.
 RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
@@ -76,7 +77,7 @@ ROWS = (
     Row(("batch_size", "rl_num_generations", "rl_num_iterations"), step=False),
     Row(("reward_functions",), step=False, code=True),
     # Where and how long reward functions run, and how many completions are generated at once.
-    Row(("reward_num_workers", "reward_worker_timeout_seconds", "rollout_micro_batch_size"), Resume.AROUND, step=False),
+    Row((*_WORKERS, "rollout_micro_batch_size"), Resume.AROUND, step=False),
 )
 _ALL = (
     (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
@@ -95,6 +96,7 @@ CHECKS: tuple[Check, ...] = tuple((("use_grpo", *keys), _of_rl(problem)) for key
 
 INERT = (
     Inert(KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
+    Inert(_WORKERS, lambda c: not c.use_grpo and not c.eval_tasks, "use_grpo=false and eval_tasks is empty"),
     Inert(
         ("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c.use_grpo, "rollouts are packed"
     ),
