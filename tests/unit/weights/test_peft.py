@@ -143,6 +143,28 @@ def test_adapters_of_parameters_that_a_module_merges(tmp_path):
         write_peft(tmp_path, config, {query: whole}, **how)
 
 
+QKV, QUERY = (f"base_model.model.model.layers.0.self_attn.{it}_proj.lora_" for it in ("qkv", "q"))
+OF_MERGED = {
+    r"qkv_proj.lora_B.weight: .* found \[\]": lambda a, b: {f"{QKV}B.weight": np.array(1, np.float32)},
+    r"qkv_proj.lora_B.weight: .*, 5\]": lambda a, b: {
+        f"{QKV}A.weight": np.tile(a, (3, 1)),  # the rank of three parameters
+        f"{QKV}B.weight": np.tile(b, (1, 3))[:, :5],
+    },
+    r"q_proj.lora_A.weight: .*qkv_proj of this model merges": lambda a, b: {f"{QUERY}A.weight": a},
+}
+
+
+@pytest.mark.parametrize("said", OF_MERGED)
+def test_tensors_of_a_merged_module_that_do_not_fit_are_refused_by_name(tmp_path, said):
+    _, config = golden("phi3")
+    shutil.copytree(FOLDER / "phi3", tmp_path / "it")
+    found = load_file(tmp_path / "it" / "adapter_model.safetensors")
+    more = OF_MERGED[said](found[f"{QKV}A.weight"], found[f"{QKV}B.weight"])
+    save_file(found | more, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=said):
+        [values(leaf) for leaf in PeftSource(tmp_path / "it").leaves(config, shapes_of(config)).values()]
+
+
 def test_targets_are_short_names_of_those_modules_only(tmp_path):
     found = {}
     for case in ("llama", "llama-saved", "deepseek-v3", "mixtral"):

@@ -252,6 +252,7 @@ def test_a_folder_that_does_not_fit_is_refused(words, said, tmp_path, capsys):
         ({"text_config": {"model_type": ["x"]}}, None, 'model_type=["x"]; known in gemma3: gemma3_text'),
         ({"text_config": {"model_type": "llama"}}, None, 'model_type="llama"; known in gemma3: gemma3_text'),
         ({"text_config": {"num_hidden_layers": 10**40}}, None, "num_hidden_layers"),
+        ({"text_config": {"tie_word_embeddings": "no"}}, None, 'text_config: tie_word_embeddings="no", not true or'),
         ({"text_config": {"use_qkv": 1}}, None, "use_qkv=1: not known, so it may change the function"),
         ({"rope_scaling": {"factor": 2}}, None, "rope_scaling={"),
         ({"image_token_index": "<image>"}, None, "image_token_index"),

@@ -93,7 +93,7 @@ def text_model(
     if kind not in outer.texts:
         allowed = ", ".join(outer.texts)
         raise UserError(f"{where}: {_TEXT} has model_type={shown(kind)}; known in {outer.model_type}: {allowed}")
-    if wrong := mistyped(data):
+    if wrong := [*mistyped(data), *(f"{_TEXT}: {line}" for line in mistyped(text))]:
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     if refused := unknown_outer_fields(outer, data):
         raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))

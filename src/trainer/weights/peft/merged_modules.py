@@ -72,6 +72,9 @@ def divided(config: Config, tables: Tables, found: Mapping[str, Named], rank: in
 
     Args:
       rank: of the file's other adapters.
+
+    Raises:
+      UserError: a file has tensors of a part of a merged module.
     """
     result = dict(found)
     for module in merged_modules(config, tables):
@@ -83,28 +86,34 @@ def divided(config: Config, tables: Tables, found: Mapping[str, Named], rank: in
 
 
 def _divide(module: Module, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
-    """Replaces the tensors of one module in `result`, if they have its size."""
+    """Replaces the tensors of one module in `result`, if they have its size.
+
+    Raises:
+      UserError: a part has tensors of its own.
+    """
+    above, stems = name.removesuffix(".weight"), [part.removesuffix(".weight") for part in parts]
+    for key in [*parts, *(stem + half for stem in stems for half in (A, B))]:
+        if key in result:
+            raise UserError(f"{shortened(result[key].name)}: {above} of this model merges this module with others")
     own = result.get(name)
     if own is not None and own.tensor.shape[:1] == (sum(module.sizes),):
         del result[name]
         result |= {part: own._replace(tensor=Part(own.tensor, 0, module.cut(i))) for i, part in enumerate(parts)}
-    above, count = name.removesuffix(".weight"), len(parts)
     a, b = result.get(above + A), result.get(above + B)
-    if a is None or b is None or len(a.tensor.shape) != 2 or b.tensor.shape[0] != sum(module.sizes):
+    if a is None or b is None or len(a.tensor.shape) != 2 or b.tensor.shape != (sum(module.sizes), a.tensor.shape[0]):
         return
-    alone = a.tensor.shape[0] == count * rank
+    alone = a.tensor.shape[0] == len(parts) * rank
     if not alone and a.tensor.shape[0] != rank:
         return
     del result[above + A], result[above + B]
-    for i, part in enumerate(parts):
+    for i, stem in enumerate(stems):
         own_a, rows = a.tensor, Part(b.tensor, 0, module.cut(i))
         own_b: Part | Made = rows
         if alone:
             columns = slice(i * rank, (i + 1) * rank)
             own_a = Part(a.tensor, 0, columns)
             own_b = Made((module.sizes[i], rank), b.tensor.dtype, _columns(b.name, rows, columns))
-        of_part = part.removesuffix(".weight")
-        result |= {of_part + A: Named(a.name, own_a), of_part + B: Named(b.name, own_b)}
+        result |= {stem + A: Named(a.name, own_a), stem + B: Named(b.name, own_b)}
 
 
 def _columns(name: str, rows: Part, columns: slice) -> Callable[[], np.ndarray]:
