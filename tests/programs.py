@@ -22,8 +22,8 @@ import pytest
 from whole import is_whole
 
 # 10 % or 10 above the numbers of 2026-11-29, each of a run of the folder alone; of unit/inference, unit/layers,
-# unit/products and unit/training a third above those of README's command. There a folder makes fewer: a program that the
-# test of another folder made in the same process is there. How many depends on the order of the tests.
+# unit/products and unit/training a third above those of README's command. There a folder makes fewer: a program that
+# the test of another folder made in the same process is there. How many depends on the order of the tests.
 LIMITS = {
     "integration": 500,
     "unit/aot": 20,
