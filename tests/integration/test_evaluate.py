@@ -148,6 +148,13 @@ def test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted(folder, tm
     samples = [json.loads(line) for line in (folder / RUN / "evaluations/000006/judged.jsonl").read_text().splitlines()]
     assert [sample["score"] for sample in samples] == [len(sample["answer"]) for sample in samples]
 
+    long = {"question": "q", "choices": ["a", "b" * 33], "answer": 0}
+    (folder / "long.jsonl").write_text(json.dumps(long))
+    code, _, said = evaluated(monkeypatch, folder, RUN, "tasks=choices.jsonl,long.jsonl", "output=part")
+    assert (code, "an answer has 34 tokens" in said) == (2, True), said
+    kept = json.loads((folder / "part/results.json").read_text())
+    assert {score["task"] for score in kept} == {"choices"}, "a task that fails loses those before it"
+
 
 def test_a_task_that_fails_does_not_end_the_run(folder):
     words = ["eval_tasks=[judged.yml,text.yml]", "steps=4", "learning_rate_schedule_steps=4", "eval_interval=-1"]
