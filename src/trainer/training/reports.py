@@ -158,7 +158,7 @@ def open_reports(
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
-    """Returns a warning if `row`, of an evaluation of the loss or by tasks, should have keep_best_metric and has not."""
+    """Returns a warning if `row`, of an evaluation of the loss or by tasks, should have keep_best_metric."""
     name, by_tasks = config.keep_best_metric.partition(":")[2], TASKS_TIME in row
     if not config.keep_best_checkpoints or name in row or by_tasks != best_of_tasks(config) or row.get(TASKS_FAILED):
         return None
