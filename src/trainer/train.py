@@ -21,7 +21,7 @@ from trainer.config.from_model import taken_from_model
 from trainer.config.help import prints_usage
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, begin
-from trainer.evaluation.specs import read_specs
+from trainer.evaluation.specs import TEXT, Spec, read_specs
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
@@ -80,7 +80,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
         kind.check(begun.config)
-        read_specs(begun.config.eval_tasks, "eval_tasks")
+        _specs(kind, begun.config)
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -275,6 +275,18 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
         return fit(run, steps, begin, dataset, reports, manager, source, by_tasks)
 
 
+def _specs(kind: Kind, config: Config) -> list[Spec]:
+    """Returns the tasks of eval_tasks. Raises UserError for text of the run's own data, if that is no plain text."""
+    specs = read_specs(config.eval_tasks, "eval_tasks")
+    own = [spec.name for spec in specs if spec.kind == TEXT and not spec.documents]
+    if own and (kind.encoder or kind.dataset):
+        raise UserError(
+            f"eval_tasks={own[0]}: the data of trainer.{kind.command} are no plain text; name a file with kind: text "
+            "and data of its own. The loss of this run's own held-out data is eval_loss, with eval_interval"
+        )
+    return specs
+
+
 def _tasks(kind: Kind, run, dataset, begin, console):
     """Returns what evaluates the run by eval_tasks, None without any. Their data are opened here."""
     if not run.config.eval_tasks:
@@ -287,7 +299,7 @@ def _tasks(kind: Kind, run, dataset, begin, console):
         chat = tokenizer and kind.prompts(run.config, tokenizer, lambda line: None)
         eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
         stop = [*eos, *begin.about.ends, *(chat.stop_tokens() if chat else ())]
-        return RunTasks(run, read_specs(run.config.eval_tasks, "eval_tasks"), tokenizer, chat, stop, console.say)
+        return RunTasks(run, _specs(kind, run.config), tokenizer, chat, stop, console.say)
 
     return agreed(opened)
 

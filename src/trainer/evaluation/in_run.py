@@ -10,12 +10,12 @@ import jax
 from trainer.config.errors import UserError
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel, Interrupted
-from trainer.evaluation.scores import FAILED, Result, fields, table
+from trainer.evaluation.scores import Result, fields, table
 from trainer.evaluation.specs import Spec
 from trainer.evaluation.tasks import keep, open_tasks
 from trainer.inference.of_run import engine_of_run, trained_variables
 from trainer.inference.text import Chat
-from trainer.observe.metrics import TASKS_TIME
+from trainer.observe.metrics import TASKS_FAILED, TASKS_TIME
 from trainer.observe.rundir import EVALUATIONS, RunDir
 from trainer.training.run import Run
 
@@ -83,13 +83,6 @@ class RunTasks:
             if self._folder is not None:
                 keep(self._folder / f"{updates:06d}", results)
             self._say(f"tasks after {updates:,} updates:\n{table(results)}" if results else "no task has a score")
-            row = {"step": updates - 1, **fields(results), FAILED: failed}
-            self._say_if_not_best(row)
-            return row | {TASKS_TIME: time.perf_counter() - started}
+            seconds = time.perf_counter() - started
+            return {"step": updates - 1, **fields(results), TASKS_FAILED: failed, TASKS_TIME: seconds}
         return None
-
-    def _say_if_not_best(self, row: dict[str, Any]) -> None:
-        config, name = self._run.config, self._run.config.keep_best_metric.partition(":")[2]
-        if config.keep_best_checkpoints and "/" in name and name not in row and not row[FAILED]:
-            there = ", ".join(field for field in row if "/" in field and not field.endswith(("_stderr", "/samples")))
-            self._say(f"warning: keep_best_metric={config.keep_best_metric}: no task has this score; there are {there}")

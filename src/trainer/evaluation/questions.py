@@ -39,7 +39,8 @@ class QuestionsTask:
         """`limit`: the most questions; -1: all.
 
         Raises:
-          UserError: a field of the questions has the name of another argument of a function.
+          UserError: a field of the questions has the name of another argument of a function; or the function is not
+            there.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
         self._path, self._config = spec.file, config
@@ -47,6 +48,8 @@ class QuestionsTask:
         taken = [name for _, row in self._rows for name in _TAKEN if name in row]
         if taken and "function" in spec.settings:
             raise UserError(f"{spec.path}: {taken[0]} is the name of another argument of functions; rename the field")
+        if "function" in spec.settings:
+            self._judges(workers=1).close()
 
     def run(self, model: EvaluatedModel) -> list[Result]:
         """Returns the scores of all questions.
@@ -135,27 +138,29 @@ class QuestionsTask:
             return text.casefold() in [form.casefold() for form in forms]
         return text in forms
 
+    def _judges(self, workers: int) -> Rewards:
+        seconds = self._config.reward_worker_timeout_seconds
+        return Rewards([self._settings["function"]], workers, seconds, self._say, key="function")
+
     def _by_function(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> Iterator[Scored]:
         """Yields what the user's function says of each answer, in the first process for all."""
-        config = self._config
         samples = [
             Sample(prompt, answer.text, row, _Place(self._path, line))
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
-        workers, at_once = config.reward_num_workers, config.reward_num_workers * _PER_WORKER
+        workers = self._config.reward_num_workers
         judges: list[Rewards] = []
 
         def judged(part: Sequence[Sample]) -> list[Scored]:
             if not judges:
-                function, seconds = self._settings["function"], config.reward_worker_timeout_seconds
-                judges.append(Rewards([function], workers, seconds, self._say, key="function"))
+                judges.append(self._judges(workers))
             return judges[0](part)
 
         try:
-            for first in range(0, len(samples), at_once):
-                part = samples[first : first + at_once]
+            for first in range(0, len(samples), workers * _PER_WORKER):
+                part = samples[first : first + workers * _PER_WORKER]
                 yield from (Scored(*one) for one in from_first(lambda part=part: judged(part)))  # type: ignore[misc]
                 model.check_goes_on()
         finally:

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-FAILED = "eval_tasks_failed"  # the field of metrics.jsonl with the number of tasks that failed
-
 
 class Score(NamedTuple):
     """

@@ -21,6 +21,9 @@ _DATA_SECTION = "Data"
 TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
 PROMPT = "{question}"
 _SCORES = ("exact", "pattern", "function")
+# Keys of base.yml that name documents.
+_DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
+_DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _NAME = re.compile(r"[\w.+-]+")
 _FIELDS: dict[str, dict[str, Field]] = {
     TEXT: {
@@ -59,6 +62,16 @@ class Spec(NamedTuple):
     path: Path | None = None
     settings: Mapping[str, Any] = {}
     questions: Sequence[tuple[int, Mapping[str, Any]]] = ()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The keys of base.yml among its settings."""
+        return {name: value for name, value in self.settings.items() if name not in _FIELDS[self.kind]}
+
+    @property
+    def documents(self) -> bool:
+        """Whether it is a text that names its documents: they are not those of the run."""
+        return any(name in self.settings for name in _DOCUMENTS)
 
     @property
     def file(self) -> Path:

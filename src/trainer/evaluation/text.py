@@ -20,14 +20,11 @@ from trainer.data.sources import open_source
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel
 from trainer.evaluation.scores import Result, Score, ratio
-from trainer.evaluation.specs import LLAMA_CPP, TRANSFORMERS, Spec
+from trainer.evaluation.specs import LLAMA_CPP, TEXT, TRANSFORMERS, Spec
 
-_OWN = ("kind", "context", "stride", "count", "joined")
 _ROWS = 64  # of a batch of token ids that is read at once
 _AT_ONCE = 4096  # windows that are held at once
-# Keys that name documents, and those that name the held-out ones among them.
-_DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
-_DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
+# Keys that name the held-out ones among documents.
 _HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
 
@@ -89,8 +86,8 @@ class TextTask:
             )
         if self._stride > self._context:
             raise UserError(f"{spec.name}: stride={self._stride}: allowed: up to context={self._context}")
-        merged = _with_data(config, {name: value for name, value in own.items() if name not in _OWN}, spec)
-        found = itertools.islice(_documents(merged, tokenizer, say), None if limit < 0 else limit)
+        documents = _documents(_with_data(config, spec), tokenizer, say, all_allowed=spec.documents or limit >= 0)
+        found = itertools.islice(documents, None if limit < 0 else limit)
         self._documents = [document for document in found if len(document.tokens) > 1]
         if not self._documents:
             raise UserError(f"{spec.name}: there is no text to evaluate on")
@@ -151,17 +148,18 @@ class TextTask:
         return found
 
 
-def _with_data(config: Config, values: Mapping[str, Any], spec: Spec) -> Config:
+def _with_data(config: Config, spec: Spec) -> Config:
     """Returns `config` with the data that the task names. All their documents are evaluated, unless the task names
     held-out ones itself: what `config` holds out belongs to other data.
 
     Raises:
       UserError: keys of the data contradict each other.
     """
+    values = spec.data
     if not values:
         return config
     merged = dict(config)
-    if any(name in values for name in _DOCUMENTS):
+    if spec.documents:
         merged |= {name: schema().keys[name].default for name in _HELD_OUT} | {"held_out_share": 0.0}
     if "grain_train_files" in values:
         merged["grain_train_mixture_config_path"] = ""
@@ -173,9 +171,10 @@ def _with_data(config: Config, values: Mapping[str, Any], spec: Spec) -> Config:
     return Config(merged)
 
 
-def _documents(config: Config, tokenizer: Tokenizer | None, say: Say) -> Iterator[Document]:
-    """Yields the held-out documents of the data; all, if nothing is held out. They begin with the token for that, and
-    have no token for their end. Of files of token ids and of synthetic data these are the segments of rows."""
+def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
+    """Yields the held-out documents of the data; all, if nothing is held out and that is allowed. They begin with the
+    token for that, and have no token for their end. Of files of token ids and of synthetic data these are the segments
+    of rows."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"
@@ -184,6 +183,11 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say) -> Iterato
                 yield from _segments({name: array[i] for name, array in batch.items()}, segments)
         return
     source = open_source(config, say)
+    if not source.evaluation and not all_allowed:
+        raise UserError(
+            f"{source.name}: nothing is held out for {TEXT}; eval_tasks_limit=N evaluates its first N documents, and "
+            "held_out_share, or a file with kind: text, names others"
+        )
     corpora = source.evaluation or source.train
     columns = corpora[0].columns
     tokenize = config.tokenize_eval_data if source.evaluation else config.tokenize_train_data

@@ -36,8 +36,8 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_off
 
 
 def kept(name: str, own: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tensors that a policy keeps on the device, of none and custom (). See `make_policy`."""
-    return _with(own, KEPT.get(name, ()))
+    """Returns the tensors that a policy keeps on the device; () for none, custom and offloading. See `make_policy`."""
+    return () if name in ("none", "custom", *OFFLOADED) else _with(own, KEPT[name])
 
 
 def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:

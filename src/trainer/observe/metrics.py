@@ -13,6 +13,7 @@ from trainer.runtime.folders import replace_file
 METRICS_FILE = "metrics.jsonl"
 # Fields that measure time. Two runs of the same command differ only in these.
 TASKS_TIME = "eval_tasks_time"  # a field of each row of an evaluation by tasks, and of no other
+TASKS_FAILED = "eval_tasks_failed"  # the number of its tasks that failed
 TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", TASKS_TIME, "rollout_time", "data_wait")
 _LAST_STEP = 2**53  # a float holds every step up to it
 

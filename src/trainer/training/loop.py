@@ -44,13 +44,12 @@ class Reports(NamedTuple):
     """Callbacks for the rows of metrics: one row per step, one row per evaluation."""
 
     step: Callable[[Row], None]
-    evaluation: Callable[[Row], None]
+    evaluation: Callable[[Row], None]  # of the loss, and by tasks
     sync: Callable[[], None]  # returns when all rows so far are on disk
     evaluations: Sequence[Row] = ()  # the rows of evaluations by an earlier process
     unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
     untested: bool = False  # whether it reported no evaluation of it by tasks
     profiler: Profiler | None = None
-    tasks: Callable[[Row], None] = lambda row: None  # gets a row per evaluation by tasks
 
 
 # Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
@@ -218,7 +217,7 @@ class _Loop:
             row = tasks(self.state, self.done, lambda: self._preemption.requested)
         self.evaluated = row is not None
         if row is not None:
-            self._reports.tasks(row)
+            self._reports.evaluation(row)
             self._keep_scores(row)
         self.reader.restart_clock()
 

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from trainer.aot.chips import chip_of
+from trainer.config.capabilities.checkpoint_keys import best_of_tasks
 from trainer.config.flags import combination
 from trainer.config.keys import Config
 from trainer.observe.banner import devices_text, mesh_text, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.lines import Work
-from trainer.observe.metrics import METRICS_FILE, TASKS_TIME, MetricsWriter, TokensSeen, read_rows
+from trainer.observe.metrics import METRICS_FILE, TASKS_FAILED, TASKS_TIME, MetricsWriter, TokensSeen, read_rows
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
@@ -148,9 +149,22 @@ def open_reports(
 
     def on_evaluation(row: Any) -> None:
         write(row)
-        console.evaluation(row)
+        if TASKS_TIME not in row:
+            console.evaluation(row)
+        if warning := lacks_best(row, config):
+            console.say(warning)
 
-    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, untested, profiler, write)
+    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, untested, profiler)
+
+
+def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
+    """Returns a warning if `row`, of an evaluation of the loss or by tasks, should have keep_best_metric."""
+    name, by_tasks = config.keep_best_metric.partition(":")[2], TASKS_TIME in row
+    if not config.keep_best_checkpoints or name in row or by_tasks != best_of_tasks(config) or row.get(TASKS_FAILED):
+        return None
+    fields = [name for name in row if "/" in name or name.startswith("eval_")]
+    there = ", ".join(name for name in fields if not name.endswith(("_stderr", "/samples", "_time", TASKS_FAILED)))
+    return f"warning: keep_best_metric={config.keep_best_metric}: the evaluation has only {there}"
 
 
 def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:

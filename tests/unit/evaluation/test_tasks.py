@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import random_variables, tiny_config
 
+from trainer import sft
 from trainer.config.errors import UserError
 from trainer.evaluation.model import EvaluatedModel, Interrupted
 from trainer.evaluation.questions import QuestionsTask
@@ -162,6 +163,23 @@ def test_a_file_names_its_data_alone(tmp_path, monkeypatch):
     assert evaluated("own.yml", **mixed) == evaluated("own.yml", grain_train_files="held_out.txt") < held_out
 
 
+def test_text_that_is_not_held_out_is_evaluated_only_as_far_as_asked(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\n")
+    run = {"dataset_type": "grain", "grain_file_type": "text", "grain_train_files": "a.txt", "held_out_share": 0.0}
+    with pytest.raises(UserError, match="nothing is held out for text; eval_tasks_limit=N"):
+        task(tmp_path, monkeypatch, "text", **run)
+    (result,) = task(tmp_path, monkeypatch, "text", eval_tasks_limit=1, **run).run(model())
+    assert result.samples[0]["tokens"] > 0
+
+
+def test_the_data_of_conversations_are_no_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        sft.main(["base.yml", "eval_tasks=[text]", "dataset_type=hf", "hf_path=json", "tokenizer_path=."])
+    assert end.value.code == 2
+    assert "eval_tasks=text: the data of trainer.sft are no plain text" in capsys.readouterr().err
+
+
 def test_synthetic_rows_need_no_tokenizer():
     config = tiny_config("nnx", **KEYS | {"eval_tasks_limit": 4})
     opened = TextTask(read_specs(["text"], "tasks")[0], config, None, 4, print)
@@ -238,7 +256,7 @@ def test_a_function_judges_answers(tmp_path, monkeypatch, capsys):
     assert "i: the function took too long for 4 of 4 answers: they score 0" in capsys.readouterr().out
     (tmp_path / "h.yml").write_text(f"{text}nothing\n")
     with pytest.raises(UserError, match=r"function=judge_of_tasks:nothing: .* has no function nothing"):
-        task(tmp_path, monkeypatch, "h.yml", reward_num_workers=1).run(model())
+        task(tmp_path, monkeypatch, "h.yml", reward_num_workers=1)
 
 
 def test_the_likeliest_choice_is_taken(tmp_path, monkeypatch):

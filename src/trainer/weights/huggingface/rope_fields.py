@@ -115,9 +115,12 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
 
 
 def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, refused: list[str]) -> dict[str, Any]:
-    factor = rope.get("factor") or (said.get("max_position_embeddings") or 0) / original
+    longest = said.get("max_position_embeddings") or 0
+    if not (factor := rope.get("factor") or longest / original):
+        refused.append("RoPE of kind longrope without factor or max_position_embeddings")
+        return {}
     if factor < 1 or original < 2:
-        refused.append(f"longrope by the factor {factor:.6g} of {original} tokens")
+        refused.append(f"longrope by the factor {factor:.6g} of {original} tokens (known: at least 1, of at least 2)")
         return {}
     usual, given = math.sqrt(1 + math.log(factor) / math.log(original)), rope.get("attention_factor")
     if given not in (None, 1) and not math.isclose(given, usual, rel_tol=1e-6):
