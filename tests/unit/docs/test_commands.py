@@ -55,6 +55,8 @@ def place(tmp_path, monkeypatch):
 
 def accept(program, words, variables):
     """Raises UserError if `program` would refuse the words before it builds anything."""
+    if Path(program).is_file():  # the page writes it
+        return
     if program == "docs/guides/own_objective.py" and words[0] == "parity":
         program, words = "trainer.parity", words[1:]
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
