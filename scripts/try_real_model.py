@@ -24,6 +24,7 @@ from documented_commands import BLOCK, ROOT
 PAGE = ROOT / "docs" / "guides" / "real-model.md"
 SERVE, HEALTH = "python -m trainer.serve", "http://127.0.0.1:8000/health"
 LINES, SECONDS = 12, 1200  # of an output; until a server is ready
+ASKED = ("Three teas and one coffee for table 5, please.", "Three teas and one coffee, please.")
 LLAMA = """
 import sys
 import cyllama.llama.llama_cpp as llama
@@ -53,7 +54,7 @@ def main() -> int:
                 elif not run(argv, text, folder, path):
                     return 1
             if llama:
-                for question in ("Three teas and one coffee for table 5, please.", "Three teas and one coffee, please."):
+                for question in ASKED:
                     run([llama, "-c", LLAMA, "smollm2-asks.gguf", question], f"llama.cpp: {question}", folder, path)
         finally:
             for server in servers:

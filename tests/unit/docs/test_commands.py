@@ -46,6 +46,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     files = {"my.yml": "base_config: base.yml\n"}
+    question = '{"question": "1", "answer": "1"}\n'
+    files |= dict.fromkeys(("orders-test.jsonl", "no-table-test.jsonl"), question)  # which a script of a page writes
     for page in PAGES:
         files |= dict(HEREDOC.findall(page.read_text(encoding="utf-8")))
     for name, text in files.items():
