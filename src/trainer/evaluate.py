@@ -22,8 +22,8 @@ HELP = """\
 usage: python -m trainer.evaluate FROM tasks=TASK,TASK [output=FOLDER] [weights=raw|ema] [key=value ...]
        python -m trainer.evaluate [base.yml] load_parameters_path=FROM model_name=... tasks=TASK,TASK [key=value ...]
 
-FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, or the output of trainer.export.
-         The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
+FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
+         trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 tasks    text           loss, perplexity and bits per byte of the data that dataset_type and its keys name
          FILE.jsonl     questions with answers, or with choices, one in each line
          FILE.yml       either of them with settings (kind: text, kind: questions), or a file of lm-eval

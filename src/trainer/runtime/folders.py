@@ -43,7 +43,7 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
         if not any(Path(real).is_relative_to(root) for root in roots):
             raise UserError(
                 f"{path} leads out of {folder}, to {real}: such a link is not followed; replace it by a copy of what "
-                "it leads to, or give that folder itself"
+                f"it leads to, or give that {'folder' if os.path.isdir(real) else 'file'} itself"
             )
         try:
             mode = os.lstat(real).st_mode
