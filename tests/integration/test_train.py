@@ -35,6 +35,7 @@ from trainer.config.resolve import resolve as resolve_config
 from trainer.config.schema import schema
 from trainer.data.dataset import open_dataset
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.evaluation.in_run import RunTasks
 from trainer.observe.profiler import Profiler
 from trainer.rl.prompts import open_prompts
 from trainer.rl.room import check_rows
@@ -331,6 +332,9 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
         token_order(run.config)
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)
+    monkeypatch.setattr("trainer.evaluation.in_run.engine_of_run", lambda run, slots: None)  # that reads every key
+    run = build(load(arguments("nnx")).config, jax.devices()[:1])
+    RunTasks(run, [], None, None, [], print)
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)
     given_folder(Recording(load([f"dump_hlo_local_dir={tmp_path}"]).config, seen))
     for words in other_sources(tmp_path):

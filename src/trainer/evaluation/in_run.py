@@ -46,11 +46,12 @@ class RunTasks:
         Raises:
           UserError: see `open_tasks` and `engine_of_run`.
         """
-        self._run, self._tokenizer, self._chat, self._stop, self._say = run, tokenizer, chat, stop, say
+        self._tokenizer, self._chat, self._stop, self._say = tokenizer, chat, stop, say
         self._tasks = open_tasks(specs, run.config, tokenizer, say)
         self._engine = engine_of_run(run, round(run.config.per_device_batch_size * run.mesh.size) or 1)
         self._variables = jax.jit(trained_variables(run))
         self._folder: Any = None
+        self._aborts = run.config.abort_on_eval_tasks_error
 
     def to(self, run_dir: RunDir) -> "RunTasks":
         """Keeps questions and answers in the folder of the run. Returns itself."""
@@ -76,7 +77,7 @@ class RunTasks:
                 try:
                     results += task.run(model)
                 except UserError as error:
-                    if self._run.config.abort_on_eval_tasks_error:
+                    if self._aborts:
                         raise
                     failed += 1
                     self._say(f"evaluation after {updates:,} updates: the task {task.name} failed: {error}")

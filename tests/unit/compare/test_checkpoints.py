@@ -26,6 +26,7 @@ SETTINGS = {
     "max_num_checkpoints_to_keep": None,
     "checkpoint_keep_period": 0,
     "keep_best_checkpoints": 0,
+    "keep_best_metric": "min:eval_loss",
 }
 
 

@@ -27,7 +27,7 @@ from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-CASES = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir())
+CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral", "qwen3-moe")
 WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
