@@ -100,7 +100,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     params = engine.load_params(say=say, given=given, average=average)
     say(f"ready after {time.perf_counter() - started:.1f} s; scores, questions and answers go to {folder}")
-    model = EvaluatedModel(engine, params, tokenizer, stop, chat)
+    model = EvaluatedModel(engine, params, tokenizer, stop, chat, say=say)
     results = []
     for task in tasks:
         began = time.perf_counter()

@@ -68,7 +68,8 @@ class RunTasks:
         """
         started = time.perf_counter()
         params = self._engine.hold(*self._variables(state))
-        model = EvaluatedModel(self._engine, params, self._tokenizer, self._stop, self._chat, interrupted)
+        how = self._tokenizer, self._stop, self._chat, interrupted, self._say
+        model = EvaluatedModel(self._engine, params, *how)
         results: list[Result] = []
         failed = 0
         with contextlib.suppress(Interrupted):

@@ -1,5 +1,6 @@
 """The model that is evaluated: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from trainer.inference.scheduler import LENGTH, STOP, Scheduler
 from trainer.inference.text import Chat, TextStream
 
 GREEDY = Sampling(0.0)
+_EVERY = 10.0  # seconds between two lines of progress
 
 
 class Interrupted(Exception):  # like KeyboardInterrupt, it is no error
@@ -46,6 +48,7 @@ class EvaluatedModel:
         stop: Sequence[int],
         chat: Chat | None = None,
         interrupted: Callable[[], bool] = lambda: False,
+        say: Callable[[str], Any] = lambda line: None,
     ):
         """
         Args:
@@ -53,7 +56,9 @@ class EvaluatedModel:
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
           interrupted: whether to raise Interrupted, the same in all processes; called after each batch.
+          say: gets a line of progress at most every ten seconds.
         """
+        self._say, self._said = say, time.monotonic()
         self._engine, self._params, self._interrupted = engine, params, interrupted
         self._tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
         self.length = int(engine.config.max_target_length)
@@ -97,6 +102,14 @@ class EvaluatedModel:
         if self._interrupted():
             raise Interrupted
 
+    def _passed(self, done: int, total: int, what: str) -> None:
+        """Like `check_goes_on`, after `done` of `total`."""
+        self.check_goes_on()
+        now = time.monotonic()
+        if now - self._said >= _EVERY:
+            self._said = now
+            self._say(f"{done:,} of {total:,} {what}")
+
     def log_probs(self, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns what `Engine.score` does, of rows of 2 to `length` + 1 tokens in any number.
 
@@ -110,7 +123,7 @@ class EvaluatedModel:
             batch = order[first : first + size]
             scored = self._engine.score(self._params, [rows[i] for i in batch])
             found.update(zip(batch, scored, strict=True))
-            self.check_goes_on()
+            self._passed(len(found), len(rows), "texts")
         return [found[i] for i in range(len(rows))]
 
     def log_likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
@@ -157,7 +170,7 @@ class EvaluatedModel:
                 writer = writers[event.request]
                 if not writer.ended and writer.add(event.token, event.end) and event.end is None:
                     scheduler.cancel(event.request)
-            self.check_goes_on()
+            self._passed(sum(writer.ended for writer in writers.values()), len(prompts), "answers")
         return [writer.answer for writer in sorted(writers.values(), key=lambda writer: writer.index)]
 
 

@@ -310,6 +310,17 @@ def test_an_evaluation_ends_when_the_run_does(tmp_path, monkeypatch):
     assert len(asked) == 3
 
 
+def test_a_long_task_says_how_far_it_is(monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.model._EVERY", 0.0)
+    lines = []
+    engine, params = made()
+    asked = EvaluatedModel(engine, params, engine.get_tokenizer(), [256], say=lines.append)
+    asked.log_probs([[1, 2]] * 4)
+    assert lines == ["3 of 4 texts", "4 of 4 texts"]
+    asked.answers([[1, 2, 3]] * 2, [2, 2], [[], []])
+    assert lines[-1] == "2 of 2 answers"
+
+
 def test_a_question_that_is_too_long_is_named(tmp_path, monkeypatch):
     questions(tmp_path, "abcd")
     with (tmp_path / "q.jsonl").open("a") as file:
