@@ -39,6 +39,7 @@ from trainer.weights.open import open_source
 AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
 # Commands that match are not run here, and why. tests/unit/docs resolves all of them as they are written.
 NOT_RUN = {
+    r"like=/models/gemma": "needs a folder with images; tests/unit/weights/test_towers.py makes one",
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
