@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config.dump import PROCESSES
 from trainer.config.errors import UserError, command_line, exit_on_user_error
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import answers_question
 from trainer.config.load import Loaded, load
 from trainer.config.paths import local_path
 from trainer.config.words import visible
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
-    if asked := question(words):
-        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+    if answers_question(words, HELP):
         return
     with told_to_others(words):
         model_path, options, keys = read_words(words, "evaluate", _OWN)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError, command_line, exit_on_user_error
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import answers_question
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -55,8 +55,7 @@ Tokenizer files next to FROM are copied, and what FROM says of ends, lengths and
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
-    if asked := question(words):
-        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+    if answers_question(words, HELP):
         return
     source, out, options, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.

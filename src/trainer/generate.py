@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainer.config.dump import PROCESSES
 from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
 from trainer.config.files import YML_ENDINGS
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import answers_question
 from trainer.config.load import Loaded, load
 from trainer.config.paths import local_path, path_problem
 from trainer.config.schema import schema
@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     started = time.perf_counter()
     words = command_line(argv)
-    if asked := question(words):
-        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+    if answers_question(words, HELP):
         return
     with told_to_others(words):
         model_path, options, keys = read_words(words, "generate", _OWN)

@@ -12,7 +12,7 @@ from trainer.config.capabilities.quantization_keys import OF_STORED, STORED_DTYP
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
 from trainer.config.flags import FLAGS
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import answers_question
 from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.config.paths import local_path
@@ -49,8 +49,7 @@ _DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: rows of a batch,
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
-    if asked := question(words):
-        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+    if answers_question(words, HELP):
         return
     source, out, rows, weights, keys = _read_words(words)
     # Imports that load JAX come after the checks that do not need it.

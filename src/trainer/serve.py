@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from trainer.config.errors import UserError, command_line, exit_on_user_error
 from trainer.config.files import by_hand
-from trainer.config.help import explanation, help_text, question
+from trainer.config.help import answers_question
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.words import visible
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (default: the process's own)."""
     started = time.perf_counter()
     words = command_line(argv)
-    if asked := question(words):
-        print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else HELP)
+    if answers_question(words, HELP):
         return
     model_path, options, keys = read_words(words, "serve", _OWN)
     given = {word.partition("=")[0] for word in keys}

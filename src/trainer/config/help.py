@@ -81,6 +81,18 @@ def _is_plain(word: str) -> bool:
     return "=" not in word and not word.startswith("-") and not word.endswith(YML_ENDINGS)
 
 
+def answers_question(words: Sequence[str], usage: str) -> bool:
+    """Prints what a command line asks: `usage`, a section of keys or a key. Returns whether it asks anything.
+
+    Raises:
+      UserError: there is no such section or key.
+    """
+    if (asked := question(words)) is None:
+        return False
+    print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else usage)
+    return True
+
+
 def prints_usage(command: str, words: Sequence[str]) -> bool:
     """Prints the usage of a command of `_COMMANDS` if its words ask for it, without a section. Returns whether they
     do."""

@@ -63,8 +63,9 @@ class Field:
             low, high = self._range
             allowed = int if self.kind is int else (int, float)
             return isinstance(value, allowed) and low <= value <= high
-        fits, item = isinstance(value, self.kind), (int, float) if self.item is float else self.item
-        return fits and (item is None or all(isinstance(it, item) for it in value))
+        if not isinstance(value, list) or self.item is None:
+            return isinstance(value, self.kind)
+        return self.kind is list and all(Field(self.item)._fits(it) for it in value)
 
 
 def read_object(path: Path) -> dict[str, Any]:

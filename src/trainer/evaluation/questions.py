@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
@@ -16,16 +16,6 @@ _MAX_TOKENS = 256
 _TAKEN = ("prompts", "completions")  # names of other arguments of functions
 _PER_WORKER = 4  # answers that a function judges between two looks at whether the run ends
 Say = Callable[[str], None]
-
-
-class _Place(NamedTuple):
-    """Names a question in messages."""
-
-    path: Any
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.line}"
 
 
 class QuestionsTask:
@@ -95,7 +85,7 @@ class QuestionsTask:
         for (line, _), row in zip(self._rows, tokens, strict=True):
             if not 0 < len(row) < model.length:
                 raise UserError(
-                    f"{_Place(self._path, line)}: the prompt has {len(row):,} tokens: allowed: 1 to "
+                    f"{self._path}, line {line}: the prompt has {len(row):,} tokens: allowed: 1 to "
                     f"{model.length - 1:,}, which leaves room for an answer; give a larger max_target_length"
                 )
         limit, until = self._settings.get("max_tokens", _MAX_TOKENS), self._settings.get("until", [])
@@ -147,7 +137,7 @@ class QuestionsTask:
     ) -> Iterator[Scored]:
         """Yields what the user's function says of each answer, in the first process for all."""
         samples = [
-            Sample(prompt, answer.text, row, _Place(self._path, line))
+            Sample(prompt, answer.text, row, f"{self._path}, line {line}")
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
         workers = self._config.reward_num_workers

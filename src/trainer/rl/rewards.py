@@ -199,8 +199,8 @@ class Rewards:
             self._said = True
             self._say(
                 visible(
-                    f"{where}: the reward function {worker.function} was stopped after {self._seconds:g} s; its reward "
-                    "is 0. Further such samples are only counted."
+                    f"{where}: the function {worker.function} was stopped after {self._seconds:g} s and gives 0. "
+                    "Further such samples are only counted."
                 )
             )
         rewards = (*map(float, worker.replies), *[0.0] * (len(self._functions) - len(worker.replies)))
@@ -211,7 +211,7 @@ def _about(sample: Sample, problem: str) -> str:
     """Returns the message about a sample that failed."""
     prompt = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1:]
     return visible(
-        f"{sample.where}: the reward function {problem}\n  prompt: {shortened(str(prompt))}\n"
+        f"{sample.where}: the function {problem}\n  prompt: {shortened(str(prompt))}\n"
         f"  completion: {shortened(sample.completion)}"
     )
 

@@ -247,7 +247,7 @@ def test_a_function_judges_answers(tmp_path, monkeypatch, capsys):
     assert scores(result) == {"score": 4.5}
     assert result.scores[0].error == pytest.approx(np.std([3, 4, 5, 6], ddof=1) / 2)
     (tmp_path / "g.yml").write_text(f"{text}fails\n")
-    with pytest.raises(UserError, match=r"q.jsonl, line 1: the reward function .*no judge"):
+    with pytest.raises(UserError, match=r"q.jsonl, line 1: the function .*no judge"):
         task(tmp_path, monkeypatch, "g.yml", reward_num_workers=1).run(model())
     (tmp_path / "i.yml").write_text(f"{text}hangs\n")
     keys = {"reward_num_workers": 2, "reward_worker_timeout_seconds": 1.0}

@@ -155,7 +155,7 @@ def test_values(told, value, number):
     ],
 )
 def test_values_that_are_no_reward(told, value):
-    with pytest.raises(UserError, match=r"line 1: the reward function my_rewards:as_told returned .*finite number"):
+    with pytest.raises(UserError, match=r"line 1: the function my_rewards:as_told returned .*finite number"):
         told(samples("1", value, "2", "None"))
 
 
@@ -169,9 +169,7 @@ def test_values_that_are_no_reward(told, value):
     ],
 )
 def test_exceptions(told, code, said):
-    with pytest.raises(
-        UserError, match=rf"^x.jsonl, line 2: the reward function my_rewards:as_told failed: {said}"
-    ) as e:
+    with pytest.raises(UserError, match=rf"^x.jsonl, line 2: the function my_rewards:as_told failed: {said}") as e:
         told(samples("time.sleep(0.1)", "1", code, "1 / 0", "1", prompt="\x1b[1m")[1:])
     assert "\n  prompt: \\x1b[1m\n  completion: " in str(e.value)
     assert "\x1b" not in str(e.value)
@@ -208,7 +206,7 @@ def test_a_sample_that_takes_too_long(folder):
 def test_a_worker_that_dies(told, tmp_path):
     once = f"os.path.exists({str(tmp_path / 'a')!r}) or (open({str(tmp_path / 'a')!r}, 'w'), os._exit(1))"
     assert values(told(samples("1", once, "2"))) == [1, 1, 2]
-    with pytest.raises(UserError, match="line 1: the reward function my_rewards:as_told ended its process twice, with"):
+    with pytest.raises(UserError, match="line 1: the function my_rewards:as_told ended its process twice, with"):
         told(samples("1", "os._exit(3)", "2", "1 / 0"))
     with pytest.raises(UserError, match="twice, by SIGSEGV"):
         told(samples("os.kill(os.getpid(), signal.SIGSEGV)"))

@@ -1,10 +1,7 @@
 """Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with norms after attention and MLP, too. Every other
 layer attends within a window. Scores and logits have soft caps."""
 
-from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
@@ -14,29 +11,16 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gguf import NUMBERS, SIZES, Gguf, scaled_queries
 from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2.block import OuterNorms
 from trainer.models.llama2.family import QUERIES
 from trainer.models.patterns import alternating, other_period
 
 POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 
 
-class Block(gemma.Block):
+class Block(OuterNorms, gemma.Block):
     """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The outer norms are there with
     `use_post_attn_norm` and `use_post_ffw_norm`."""
-
-    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `llama2.Block.add_norms`."""
-        super().add_norms(config, norm)
-        self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
-        self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
-
-    def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.attention_output`."""
-        return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
-
-    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.feed_forward_output`."""
-        return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)
 
 
 def stacks(config: Config) -> list[Stack]:

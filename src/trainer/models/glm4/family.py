@@ -1,39 +1,21 @@
 """GLM 4 (GLM team 2024, arXiv:2406.12793): Llama's block; RoPE rotates adjacent pairs in the first half of each head;
 biases of queries, keys and values. Models since April 2025 have norms after attention and MLP, too."""
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
-
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma2.family import POST_NORMS
 from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.llama2.block import OuterNorms
 from trainer.models.llama2.family import LAYOUTS
 from trainer.models.phi3.family import GATE_UP, no_tokens
 from trainer.models.qwen2 import family as qwen2
 
 
-class Block(qwen2.Block):
+class Block(OuterNorms, qwen2.Block):
     """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The outer norms are there with
     `use_post_attn_norm` and `use_post_ffw_norm`, the biases with `attention_bias`."""
-
-    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `llama2.Block.add_norms`."""
-        super().add_norms(config, norm)
-        self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
-        self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
-
-    def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.attention_output`."""
-        return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
-
-    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.feed_forward_output`."""
-        return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)
 
 
 def stacks(config: Config) -> list[Stack]:

@@ -169,3 +169,22 @@ class Block(nnx.Module):
         sow(self, Total, "output_square_sum", (x * x).sum())
         sow(self, Total, "output_zeros", (real & (x_bte == 0)).sum(dtype=jnp.float32))
         sow(self, Total, "output_count", real.sum(dtype=jnp.float32) * x.shape[-1])
+
+
+class OuterNorms(Block):
+    """Mixed into a block, normalizes what attention and MLP add to the residual stream, with `use_post_attn_norm` and
+    `use_post_ffw_norm`."""
+
+    def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
+        """See `Block.add_norms`."""
+        super().add_norms(config, norm)
+        self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
+        self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
+
+    def attention_output(self, h_bte: jax.Array) -> jax.Array:
+        """See `Block.attention_output`."""
+        return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
+
+    def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
+        """See `Block.feed_forward_output`."""
+        return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)
