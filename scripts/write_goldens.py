@@ -58,6 +58,7 @@ GEMMA3 = (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
 OLMO2 = (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
 OLMO3 = (transformers.Olmo3Config, transformers.Olmo3ForCausalLM)
 EXAONE4 = (transformers.Exaone4Config, transformers.Exaone4ForCausalLM)
+GPT_OSS = (transformers.GptOssConfig, transformers.GptOssForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
 # Of models with many layers, so that a golden stays below 100 kB.
 SMALL = {
@@ -240,6 +241,20 @@ CASES = {
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9
+    ),
+    # With this limit, many units of the experts are clamped.
+    "gpt-oss": Case(
+        GPT_OSS,
+        SMALL
+        | {"num_hidden_layers": 3, "sliding_window": 5, "swiglu_limit": 0.75, "num_local_experts": 4}
+        | {"num_experts_per_tok": 3, "experts_implementation": "eager"}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+                **{"rope_theta": 10000.0, "beta_fast": 4.0, "beta_slow": 1.0},
+            }
+        },
+        some(1),
     ),
 }
 

@@ -10,6 +10,7 @@ FAMILIES = {
     "gemma2": "trainer.models.gemma2.facts:FACTS",
     "gemma3": "trainer.models.gemma3.facts:FACTS",
     "glm4": "trainer.models.glm4.facts:FACTS",
+    "gpt_oss": "trainer.models.gpt_oss.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "llama2": "trainer.models.llama2.facts:FACTS",
     "mistral": "trainer.models.mistral.facts:FACTS",

@@ -35,8 +35,8 @@ class ExpertBlock(llama2.Block):
         """See `llama2.Block.add_feed_forward`."""
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
-        """The layer, called as `layer(x, context)`.
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """The layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
           UserError: the width of an expert is missing, which the facts of a family report earlier.
@@ -57,6 +57,7 @@ class ExpertBlock(llama2.Block):
             by_sigmoid=scores_by_sigmoid(config),
             rngs=rngs,
             **dtypes,
+            **given,
         )
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:

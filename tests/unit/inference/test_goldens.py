@@ -34,6 +34,7 @@ CASES = (
     "phi3",
     "phi4-mini",
     "glm4",
+    "gpt-oss",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

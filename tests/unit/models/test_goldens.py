@@ -202,6 +202,9 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("phi4-mini", "rope_long_factor", (1.0, 2.5, 5.0)),
         ("phi4-mini", "original_max_position_embeddings", 32),  # the short factors, and another scale
         ("phi4-mini", "rope_attention_scaling", False),
+        ("gpt-oss", "mlp_activations_limit", 1.0),
+        ("gpt-oss", "sliding_window_size", 6),
+        ("gpt-oss", "rope_truncate", True),
         ("olmo3", "sliding_window_size", 4),
         ("olmo3", "local_rope_max_timescale", -1),
         ("olmo3", "rope_factor", 3.0),

@@ -29,6 +29,7 @@ CASES = (
     "phi4-mini",
     "glm",
     "glm4",
+    "gpt-oss",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 # As in the first files of Phi 3, in the form of transformers 4.

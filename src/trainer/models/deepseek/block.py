@@ -62,9 +62,9 @@ class Block(DenseBlock, ExpertBlock):
             score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, dtypes)
+        routed = super().make_experts(config, rngs, dtypes, **given)
         shared = MLP(
             config.base_emb_dim,
             config.shared_experts * config.base_moe_mlp_dim,

@@ -52,6 +52,7 @@ _FIELDS = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
     "no_rope_layers": Field(list, null=True, item=int),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Field(float, low=1e-37)),
 }
 _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),
