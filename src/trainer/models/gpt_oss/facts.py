@@ -24,7 +24,6 @@ FACTS = Facts(
     ignores={"has a gated unit of its own": ("mlp_activations",)},
     sinks=True,
     period=2,
-    maxtext_layers=2,
     checks=((("decoder_block", "mlp_activations_limit"), _limit),),
     tensors=_tensors,
 )

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): experts in every layer, each with biases and a clamped gate; every other layer
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): experts in every layer, with biases and a clamped gate; every other layer
 attends within a window; each head has an attention sink."""
 
 from collections.abc import Mapping
