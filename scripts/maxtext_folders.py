@@ -100,12 +100,19 @@ OLMO3 |= {"use_qk_norm": True, "rope_type": "default", "rope_max_timescale": 100
 OF_YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "max_position_embeddings": 64}
 # As in its presets. YaRN is that of all layers there.
 OLMO3_LONG = OLMO3 | OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True}
+GPT_OSS = {"decoder_block": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 3, "base_moe_mlp_dim": 24}
+GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, "rope_truncate": False}
+GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
+GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
+GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
+# Its block is always so here.
+GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # What our keys say in place of these.
 OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
 }
-NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
+NOT_OURS = (*AS_V3, *GPT_OSS_ALWAYS, "inhomogeneous_layer_cycle_interval", "scan_layers")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -124,6 +131,8 @@ CASES = {
     "qwen2": TINY | QWEN2 | SCANNED,
     "olmo3": TINY | OLMO3 | SCANNED,
     "olmo3_unscanned": TINY | OLMO3_LONG | UNSCANNED,
+    "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
+    "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
@@ -147,7 +156,6 @@ COMPUTED = {
 }
 RUN = {
     "learning_rate": 0.05,
-    "routed_bias_update_rate": 0.1,
     "steps": 2,
     "checkpoint_period": 1,
     "max_num_checkpoints_to_keep": 1,
@@ -173,7 +181,8 @@ def train(out: Path, keys: dict[str, Any]) -> Path:
 
     # Adam's moments would take two thirds of the file; one case has them.
     optimizer = {"opt_type": "adamw" if out.name in ("dense", *PARAMS_ONLY) else "sgd"}
-    maxtext_train.main(arguments(keys | RUN | optimizer | {"base_output_directory": out}))
+    rate = {"routed_bias_update_rate": 0.1 if keys["decoder_block"] == "deepseek" else 0.0}
+    maxtext_train.main(arguments(keys | RUN | rate | optimizer | {"base_output_directory": out}))
     return newest(out / "run")
 
 
