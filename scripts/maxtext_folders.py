@@ -1,7 +1,7 @@
 """Writes small checkpoints with MaxText 0.2.5 itself, and compares logits both ways.
 
     python scripts/maxtext_folders.py write OUT [NAME ...]    in an environment with MaxText on CPU
-    python scripts/maxtext_folders.py check PYTHON            here; PYTHON is that of the other environment
+    python scripts/maxtext_folders.py check PYTHON [NAME ...]    here; PYTHON is that of the other environment
 
 `write` trains the models of CASES for two steps with MaxText's train and its own save. OUT/NAME.zip has the run's
 folder, the keys of the model (keys.json), and tokens with the float32 logits of MaxText (expected.npz). These are
@@ -333,10 +333,10 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
     return [word for word in shlex.split(said.getvalue().splitlines()[-1]) if "=" in word]
 
 
-def check(python: str) -> int:
-    """Compares logits both ways, for each case."""
+def check(python: str, names: list[str]) -> int:
+    """Compares logits both ways, for the cases `names`, or for all."""
     largest = 0.0
-    for path in sorted(FOLDERS.glob("*.zip")):
+    for path in sorted(path for path in FOLDERS.glob("*.zip") if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as temporary:
             work = Path(temporary)
             zipfile.ZipFile(path).extractall(work)
@@ -359,8 +359,8 @@ def main(words: list[str]) -> int:
     match words:
         case ["write", out, *names]:
             write(Path(out), names)
-        case ["check", python]:
-            return check(python)
+        case ["check", python, *names]:
+            return check(python, names)
         case ["logits", folder, out, *keys]:
             given = dict(word.split("=", 1) for word in keys if not word.startswith("load_parameters_path="))
             np.savez(out, **{how: logits(Path(folder), given, how)["logits"] for how in LOADS})
