@@ -174,6 +174,6 @@ def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], lis
         return [], []
     quantized, names = quantized_names(config), matrix_names(config)
     axes = {name: [*found[leading(found) :]] for name, found in by_name(param_axes).items()}
-    tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith("/bias")]
+    tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith(("/bias", "_bias"))]
     stored = tuple(f"{name}/" for name in names)  # parts of a matrix that is stored in another form
     return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]
