@@ -26,7 +26,7 @@ from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.invariant import invariant_attention
 from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.ring import Ring
-from trainer.ops.rope import Rope, rope
+from trainer.ops.rope import Rope, Rotation, rope
 from trainer.ops.splash import splash_attention
 from trainer.products.context import Context
 
@@ -127,7 +127,7 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope: Rope | None,
+        rope: Rope | Rotation | None,
         op: str = "dot_product",
         window: int = 0,
         soft_cap: float = 0.0,
@@ -214,8 +214,8 @@ class Attention(nnx.Module):
         """Returns the logical axes of the arrays of `init_cache`."""
         return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in place of arrays
 
-    def _projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
+    def projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d], before norms and rotation."""
         if self.fused:
             qkv = self.qkv_proj(x_bte, QKV, context)
             queries, keys, values = (
@@ -248,7 +248,7 @@ class Attention(nnx.Module):
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
-        queries, keys, values = self._projected(x_bte, context)
+        queries, keys, values = self.projected(x_bte, context)
         if self.norms_heads:
             queries, keys = self._normed(self.query_norm, queries), self._normed(self.key_norm, keys)
         if self.rope is not None:

@@ -185,10 +185,13 @@ class HuggingFace(NamedTuple):
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
+      epsilon: the field with the epsilon of norms.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
         default. attention_bias and mlp_bias must be false in families that do not name them here.
+      powers: further keys, each with a positive field and a power of it, which is the value: {"logits_multiplier":
+        ("logits_scaling", -1)} if logits are divided by logits_scaling. null: the key's default.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
@@ -214,10 +217,12 @@ class HuggingFace(NamedTuple):
     ropes: Sequence[str] = ()
     partial: bool = False
     local_rope: str = ""
+    epsilon: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}
     whole_heads: bool = False
     sizes: Mapping[str, str] = {}
+    powers: Mapping[str, tuple[str, float]] = {}
     only: Mapping[str, Any] = {}
     off: Sequence[str] = ()
     ignored: Sequence[str] = ()
