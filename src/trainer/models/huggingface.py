@@ -32,12 +32,15 @@ class Layout(NamedTuple):
         after the other, and this is the key for the number of entries of a head: "head_dim". Hugging Face stores each
         head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
       flat: whether the tensor has a single axis, into which all of our axes are merged.
+      swapped: whether the tensor has the last two of our axes in the other order: [experts, out, in] for the matrices
+        [experts, in, out] of all experts. It has no `inputs`, no `rotated` and no `EXPERT`.
     """
 
     name: str
     inputs: int = 0
     rotated: str = ""
     flat: bool = False
+    swapped: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -55,6 +58,8 @@ class Layout(NamedTuple):
         """Returns the shape of the tensor of one layer, given our shape of one layer."""
         if self.flat:
             return (math.prod(ours),)
+        if self.swapped:
+            return (*ours[:-2], *ours[:-3:-1])
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
@@ -85,6 +90,8 @@ class Layout(NamedTuple):
         if self.flat:
             rows = math.prod(shape[1:])
             return (slice(box[0].start * rows, box[0].stop * rows),)
+        if self.swapped:
+            return (*box[:-2], *box[:-3:-1])
         if not self.inputs:
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
@@ -94,10 +101,14 @@ class Layout(NamedTuple):
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
         """Returns our parameter of one layer, or a widened box of it, with `shape`. `head`: the number of entries of
         heads to store as pairs; 0: none."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in theirs])
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
     def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
         """Returns the tensor of one layer; the inverse of `to_ours`."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in ours])
         ours = reordered(ours, head, pairs=False)
         if self.inputs:
             return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))

@@ -28,6 +28,7 @@ _TOKEN = Field(int, null=True)
 _EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
 # The names of layers without and with a window.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # in files of transformers 4
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
@@ -36,7 +37,9 @@ _FIELDS = {
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, high=MODULES, null=True)),
     **{"is_causal": Field(bool)},
     **{"rms_norm_eps": _EPSILON, "initializer_range": Field(float, low=0, null=True)},
-    **dict.fromkeys((*COUNTS, "num_experts_per_tok", "n_shared_experts"), Field(int, low=1, high=EXPERTS)),
+    # 0 where there are none: of a family with experts, the number of them is refused.
+    **dict.fromkeys((*COUNTS, "num_experts_per_tok"), Field(int, low=0, high=EXPERTS)),
+    "n_shared_experts": Field(int, low=1, high=EXPERTS),
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
     **dict.fromkeys(("qk_rope_head_dim", "v_head_dim"), _SIZE),
     **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "no_rope_layer_interval"), Field(int, 1, PERIOD)),

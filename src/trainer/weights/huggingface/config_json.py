@@ -18,6 +18,7 @@ from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
 from trainer.weights.huggingface.config_fields import (
     COUNTS,
+    KIND_OF,
     KINDS_OF_LAYERS,
     SIZES,
     as_typed,
@@ -200,7 +201,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
     layers = said["num_hidden_layers"]
-    given = said.get("layer_types")
+    given = [KIND_OF.get(kind, kind) for kind in said.get("layer_types") or ()]
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
@@ -271,7 +272,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         **{
             name: _their_size(config, ours)
             for ours, name in hf.sizes.items()
-            if ours != "base_mlp_dim" or dense_layers(config)
+            if ours != "base_mlp_dim" or "num_experts" not in hf.sizes or dense_layers(config)
         },
         **{field: power_of(_told(config, ours), 1 / power) for ours, (field, power) in hf.powers.items()},
         **hf.only,
