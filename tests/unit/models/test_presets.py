@@ -97,8 +97,8 @@ FAMILIES = {
     "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
     "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
     "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
-    # config.json of the Hub's folders, and of Granite 4 the fields of the published GGUF files, which stand for them. The
-    # instruct models, whose vocabularies have 3 tokens more than those of some base models.
+    # config.json of the Hub's folders, and of Granite 4 the fields of the published GGUF files, which stand for them.
+    # The instruct models, whose vocabularies have 3 tokens more than those of some base models.
     "granite3-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 10000, True, 2_533_531_648),
     "granite3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000, True, 8_170_848_256),
     "granite3.1-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 5000000, True, 2_533_531_648),

@@ -1,5 +1,5 @@
-"""Granite 3 (IBM 2024, Granite 3.0 Language Models): Llama's block. Embedded tokens, what each layer adds to the residual
-stream, scores and logits have factors of their own, as in muP (arXiv:2203.03466)."""
+"""Granite 3 (IBM 2024, Granite 3.0 Language Models): Llama's block. Embedded tokens, what each layer adds to the
+residual stream, scores and logits have factors of their own, as in muP (arXiv:2203.03466)."""
 
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
