@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: a data set makes questions of a seed. Its verifier judges them as a function of a user does."""
+"""Tasks of reasoning-gym: a data set makes questions of a seed. Its verifier judges them as a function does."""
 
 import json
 import os
