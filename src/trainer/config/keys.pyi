@@ -129,8 +129,10 @@ class Config(Mapping[str, Any]):
     eval_split: str
     eval_steps: int
     eval_tasks: tuple[str, ...]
+    eval_tasks_allow_code: bool
     eval_tasks_interval: int
     eval_tasks_limit: int
+    eval_tasks_timeout_seconds: float
     final_logits_soft_cap: float
     first_num_dense_layers: int
     formatting_func_kwargs: Mapping[str, Any]
