@@ -164,7 +164,10 @@ def test_groups_choose_by_their_best_expert():
     ("keys", "message"),
     [
         ({"attention_type": "global"}, "give attention_type=mla"),
-        ({"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0}, "only deepseek has"),
+        (
+            {"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0},
+            "families with it: deepseek, glm4",
+        ),
         ({"base_num_kv_heads": 2}, "every head has its own keys and values"),
         ({"qk_rope_head_dim": 3}, "must be even"),
         ({"use_qk_norm": True}, "leave use_qk_norm at false"),

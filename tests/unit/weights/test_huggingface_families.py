@@ -29,6 +29,9 @@ CASES = (
     "phi4-mini",
     "glm",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-air",
+    "glm4-moe-lite",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 # As in the first files of Phi 3, in the form of transformers 4.
@@ -106,6 +109,11 @@ def test_the_old_form_says_the_same(case, old):
         ("glm4", {"attention_bias": False}, {"attention_bias": False}),
         ("glm4", {"rope_parameters": None, "rope_theta": 1e4}, {"partial_rotary_factor": 0.5}),
         ("glm", {}, {"use_post_attn_norm": False, "partial_rotary_factor": 0.5, "attention_bias": False}),
+        ("glm4-moe", {}, {"n_routing_groups": 3, "use_qk_norm": True, "attention_bias": True, "routed_bias": True}),
+        ("glm4-moe-air", {"num_mtp_layers": 1}, {"n_routing_groups": -1, "use_qk_norm": False, "mtp_num_layers": 1}),
+        ("glm4-moe", {"rope_parameters": None, "rope_theta": 1e6}, {"partial_rotary_factor": 0.5}),
+        ("glm4-moe-lite", {"mlp_layer_types": "absent"}, {"first_num_dense_layers": 1}),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"]}, {"first_num_dense_layers": 2}),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
         ("phi3", {"max_position_embeddings": 4}, {"attention_type": "local_sliding", "sliding_window_size": 5}),
         ("phi3-short", LONG, {"rope_factor": 4.0, "rope_attention_scaling": True}),
@@ -157,6 +165,11 @@ def test_what_a_field_says(case, changes, expected):
         ("qwen2", {"rope_parameters": ROPE}, "rope_type=longrope"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ("phi3", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe", {"topk_method": "greedy"}, r"topk_method=greedy \(known: noaux_tc\)"),
+        ("glm4-moe", {"q_lora_rank": 4}, "q_lora_rank=4: not known"),
+        ("glm4-moe-lite", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers, then sparse ones, of 3"),
+        ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 with 1 dense layers"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
         ("phi3", {"embd_layer": "x"}, 'embd_layer="x": not known'),
         (
