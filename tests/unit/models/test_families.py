@@ -30,14 +30,10 @@ from trainer.weights.maxtext.model_arguments import maxtext_keys
 GATED = {"mlp_activations": "[gelu,linear]"}
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
 OF_GLM = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "base_moe_mlp_dim": 12,
-    "first_num_dense_layers": 1,
-    "shared_experts": 1,
+    **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "shared_experts": 1},
+    **{"first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True},
+    "logits_via_embedding": False,
 }
-OF_GLM |= {"routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True}
-OF_GLM |= {"base_num_decoder_layers": 3, "mtp_num_layers": 1, "logits_via_embedding": False}
 # One of each kind of block; together a pattern with and without a rest, and a stack without one.
 FAMILIES = {
     "qwen2": {"attention_bias": True},
@@ -60,7 +56,7 @@ FAMILIES = {
     "glm4_moe": OF_GLM | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": OF_GLM
     | {"attention_type": "mla", "base_num_kv_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8}
-    | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "mtp_num_layers": 1},
     "phi3": {
         **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
         **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},
@@ -126,7 +122,8 @@ def losses(family, devices, **more):
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
 @pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("phi3",))
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3"])
+@pytest.mark.rest(covered_by="olmo3; experts in unit/training/test_experts.py", cases=("glm4_moe", "glm4_moe_lite"))
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3", "glm4_moe", "glm4_moe_lite"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)

@@ -66,6 +66,13 @@ def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsy
         assert json.loads((back / name).read_text()) == {}
 
 
+@pytest.mark.parametrize(("case", "word"), [("glm4", "rope_interleave=false"), ("glm4-moe", "rope_interleave=true")])
+def test_an_export_refuses_what_the_family_always_has_otherwise(case, word, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", word])
+    assert f"{word}: decoder_block={case.replace('-', '_')} always has rope_interleave=" in capsys.readouterr().err
+
+
 # transformers 4 writes one RoPE at the top, and the pattern of layers as a number.
 OLD = {"rope_parameters": "absent", "layer_types": "absent"}
 
