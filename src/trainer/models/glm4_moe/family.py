@@ -1,5 +1,5 @@
 """GLM 4.5, 4.6 and 4.7 (GLM team 2025, arXiv:2508.06471): the experts of DeepSeek-V3, and Qwen2's attention, in which
-RoPE rotates the halves of the first half of each head. The large ones normalize queries and keys."""
+RoPE rotates the halves of the first half of each head. The large ones have `use_qk_norm`."""
 
 import functools
 

@@ -65,7 +65,7 @@ FAMILY = Family(
             deepseek.LAYOUTS,
             defaults={name: value for name, value in EXPERTS.items() if name != _FIRST}
             | {"num_key_value_heads": 20, "routed_scaling_factor": 1.8},
-            sizes={ours: theirs for ours, theirs in deepseek.SIZES.items() if theirs != _FIRST},
+            sizes={ours: theirs for ours, theirs in deepseek.OF_LATENT.items() if theirs != _FIRST},
             only={"rope_interleave": True},
             read=_read,
             write=_write,
