@@ -48,6 +48,8 @@ MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
 GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
+GLM4_MOE = (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM)
+GLM4_MOE_LITE = (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM)
 GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
 GRANITE = (transformers.GraniteConfig, transformers.GraniteForCausalLM)
 GRANITE_MOE = (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM)
@@ -115,6 +117,9 @@ LATENT = {
         "mscale_all_dim": 0.707,
     },
 }
+OF_GLM = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_mtp_layers": 0}
+OF_GLM |= {"moe_intermediate_size": 10, "n_routed_experts": 6, "num_experts_per_tok": 3}
+OF_GLM |= {"experts_implementation": "eager"}
 
 
 class Case(NamedTuple):
@@ -243,6 +248,29 @@ CASES = {
     ),
     "glm4": Case(GLM4, SMALL | {"rms_norm_eps": 1e-5}, spread=0.9),
     "glm": Case(GLM, SMALL | {"attention_bias": False}, TURNED, spread=0.9),
+    "glm4-moe": Case(
+        GLM4_MOE,
+        OF_GLM
+        | {"head_dim": 8, "num_key_value_heads": 1, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"attention_bias": True, "use_qk_norm": True},
+        (
+            "model.layers.0.self_attn.",
+            "model.layers.1.mlp.gate.",
+            "model.layers.1.mlp.shared",
+            "model.layers.1.mlp.experts.2.",
+        ),
+        spread=0.9,
+    ),
+    "glm4-moe-air": Case(GLM4_MOE, OF_GLM | {"head_dim": 8, "attention_bias": True}, TURNED, spread=0.9),
+    "glm4-moe-lite": Case(
+        GLM4_MOE_LITE,
+        OF_GLM
+        | {name: LATENT[name] for name in LATENT if name.endswith(("_rank", "_head_dim"))}
+        | {"num_key_value_heads": 2, "q_lora_rank": 10, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"num_hidden_layers": 3},
+        ("model.layers.0.self_attn.", "model.layers.2.mlp.gate."),
+        spread=0.9,
+    ),
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9

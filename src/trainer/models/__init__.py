@@ -10,6 +10,8 @@ FAMILIES = {
     "gemma2": "trainer.models.gemma2.facts:FACTS",
     "gemma3": "trainer.models.gemma3.facts:FACTS",
     "glm4": "trainer.models.glm4.facts:FACTS",
+    "glm4_moe": "trainer.models.glm4_moe.facts:FACTS",
+    "glm4_moe_lite": "trainer.models.glm4_moe_lite.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "granite": "trainer.models.granite.facts:FACTS",
     "granite4": "trainer.models.granite4.facts:FACTS",

@@ -187,7 +187,7 @@ class HuggingFace(NamedTuple):
       nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
         that differ from its class, whose values these are.
       outers: models with towers whose text model is one of this type, or of another that they name.
-      qk_norm: whether the family normalizes queries and keys.
+      qk_norm: whether the family normalizes queries and keys; without meaning if `sizes` names a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
         layer_types says.
@@ -212,7 +212,7 @@ class HuggingFace(NamedTuple):
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
       modules: the word of a module's name in transformers 5, with that of its tensors' names where it differs.
-      methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
+      methods: the values of topk_method for experts that are not grouped and for grouped ones; "": it has no groups.
       gguf: its models in files of llama.cpp; None if these are neither read nor written.
     """
 

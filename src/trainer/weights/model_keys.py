@@ -13,7 +13,7 @@ from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_fl
 from trainer.config.capabilities.windows import has_window
 from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError
-from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
+from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, fixed, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import COMBINATIONS, FLAGS, flags_of
 from trainer.config.keys import Config
@@ -23,6 +23,7 @@ from trainer.config.resolve import resolve
 from trainer.config.saved import read_saved
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
+from trainer.config.values import read_text as read_value
 from trainer.models import FAMILIES
 from trainer.models.families import loads_from
 from trainer.models.mtp_names import MODULES
@@ -244,6 +245,12 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, w
     ]
     idle = MODEL.intersection(given) - described(config).keys() - {"rope_interleave"}
     lines += [f"{name}: no effect on this model" for name in sorted(idle)]
+    texts = {name: text for name, _, text in (word.partition("=") for word in words)}
+    lines += [
+        f"{name}={texts[name]}: decoder_block={config.decoder_block} always has {name}={to_flow(value)}"
+        for name, value in fixed(config).items()
+        if name in texts and read_value(schema().keys[name], texts[name]) != value
+    ]
     if lines:
         raise UserError("\n  ".join([f"{where}: only the model's keys can be given:", *lines]))
     if not keys and not {*MODEL, "model_name"}.difference({"rope_interleave"}).intersection(given):

@@ -34,6 +34,8 @@ CASES = (
     "phi3",
     "phi4-mini",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-lite",
     "granite",
     "granite4",
     "granite-moe",

@@ -29,6 +29,11 @@ from trainer.weights.maxtext.model_arguments import maxtext_keys
 
 GATED = {"mlp_activations": "[gelu,linear]"}
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
+OF_GLM = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "shared_experts": 1},
+    **{"first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True},
+    "logits_via_embedding": False,
+}
 # One of each kind of block; together a pattern with and without a rest, and a stack without one.
 FAMILIES = {
     "qwen2": {"attention_bias": True},
@@ -48,6 +53,10 @@ FAMILIES = {
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
     "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    "glm4_moe": OF_GLM | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": OF_GLM
+    | {"attention_type": "mla", "base_num_kv_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8}
+    | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "mtp_num_layers": 1},
     "granite4": {
         **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_multiplier": 0.3},
         **{"query_pre_attn_scalar": 9.0, "normalize_embedding_logits": False},
@@ -116,8 +125,9 @@ def losses(family, devices, **more):
 
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
+@pytest.mark.rest(covered_by="olmo3; experts in unit/training/test_experts.py", cases=("glm4_moe", "glm4_moe_lite"))
 @pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("granite4", "phi3"))
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3", "granite4"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3", "granite4", "glm4_moe", "glm4_moe_lite"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)
@@ -186,7 +196,7 @@ def test_windows(family, more, expected):
     ("words", "message"),
     [
         ("decoder_block=gemma2", "a sliding window needs at least one token"),
-        ("attention_bias=true", "this family does not read it; only glm4, qwen2 can have it"),
+        ("attention_bias=true", "this family does not read it; only glm4, glm4_moe, qwen2 can have it"),
         ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
         ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
         (

@@ -232,6 +232,11 @@ WITH_EXPERTS = {
         "scan_layers": True,
         "mtp_num_layers": 1,
     },
+    "glm4_moe": {
+        **{"decoder_block": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+        **{"shared_experts": 1, "first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True},
+        "mtp_num_layers": 1,
+    },
 }
 
 

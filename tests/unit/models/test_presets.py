@@ -270,6 +270,14 @@ SCALES = {
     "deepseek3-671b": (2.5, 1, 40, 32, 1),
     "kimi-k2-1t": (2.827, 1, 32, 1, 1),
 }
+# GLM with experts. Published are the numbers of the Hub's metadata, with the module of multi-token prediction, which
+# repeats the embedding and the head. transformers' defaults are the sizes of the two smaller ones; those of the
+# largest, with which GLM-4.6 and 4.7 agree, are in Megatron Bridge.
+GLM = {
+    "glm4.5-355b": (5120, 96, 8, 1536, 160, 8, 92, 151552, 1e-5, 1000000, 1, 3, 12288, 358_337_791_296),
+    "glm4.5-air-106b": (4096, 96, 8, 1408, 128, 8, 46, 151552, 1e-5, 1000000, 1, 1, 10944, 110_468_824_832),
+    "glm4.7-flash-30b": (2048, 20, 20, 1536, 64, 4, 47, 154880, 1e-5, 1000000, 1, 1, 10240, 31_221_488_576),
+}
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
@@ -315,7 +323,7 @@ def preset(name: str) -> Config:
 def test_every_preset_is_here():
     assert preset_names() == [
         "default",
-        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, TINY, *GPT3, *FAMILIES]),
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, TINY, *GPT3, *FAMILIES]),
     ]
 
 
@@ -337,7 +345,7 @@ def test_dropout_is_off_where_maxtext_turns_it_off():
     """With the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
-    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3} - on
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, TINY, *GPT3} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -412,6 +420,21 @@ def test_a_preset_with_latent_attention_is_the_published_model(name):
     assert (config.rope_type, config.original_max_position_embeddings, config.remat_policy) == ("yarn", 4096, "full")
     assert (config.routed_score_func == "sigmoid") == config.routed_bias == config.norm_topk_prob == biased
     check_count(config, published)
+
+
+@pytest.mark.parametrize("name", GLM)
+def test_a_preset_of_glm_with_experts_is_the_published_model(name):
+    *sizes, published = GLM[name]
+    config = resolve(loaded_preset(name, "mtp_num_layers=1").config, device_count=1, platform="cpu")
+    own = ("shared_experts", "first_num_dense_layers", "base_mlp_dim")
+    assert [config[key] for key in (*SIZES_WITH_EXPERTS, *own)] == sizes
+    large, flash = name == "glm4.5-355b", name.startswith("glm4.7-flash")
+    assert (config.routed_scaling_factor, config.use_qk_norm) == (2.5 if large else 1.8 if flash else 1, large)
+    assert (config.attention_bias, config.partial_rotary_factor) == ((False, 1) if flash else (True, 0.5))
+    assert (config.routed_score_func, config.routed_bias, config.norm_topk_prob) == ("sigmoid", True, True)
+    assert (config.rope_type, config.n_routing_groups, config.remat_policy) == ("default", -1, "full")
+    assert preset(name).mtp_num_layers == 0
+    check_count(config, published - 2 * config.vocab_size * config.base_emb_dim)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

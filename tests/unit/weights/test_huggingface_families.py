@@ -29,6 +29,9 @@ CASES = (
     "phi4-mini",
     "glm",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-air",
+    "glm4-moe-lite",
     "granite",
     "granite4",
     "granite-moe",
@@ -64,6 +67,13 @@ def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsy
     assert open_source(str(back)).keys == open_source(str(theirs)).keys
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == {}
+
+
+@pytest.mark.parametrize(("case", "word"), [("glm4", "rope_interleave=false"), ("glm4-moe", "rope_interleave=true")])
+def test_an_export_refuses_what_the_family_always_has_otherwise(case, word, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", word])
+    assert f"{word}: decoder_block={case.replace('-', '_')} always has rope_interleave=" in capsys.readouterr().err
 
 
 # transformers 4 writes one RoPE at the top, and the pattern of layers as a number.
@@ -109,6 +119,11 @@ def test_the_old_form_says_the_same(case, old):
         ("glm4", {"attention_bias": False}, {"attention_bias": False}),
         ("glm4", {"rope_parameters": None, "rope_theta": 1e4}, {"partial_rotary_factor": 0.5}),
         ("glm", {}, {"use_post_attn_norm": False, "partial_rotary_factor": 0.5, "attention_bias": False}),
+        ("glm4-moe", {}, {"n_routing_groups": 3, "use_qk_norm": True, "attention_bias": True, "routed_bias": True}),
+        ("glm4-moe-air", {"num_mtp_layers": 1}, {"n_routing_groups": -1, "use_qk_norm": False, "mtp_num_layers": 1}),
+        ("glm4-moe", {"rope_parameters": None, "rope_theta": 1e6}, {"partial_rotary_factor": 0.5}),
+        ("glm4-moe-lite", {"mlp_layer_types": "absent"}, {"first_num_dense_layers": 1}),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"]}, {"first_num_dense_layers": 2}),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
         ("phi3", {"max_position_embeddings": 4}, {"attention_type": "local_sliding", "sliding_window_size": 5}),
         ("phi3-short", LONG, {"rope_factor": 4.0, "rope_attention_scaling": True}),
@@ -163,6 +178,11 @@ def test_what_a_field_says(case, changes, expected):
         ("qwen2", {"rope_parameters": ROPE}, "rope_type=longrope"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ("phi3", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe", {"topk_method": "greedy"}, r"topk_method=greedy \(known: noaux_tc\)"),
+        ("glm4-moe", {"q_lora_rank": 4}, "q_lora_rank=4: not known"),
+        ("glm4-moe-lite", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers, then sparse ones, of 3"),
+        ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 with 1 dense layers"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
         ("phi3", {"embd_layer": "x"}, 'embd_layer="x": not known'),
         (

@@ -24,30 +24,28 @@ class DenseBlock(llama2.Block):
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `llama2.Block.make_attention`."""
-        return LatentAttention(
-            config.base_emb_dim,
-            heads=config.base_num_query_heads,
-            q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            value_dim=config.v_head_dim,
-            rope=llama2.make_rope(config)._replace(interleave=True),
-            mscale=config.mscale,
-            norm_epsilon=config.normalization_layer_epsilon,
-            op=config.attention,
-            soft_cap=config.attn_logits_soft_cap,
-            tiles=tiles_of(config),
-            across=llama2.across(config),
-            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            rngs=rngs,
-            **dtypes,
-            **given,
-        )
+        settings: dict[str, Any] = {
+            "heads": config.base_num_query_heads,
+            "q_rank": config.q_lora_rank,
+            "kv_rank": config.kv_lora_rank,
+            "nope_dim": config.qk_nope_head_dim,
+            "rope_dim": config.qk_rope_head_dim,
+            "value_dim": config.v_head_dim,
+            "rope": llama2.make_rope(config)._replace(interleave=True),
+            "mscale": config.mscale,
+            "norm_epsilon": config.normalization_layer_epsilon,
+            "op": config.attention,
+            "soft_cap": config.attn_logits_soft_cap,
+            "tiles": tiles_of(config),
+            "across": llama2.across(config),
+            "dropout_rate": config.attention_dropout_rate if config.enable_dropout else 0.0,
+            "rngs": rngs,
+        }
+        return LatentAttention(config.base_emb_dim, **{**settings, **dtypes, **given})
 
 
-class Block(DenseBlock, ExpertBlock):
-    """The same with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
+class SharedExpertBlock(ExpertBlock):
+    """Llama's block with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
 
     NAME = NAME
 
@@ -74,3 +72,7 @@ class Block(DenseBlock, ExpertBlock):
             **dtypes,
         )
         return SharedMoE(routed, shared)
+
+
+class Block(DenseBlock, SharedExpertBlock):
+    """The same with latent attention."""

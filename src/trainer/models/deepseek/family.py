@@ -8,7 +8,7 @@ from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.family import LATENT
 from trainer.config.keys import Config
 from trainer.layers.mla import PROJECTIONS
-from trainer.layers.stack import Stack
+from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBlock
 from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
@@ -20,11 +20,11 @@ from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 DENSE, SPARSE = "dense_layers", "moe_layers"
 
 
-def stacks(config: Config) -> list[Stack]:
+def stacks(config: Config, dense: MakeBlock = DenseBlock, sparse: MakeBlock = Block) -> list[Stack]:
     """The first layers have an MLP, the others experts, or every n-th of them."""
-    dense = config.first_num_dense_layers
-    others = stack_of(config, SPARSE, DenseBlock, Block, config.base_num_decoder_layers - dense)
-    return [Stack(DENSE, (DenseBlock,), dense), others]
+    first = config.first_num_dense_layers
+    others = stack_of(config, SPARSE, dense, sparse, config.base_num_decoder_layers - first)
+    return [Stack(DENSE, (dense,), first), others]
 
 
 _LAYER = "model.layers.{}."
@@ -53,13 +53,19 @@ _EXPERTS = {
     **_gated(f"{NAME}/{ROUTED}", f"mlp.experts.{EXPERT}", end=""),
     **_gated(f"{NAME}/{SHARED}", "mlp.shared_experts"),
 }
-LAYOUTS = {
-    **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
-    **{f"decoder/{DENSE}/{name}": it for name, it in (_ATTENTION | _gated("mlp", "mlp")).items()},
-    **{f"decoder/{SPARSE}/{name}": it for name, it in (_ATTENTION | _EXPERTS).items()},
-}
 
-_SIZES = {
+
+def layouts(block: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The layouts of a model with `stacks`, given those in every block."""
+    return {
+        **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
+        **{f"decoder/{DENSE}/{name}": it for name, it in {**block, **_gated("mlp", "mlp")}.items()},
+        **{f"decoder/{SPARSE}/{name}": it for name, it in {**block, **_EXPERTS}.items()},
+    }
+
+
+LAYOUTS = layouts(_ATTENTION)
+OF_EXPERTS = {
     "base_mlp_dim": "intermediate_size",
     "num_experts": "n_routed_experts",
     "num_experts_per_tok": "num_experts_per_tok",
@@ -68,12 +74,15 @@ _SIZES = {
     "routed_scaling_factor": "routed_scaling_factor",
     "norm_topk_prob": "norm_topk_prob",
     "first_num_dense_layers": "first_k_dense_replace",
+}
+OF_LATENT = OF_EXPERTS | {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
+BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
 # transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
@@ -97,7 +106,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
         "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
-        _SIZES["norm_topk_prob"]: said.get(_NORM, False),
+        OF_EXPERTS["norm_topk_prob"]: said.get(_NORM, False),
         **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
     }
 
@@ -151,7 +160,7 @@ _V2 = HuggingFace(
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
-    sizes=_SIZES,
+    sizes=OF_LATENT,
     only=_ONLY | {"scoring_func": "softmax", "norm_topk_prob": False},  # transformers ignores norm_topk_prob
     implies={"routed_score_func": "", "routed_bias": False, "norm_topk_prob": False},
     latent=True,
@@ -170,9 +179,9 @@ _V3 = HuggingFace(
         "routed_scaling_factor": 2.5,
         "n_shared_experts": 1,
     },
-    sizes=_SIZES,
+    sizes=OF_LATENT,
     only=_ONLY | {"scoring_func": SIGMOID, "rope_interleave": True},
-    implies={"routed_score_func": SIGMOID, "routed_bias": True},
+    implies=BY_SIGMOID,
     aliases=("kimi_k2",),
     latent=True,
     methods=("noaux_tc", "noaux_tc"),
@@ -217,12 +226,13 @@ def _maxtext_refuses(config: Config) -> list[str]:
 
 
 _WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as the rule of embed
+AXES = {"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH}
 
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
     projections=PROJECTIONS,
-    axes={"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH},
+    axes=AXES,
     hugging_face=(_V3, _V2),
     maxtext=MaxText(more=_maxtext_keys, refuses=_maxtext_refuses),
 )

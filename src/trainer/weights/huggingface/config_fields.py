@@ -13,7 +13,7 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 # Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Fields of multi-head latent attention and of groups of experts that have no key of the same value.
-_LATENT = ("q_lora_rank", "n_group", "topk_group", "topk_method", "scoring_func", "rope_interleave", "qk_head_dim")
+_LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
 # The fields of a model's sizes, with our keys.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -47,6 +47,7 @@ _FIELDS = {
     **{"first_k_dense_replace": Field(int, low=0), "routed_scaling_factor": Field(float, low=1e-6)},
     **{"topk_method": Field(str, null=True), "scoring_func": Field(str, null=True)},
     "mlp_only_layers": Field(list, null=True, item=int),
+    **{"mlp_layer_types": Field(list, null=True, item=str), "use_qk_norm": _SWITCH},
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
@@ -128,7 +129,7 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     known |= {field for field, _ in hf.powers.values()}
     known |= {hf.activation, hf.epsilon, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
     known |= {*COUNTS} if "num_experts" in hf.sizes else set()
-    known |= {*_LATENT} if hf.latent else set()
+    known |= {*(_LATENT if hf.latent else ()), *(_GROUPS if any(hf.methods) else ())}
     return _unknown(known, data)
 
 

@@ -69,7 +69,8 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
     keys |= {ours: _or_default(ours, power_of(said.get(field), power)) for ours, (field, power) in hf.powers.items()}
     keys |= hf.implies
-    keys |= _latent_keys(hf, said, refused) if hf.latent else {}
+    keys |= _latent_keys(said, refused) if hf.latent else {}
+    keys |= _group_keys(hf, said, refused) if any(hf.methods) else {}
     heads = said["num_attention_heads"]
     keys |= {
         "decoder_block": block,
@@ -77,7 +78,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
         "normalization_layer_epsilon": float(said[hf.epsilon]),
         **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
-        "use_qk_norm": hf.qk_norm,
+        **({} if "use_qk_norm" in sizes else {"use_qk_norm": hf.qk_norm}),
         "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
     }
     if not hf.latent:
@@ -180,18 +181,21 @@ def _or_default(key: str, value: Any) -> Any:
     return default if value is None else float(value) if isinstance(default, float) else value
 
 
-def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
-    fields."""
+def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of multi-head latent attention whose values differ from their fields."""
     if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
         refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
+    return {"q_lora_rank": said["q_lora_rank"] or 0}
+
+
+def _group_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of groups of experts."""
     groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
-    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
     if method == hf.methods[1] and groups > 1:
-        keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
-    elif method not in hf.methods:
+        return {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
+    if method not in hf.methods:
         refused.append(f"topk_method={shortened(method)} (known: {', '.join(dict.fromkeys(hf.methods))})")
-    return keys
+    return {"n_routing_groups": -1}
 
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
@@ -278,7 +282,8 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         **hf.only,
         **hf.write(config),
         "num_key_value_heads": config.base_num_kv_heads,
-        **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
+        **({"q_lora_rank": config.q_lora_rank or None} if hf.latent else {"head_dim": config.head_dim}),
+        **(_group_fields(hf, config) if any(hf.methods) else {}),
         hf.activation: theirs[config.mlp_activations[0]],
         hf.epsilon: config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
@@ -347,11 +352,10 @@ def _their_size(config: Config, key: str) -> Any:
     return None if key in _NONE and not value else value
 
 
-def _latent_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    """Returns the inverse of `_latent_keys`."""
+def _group_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
+    """Returns the inverse of `_group_keys`."""
     grouped = config.n_routing_groups > 1
     return {
-        "q_lora_rank": config.q_lora_rank or None,
         "topk_method": hf.methods[grouped],
         "n_group": config.n_routing_groups if grouped else 1,
         "topk_group": config.topk_routing_group if grouped else 1,
@@ -373,7 +377,7 @@ def _inexpressible(config: Config) -> list[str]:
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
-        "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "use_qk_norm": "use_qk_norm" not in hf.sizes and config.use_qk_norm != hf.qk_norm,
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get(hf.epsilon, config.normalization_layer_epsilon),
