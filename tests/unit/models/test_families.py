@@ -48,6 +48,10 @@ FAMILIES = {
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
     "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    "ministral3": {
+        **{"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 8},
+        **{"temperature_tuning": True, "temperature_tuning_scale": 0.5, "temperature_tuning_floor_scale": 8},
+    },
     "granite4": {
         **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_multiplier": 0.3},
         **{"query_pre_attn_scalar": 9.0, "normalize_embedding_logits": False},
@@ -83,7 +87,7 @@ PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
 
-@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "olmo2", "smollm3"))
+@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "ministral3", "olmo2", "smollm3"))
 @pytest.mark.parametrize(("family", "combination"), PROGRAMS)
 def test_the_program_is_the_same_in_every_combination(family, combination):
     expected = program_text(family, ALL_COMBINATIONS[0])
