@@ -1,6 +1,7 @@
 """The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
 arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
@@ -12,6 +13,7 @@ from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBloc
 from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import COUNT, LOG, NUMBERS, SIZES, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
@@ -74,6 +76,70 @@ _SIZES = {
 }
 # transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
+
+# In GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
+_HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
+_KEYS, _VALUES, _SCORE, _SOFTMAX, _SIGMOID = (
+    "attention.key_length",
+    "attention.value_length",
+    "expert_gating_func",
+    1,
+    2,
+)
+_NORM = "expert_weights_norm"
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Files before April 2025 have heads of their own size, not those of the latents."""
+    rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
+    return {
+        "num_key_value_heads": said.get("num_attention_heads"),
+        **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
+        "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
+        "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
+        _SIZES["norm_topk_prob"]: said.get(_NORM, False),
+        **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
+    }
+
+
+def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    rope, latent = data["qk_rope_head_dim"], data["kv_lora_rank"]
+    return {
+        **{"attention.head_count_kv": 1, _KEYS: latent + rope, _VALUES: latent},
+        **{_HEAD: data["qk_nope_head_dim"] + rope, _HEAD_V: data["v_head_dim"]},
+        _SCORE: _SIGMOID if data["scoring_func"] == SIGMOID else _SOFTMAX,
+        _NORM: data["norm_topk_prob"],
+    }
+
+
+def _refuses(data: Mapping[str, Any]) -> str:
+    if data["scoring_func"] != SIGMOID and data["n_group"] > 1:
+        return f"n_group={data['n_group']}: it chooses groups as DeepSeek-V3 does"
+    if data["q_lora_rank"] is None and data["num_hidden_layers"] not in (26, 27):
+        return "q_lora_rank=null: it reads this in models of 26 and 27 layers only"
+    return ""
+
+
+_GGUF = Gguf(
+    "deepseek2",
+    when=lambda said: said(_SCORE) != _SIGMOID,
+    sizes={
+        **{name: field for name, field in SIZES.items() if name not in ("attention.head_count_kv", _KEYS)},
+        **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
+        **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
+        **{"expert_feed_forward_length": "moe_intermediate_size", "rope.dimension_count": "qk_rope_head_dim"},
+        **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        **{f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")},
+    },
+    numbers=NUMBERS | {"expert_weights_scale": "routed_scaling_factor"},
+    more={
+        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, _SCORE), int),
+        **{_NORM: bool, LOG: float},
+    },
+    fields=_fields,
+    write=_gguf_values,
+    refuses=_refuses,
+)
 _V2 = HuggingFace(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -90,6 +156,7 @@ _V2 = HuggingFace(
     implies={"routed_score_func": "", "routed_bias": False, "norm_topk_prob": False},
     latent=True,
     methods=("greedy", "group_limited_greedy"),
+    gguf=_GGUF,
 )
 _V3 = HuggingFace(
     "deepseek_v3",
@@ -109,6 +176,7 @@ _V3 = HuggingFace(
     aliases=("kimi_k2",),
     latent=True,
     methods=("noaux_tc", "noaux_tc"),
+    gguf=_GGUF._replace(when=lambda said: said(_SCORE) == _SIGMOID),
 )
 
 # A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
