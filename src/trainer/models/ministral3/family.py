@@ -1,5 +1,5 @@
-"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. Queries grow with their position, as in Llama 4
-(arXiv:2501.19399), from the length on from which YaRN scales."""
+"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. Queries grow with their position, as in
+Llama 4 (arXiv:2501.19399), from the length on from which YaRN scales."""
 
 from collections.abc import Mapping
 from typing import Any
