@@ -194,6 +194,10 @@ def test_windows(family, more, expected):
         ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
         ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
         (
+            "decoder_block=ministral3 temperature_tuning=true rope_type=yarn original_max_position_embeddings=9",
+            "grow from the length on from which RoPE is scaled: give both the same number",
+        ),
+        (
             "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
             "the shortest wavelength must be less than the longest",
         ),
