@@ -44,6 +44,7 @@ SIZES = {
 DEEPSEEK_V3 = (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM)
 DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
+MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
@@ -286,6 +287,19 @@ CASES = {
         OF_GRANITE
         | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 12, "mamba_n_heads": 1}
         | {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    # Positions from 6 on have larger queries, and other ones from 12 and 18 on.
+    "ministral3": Case(
+        MINISTRAL3,
+        SMALL
+        | {"bos_token_id": None, "eos_token_id": None, "sliding_window": 9}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, "rope_theta": 1000.0},
+                **{"beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
     ),
 }
 

@@ -23,6 +23,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
     *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
+    *("temperature_tuning", "temperature_tuning_scale", "temperature_tuning_floor_scale"),
     *MULTIPLIERS,
 )
 # The keys that a family may read or not.

@@ -362,6 +362,9 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    temperature_tuning: bool
+    temperature_tuning_floor_scale: int
+    temperature_tuning_scale: float
     token_file: str
     tokenize_eval_data: bool
     tokenize_train_data: bool

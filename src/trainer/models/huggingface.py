@@ -193,6 +193,7 @@ class HuggingFace(NamedTuple):
         layer_types says.
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
       ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
+      rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
@@ -226,6 +227,7 @@ class HuggingFace(NamedTuple):
     period: int = 0
     period_field: str = ""
     ropes: Sequence[str] = ()
+    rope_sizes: Mapping[str, str] = {}
     partial: bool = False
     local_rope: str = ""
     epsilon: str = "rms_norm_eps"

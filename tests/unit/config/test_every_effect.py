@@ -50,6 +50,7 @@ CASES = {
         "enable_streaming_diloco": True,
         "num_diloco_fragments": 3,
     },
+    "temperature_tuning=false": {"temperature_tuning": True},
     "rope_type is not default": {"rope_type": "linear"},
     "rope_type=default": {"rope_type": "yarn"},
     "rope_type is not llama3.1": {"rope_type": "llama3.1"},

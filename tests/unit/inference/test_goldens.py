@@ -39,6 +39,7 @@ CASES = (
     "granite",
     "granite4",
     "granite-moe",
+    "ministral3",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

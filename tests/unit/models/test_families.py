@@ -57,6 +57,10 @@ FAMILIES = {
     "glm4_moe_lite": OF_GLM
     | {"attention_type": "mla", "base_num_kv_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8}
     | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "mtp_num_layers": 1},
+    "ministral3": {
+        **{"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 8},
+        **{"temperature_tuning": True, "temperature_tuning_scale": 0.5, "temperature_tuning_floor_scale": 8},
+    },
     "granite4": {
         **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_multiplier": 0.3},
         **{"query_pre_attn_scalar": 9.0, "normalize_embedding_logits": False},
@@ -92,7 +96,7 @@ PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
 
-@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "olmo2", "smollm3"))
+@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "ministral3", "olmo2", "smollm3"))
 @pytest.mark.parametrize(("family", "combination"), PROGRAMS)
 def test_the_program_is_the_same_in_every_combination(family, combination):
     expected = program_text(family, ALL_COMBINATIONS[0])
@@ -199,6 +203,10 @@ def test_windows(family, more, expected):
         ("attention_bias=true", "this family does not read it; only glm4, glm4_moe, qwen2 can have it"),
         ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
         ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
+        (
+            "decoder_block=ministral3 temperature_tuning=true rope_type=yarn original_max_position_embeddings=9",
+            "grow from the length on from which RoPE is scaled: give both the same number",
+        ),
         (
             "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
             "the shortest wavelength must be less than the longest",

@@ -106,6 +106,10 @@ FAMILIES = {
     "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
     "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
     "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
+    # The text models' config.json in folders of the Hub. That of the 14B was not at hand.
+    "ministral3-3b": ("ministral3", 3072, 32, 8, 128, 9216, 26, 131072, 1e-5, 1000000, True, 3_429_006_336),
+    "ministral3-8b": ("ministral3", 4096, 32, 8, 128, 14336, 34, 131072, 1e-5, 1000000, False, 8_489_553_920),
+    "devstral-small-2-24b": ("ministral3", 5120, 32, 8, 128, 32768, 40, 131072, 1e-5, 10**8, False, 23_572_403_200),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
 }
 # The same as in WITH_EXPERTS; heads have 64 entries, and the head is the table. Sources as above.
@@ -152,6 +156,10 @@ OWN = {
     "smollm3": {"nope_layer_interval": 4},
     "granite": {},
     "granite4": {},
+    "ministral3": {
+        **{"rope_type": "yarn", "rope_factor": 16, "original_max_position_embeddings": 16384},
+        **{"temperature_tuning": True, "temperature_tuning_scale": 0.1, "temperature_tuning_floor_scale": 16384},
+    },
     "phi3": {},
     "glm4": {**POST_NORMS, "attention_bias": True, "partial_rotary_factor": 0.5},
 }
@@ -178,7 +186,9 @@ def factors(attention: float, logits: float, residual: float = 0.22) -> dict[str
     return own | {"query_pre_attn_scalar": attention**-2}
 
 
+SMALL_DEVSTRAL = {"rope_factor": 48, "original_max_position_embeddings": 8192, "temperature_tuning_floor_scale": 8192}
 OWN_OF_PRESETS = {
+    "devstral-small-2-24b": OWN["ministral3"] | SMALL_DEVSTRAL,
     **{f"{version}-2b": factors(0.015625, 8) for version in ("granite3", "granite3.1")},
     **{f"{version}-8b": factors(0.0078125, 16) for version in ("granite3", "granite3.1")},
     "granite4-350m": factors(0.015625, 4, 0.263),
@@ -241,6 +251,17 @@ GRANITE4_MICRO = GRANITE | {
     **{"num_local_experts": 0, "output_router_logits": False, "pad_token_id": 100256, "router_aux_loss_coef": 0.01},
     **{"position_embedding_type": "rope", "shared_intermediate_size": 8192, "vocab_size": 100352},
 }
+MINISTRAL3_8B = {
+    **{"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02},
+    **{"intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3"},
+    **{"num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "rope_parameters": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+        **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0},
+        **{"rope_type": "yarn", "type": "yarn"},
+    },
+    **{"sliding_window": None, "use_cache": True, "vocab_size": 131072},
+}
 LARGEST = (
     "qwen2.5-72b",
     "gemma-7b",
@@ -253,6 +274,7 @@ LARGEST = (
     "glm4-32b",
     "granite3-8b",
     "granite4-micro",
+    "devstral-small-2-24b",
 )
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
@@ -487,6 +509,7 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
         "smollm3-3b",
         "granite3-8b",
         "granite4-micro",
+        "devstral-small-2-24b",
     ),
 )
 @pytest.mark.parametrize("name", LARGEST)
@@ -506,6 +529,7 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
         ("phi4-mini", PHI4_MINI_JSON),
         ("granite3.1-8b", GRANITE3_8B),
         ("granite4-micro", GRANITE4_MICRO),
+        ("ministral3-8b", MINISTRAL3_8B),
     ],
 )
 def test_a_published_config_json_is_its_preset(name, data):

@@ -35,8 +35,11 @@ CASES = (
     "granite",
     "granite4",
     "granite-moe",
+    "ministral3",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}
+GROWN = YARN | {"llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 1.0}
 # As in the first files of Phi 3, in the form of transformers 4.
 LONG = {"rope_parameters": None, "rope_theta": 1e3}
 LONG |= {"rope_scaling": {"type": "su", "short_factor": [1] * 4, "long_factor": [2.0] * 4}}
@@ -134,6 +137,8 @@ def test_the_old_form_says_the_same(case, old):
         ("granite", {"attention_multiplier": "absent"}, {"query_pre_attn_scalar": 1.0}),
         ("granite", {"logits_scaling": 8, "residual_multiplier": None}, {"logits_multiplier": 0.125}),
         ("granite4", {"layer_types": ["attention"] * 2, "init_method": "mup"}, {"base_mlp_dim": 12}),
+        ("ministral3", {"rope_parameters": GROWN}, {"temperature_tuning_floor_scale": 8, "rope_factor": 2.0}),
+        ("ministral3", {"rope_parameters": GROWN | {"mscale_all_dim": 0}}, {"rope_attention_scaling": True}),
         ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
         ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
         ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
@@ -203,6 +208,11 @@ def test_what_a_field_says(case, changes, expected):
         ("granite4", {"position_embedding_type": "nope"}, 'position_embedding_type="nope"'),
         ("granite4", {"num_local_experts": 4}, "num_local_experts=4"),
         ("granite4", {"num_local_experts": "absent"}, "num_local_experts=8"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "rope_type=default .known: yarn"),
+        ("ministral3", {"rope_parameters": YARN}, "RoPE without llama_4_scaling_beta"),
+        ("ministral3", {"rope_parameters": GROWN | {"mscale_all_dim": 0.5}}, "attention_factor=1.0"),
+        ("ministral3", {"rope_parameters": GROWN | {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta=.x., not a"),
+        ("mistral", {"rope_parameters": GROWN}, "llama_4_scaling_beta in RoPE of kind yarn"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
         (

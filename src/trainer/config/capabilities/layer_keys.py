@@ -105,6 +105,11 @@ INERT = (
         lambda c: c.rope_type != "longrope",
         "rope_type is not longrope",
     ),
+    Inert(
+        ("temperature_tuning_scale", "temperature_tuning_floor_scale"),
+        lambda c: not c.temperature_tuning,
+        "temperature_tuning=false",
+    ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),
 )

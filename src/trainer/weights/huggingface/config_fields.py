@@ -62,7 +62,7 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Field(float, low=1e-37, null=True)),
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Field(float, low=0, null=True)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
     **dict.fromkeys(("short_factor", "long_factor"), Field(list, null=True, item=float)),
     **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one such object for each
