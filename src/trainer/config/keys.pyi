@@ -57,6 +57,7 @@ class Config(Mapping[str, Any]):
     checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
+    chunk_attn_window_size: int
     communication_overlapping_alpha: float
     compile_report_file: str
     compile_topology: str
@@ -357,6 +358,9 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    temperature_tuning: bool
+    temperature_tuning_floor_scale: int
+    temperature_tuning_scale: float
     token_file: str
     tokenize_eval_data: bool
     tokenize_train_data: bool

@@ -12,6 +12,7 @@ FAMILIES = {
     "glm4": "trainer.models.glm4.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "llama2": "trainer.models.llama2.facts:FACTS",
+    "llama4": "trainer.models.llama4.facts:FACTS",
     "mistral": "trainer.models.mistral.facts:FACTS",
     "mixtral": "trainer.models.mixtral.facts:FACTS",
     "olmo2": "trainer.models.olmo2.facts:FACTS",

@@ -34,6 +34,8 @@ CASES = (
     "phi3",
     "phi4-mini",
     "glm4",
+    "llama4",
+    "llama4-interleaved",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

@@ -33,7 +33,7 @@ WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 # rope_interleave of cases that allow one value.
-FIXED = {"phi4-mini": "false", "glm": "true", "glm4": "true"}
+FIXED = {"phi4-mini": "false", **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved"), "true")}
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
 # 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
@@ -180,6 +180,11 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("llama-yarn", "rope_truncate", False),
         ("llama-yarn-exact", "beta_fast", 3.5),
         ("llama-yarn-exact", "beta_slow", 0.6),
+        ("llama4", "chunk_attn_window_size", 6),
+        ("llama4", "temperature_tuning_floor_scale", 5),
+        ("llama4", "temperature_tuning_scale", 0.4),
+        ("llama4", "use_qk_norm", False),
+        ("llama4-interleaved", "nope_layer_interval", -1),
         ("mistral", "sliding_window_size", 6),
         ("qwen3-moe", "norm_topk_prob", True),
         ("deepseek-v2", "mscale", 0.0),

@@ -66,7 +66,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
         "normalization_layer_epsilon": float(said["rms_norm_eps"]),
         **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
-        "use_qk_norm": hf.qk_norm,
+        **({} if "use_qk_norm" in sizes else {"use_qk_norm": hf.qk_norm}),
         "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
     }
     if not hf.latent:
@@ -189,6 +189,8 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
+    if hf.window == "chunked":  # `read` knows which layers have chunks
+        return {"attention_type": "global"}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
     if given:
@@ -270,7 +272,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         "torch_dtype": dtype,
     }
     window = config.sliding_window_size if has_window(config) else None
-    if hf.window:
+    if hf.window not in ("", "chunked"):
         data["sliding_window"] = window
     if hf.window == "alternating":
         # transformers makes a mask with this window even if no layer uses it
@@ -316,7 +318,8 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
 
 
 # Keys of which 0 means none, for which config.json has null.
-_NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_NONE = (*_CAPS, "chunk_attn_window_size")
 
 
 def _their_size(config: Config, key: str) -> Any:
@@ -343,14 +346,14 @@ def _inexpressible(config: Config) -> list[str]:
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
-        **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
+        **{name: config[name] != 0 and name not in hf.sizes for name in _CAPS},
         "query_pre_attn_scalar": config.query_pre_attn_scalar not in (0, config.head_dim)
         and ("query_pre_attn_scalar" not in hf.sizes or config.query_pre_attn_scalar % 1 != 0),
         "local_rope_max_timescale": not can_rotate(hf, config),
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
-        "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "use_qk_norm": config.use_qk_norm != hf.qk_norm and "use_qk_norm" not in hf.sizes,
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),

@@ -102,7 +102,7 @@ def _inexpressible(config: Config) -> list[str]:
             for why in _other_rotation(config, there)
         ]
     refused += there.refuses(config)
-    if has_experts(config) and config.interleave_moe_layer_step != 1:
+    if has_experts(config) and config.interleave_moe_layer_step != 1 and not there.interleaves_experts:
         refused.append(
             f"interleave_moe_layer_step={config.interleave_moe_layer_step}: it does not read this key in this block"
         )
