@@ -82,6 +82,8 @@ def llama4() -> tuple[Any, dict[str, Any]]:
         boi_token_index=61,
         eoi_token_index=62,
     )
+    # transformers 5.24 reads this field of the text model's output, which does not have it.
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     model = transformers.Llama4ForConditionalGeneration(config)
     tokens = torch.tensor([[5, 61, 10, 10, 10, 10, 62, *range(11, 24)]])
     return model, {"input_ids": tokens, "pixel_values": pixels()}
@@ -176,7 +178,7 @@ def main() -> int:
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}")
     worst = 0.0
     for name, make in CASES.items():
-        for as_modules in (False, True):
+        for as_modules in (False,) if name == "llama4" else (False, True):  # its modules have the published names
             with tempfile.TemporaryDirectory() as folder:
                 found = check(make, Path(folder), as_modules)
             print(f"{name}, {'names of modules' if as_modules else 'names as saved'}: {found[0]:.1e} {found[1]:.1e}")

@@ -50,7 +50,8 @@ def expected(case):
 
 
 @pytest.mark.rest(
-    covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3")
+    covered_by="gemma2, olmo3, exaone4; the logits of all",
+    cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "llama4-interleaved"),
 )
 @pytest.mark.rest(
     covered_by="deepseek-v3, qwen3-moe; the logits of all",

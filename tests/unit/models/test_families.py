@@ -119,6 +119,7 @@ def losses(family, devices, **more):
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
 @pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("phi3",))
+@pytest.mark.rest(covered_by="unit/layers/test_across.py and integration tests of experts", cases=("llama4",))
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3", "llama4"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""

@@ -146,6 +146,7 @@ def differences(case, config, model, folder):
 
 
 @pytest.mark.rest(covered_by="the reference op; unit/ops/test_blockwise.py", cases=("blockwise",))
+@pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved",))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.

@@ -152,7 +152,8 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
 
 
 def _refuses(config: Config) -> list[str]:
-    fixed = {"num_experts_per_tok": 1} | ({"rope_linear_scaling_factor": 1} if config.rope_type == "default" else {})
+    fixed: dict[str, Any] = {"num_experts_per_tok": 1}
+    fixed |= {"rope_linear_scaling_factor": 1} if config.rope_type == "default" else {}
     if config.temperature_tuning:
         fixed |= {"temperature_tuning_scale": 0.1, "temperature_tuning_floor_scale": 8192}
     refused = [f"{key}={config[key]}: only {value}" for key, value in fixed.items() if config[key] != value]
