@@ -251,7 +251,7 @@ def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path,
 def test_another_model_with_images_is_refused_by_the_name_of_what_it_has():
     data = {"model_type": "gemma4", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
     with pytest.raises(
-        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, mistral3"
+        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, llama4, mistral3"
     ):
         model_keys(data, "config.json")
 
