@@ -147,7 +147,7 @@ def test_windows_of_qwen3(changes, window):
         ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "full_attention and sliding"),
         (
             {"model_type": "gpt2"},
-            "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, glm4, glm, llama, llama4_text, mistral",
+            "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, glm4, glm, llama, llama4_text",
         ),
         # Fields of another family, and of none.
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
