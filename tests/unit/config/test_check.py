@@ -92,7 +92,7 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ("rope_min_timescale=10000", "less than the longest"),
         (
             "rope_type=llama3.1 rope_low_freq_factor=5",
-            r"rope_low_freq_factor=4.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must be less than",
+            r"rope_low_freq_factor=5.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must not be greater",
         ),
         ("rope_type=yarn beta_slow=33", "beta_slow must not be greater than beta_fast"),
         (
