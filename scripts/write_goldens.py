@@ -43,6 +43,7 @@ SIZES = {
 }
 DEEPSEEK_V3 = (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM)
 DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM)
+LLAMA4 = (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
@@ -78,6 +79,9 @@ OF_OLMO = {name: size for name, size in SMALL.items() if name != "head_dim"}
 OF_OLMO |= {"num_key_value_heads": 2, "eos_token_id": None}
 OF_PHI = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 2}
 OF_PHI |= {"bos_token_id": None, "eos_token_id": None}
+OF_LLAMA4 = SMALL | {"intermediate_size": 10, "intermediate_size_mlp": 20}
+OF_LLAMA4 |= {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_chunk_size": 5, "floor_scale": 4}
+OF_LLAMA4 |= {"attn_scale": 0.5, "bos_token_id": None, "eos_token_id": None}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "long_factor": [1.0, 2.5, 4.0]}
 OF_GRANITE = {name: size for name, size in SMALL.items() if name not in ("head_dim", "pad_token_id")}
 OF_GRANITE |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
@@ -301,6 +305,27 @@ CASES = {
             }
         },
     ),
+    # Positions at which queries grow, and chunks, are shorter than documents.
+    "llama4": Case(
+        LLAMA4,
+        OF_LLAMA4
+        | {"num_hidden_layers": 5}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 1.0, "original_max_position_embeddings": 64},
+            }
+        },
+        some(3, 4),
+        spread=0.9,
+    ),
+    "llama4-interleaved": Case(
+        LLAMA4,
+        OF_LLAMA4
+        | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        some(3),
+        spread=0.9,
+    ),
 }
 
 
@@ -431,10 +456,23 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
         packing["attention_mask"] = kinds if alternates else kinds[SLIDING]
         packing["position_ids"] = tokens["inputs_position"]
     model.zero_grad()
-    logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
+    if masked and model.config.model_type == "llama4_text":  # its queries grow with the place in the row
+        logits = by_document(model, tokens)
+    else:
+        logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
     counts = tokens["targets_segmentation"] != 0
     cross_entropy(logits[counts], tokens["targets"][counts]).backward()
     return logits.detach().numpy(), gradients(model)
+
+
+def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns logits [rows, length, vocab] of each document, or padding, of a packed batch by itself."""
+    rows = []
+    for inputs, segment in zip(tokens["inputs"], tokens["inputs_segmentation"], strict=True):
+        _, lengths = torch.unique_consecutive(segment, return_counts=True)
+        documents = inputs.split(lengths.tolist())
+        rows.append(torch.cat([model(input_ids=it[None], use_cache=False).logits[0] for it in documents]))
+    return torch.stack(rows)
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ class Config(Mapping[str, Any]):
     checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
+    chunk_attn_window_size: int
     communication_overlapping_alpha: float
     compile_report_file: str
     compile_topology: str

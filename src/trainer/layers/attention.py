@@ -17,7 +17,7 @@ from trainer.layers import across as split
 from trainer.layers.across import GATHERED, HEADS, KEYS, QUERIES, QUERY_ROWS, Across, mask_axes
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
-from trainer.layers.norm import RMSNorm
+from trainer.layers.norm import RMSNorm, normalized
 from trainer.layers.param import EXACT, param
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
@@ -145,6 +145,7 @@ class Attention(nnx.Module):
         qk_norm_epsilon: float | None = None,
         qk_norm_offset: float = 0.0,
         qk_norm_over_heads: bool = False,
+        qk_norm_rotated: float | None = None,
         dropout_rate: float = 0.0,
         across: Across = GATHERED,
         dtype: jnp.dtype,
@@ -160,9 +161,10 @@ class Attention(nnx.Module):
         (`ops.attention`), initially 0. `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's
         queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `qk_norm_offset`: see `RMSNorm`.
         `qk_norm_over_heads`: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
-        arXiv:2501.00656), in place of one for each head. `bias`: whether all projections have a bias, or the names of
-        those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with equal
-        numbers of heads.
+        arXiv:2501.00656), in place of one for each head. `qk_norm_rotated`: epsilon of a norm without parameters of
+        each head's queries and keys, after RoPE; None for no norm. `bias`: whether all projections have a bias, or the
+        names of those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with
+        equal numbers of heads.
 
         Raises:
           UserError: the op does not support sinks.
@@ -186,6 +188,7 @@ class Attention(nnx.Module):
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
         self.norms_heads, self.over_heads = qk_norm_epsilon is not None, qk_norm_over_heads
+        self.norm_rotated = qk_norm_rotated
         if qk_norm_epsilon is not None:
             norm = functools.partial(
                 RMSNorm, epsilon=qk_norm_epsilon, offset=qk_norm_offset, dtype=dtype, weight_dtype=weight_dtype
@@ -202,8 +205,9 @@ class Attention(nnx.Module):
         Raises:
           UserError: queries and keys are normalized, or the logits are capped: scaled weights do not scale such logits.
         """
-        if self.norms_heads or self.scores.soft_cap:
-            why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
+        normed = self.norms_heads or self.norm_rotated is not None
+        if normed or self.scores.soft_cap:
+            why = "their norms undo a scale of the weights" if normed else "the soft cap bounds logits itself"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         if self.fused:
             root_h = jnp.sqrt(eta_h)
@@ -264,6 +268,8 @@ class Attention(nnx.Module):
             queries, keys = self._normed(self.query_norm, queries), self._normed(self.key_norm, keys)
         if self.rope is not None:
             queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
+        if self.norm_rotated is not None:
+            queries, keys = (normalized(x, self.norm_rotated).astype(x.dtype) for x in (queries, keys))
         if self.temperature is not None:
             queries = self.temperature.tempered(queries, position_bt)
 

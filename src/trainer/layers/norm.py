@@ -23,10 +23,15 @@ class RMSNorm(nnx.Module):
         self.scale = param(jnp.full(width, 1 - offset, EXACT), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        x = normalized(x, self.epsilon)
         scale = self.scale[...].astype(jnp.float32)
         return (x * (self.offset + scale if self.offset else scale)).astype(self.dtype)
+
+
+def normalized(x: jax.Array, epsilon: float) -> jax.Array:
+    """Returns `x` divided by its root mean square over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
 class LayerNorm(nnx.Module):

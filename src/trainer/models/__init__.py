@@ -18,6 +18,7 @@ FAMILIES = {
     "granite_moe": "trainer.models.granite_moe.facts:FACTS",
     "llama2": "trainer.models.llama2.facts:FACTS",
     "ministral3": "trainer.models.ministral3.facts:FACTS",
+    "llama4": "trainer.models.llama4.facts:FACTS",
     "mistral": "trainer.models.mistral.facts:FACTS",
     "mixtral": "trainer.models.mixtral.facts:FACTS",
     "olmo2": "trainer.models.olmo2.facts:FACTS",

@@ -187,10 +187,10 @@ class HuggingFace(NamedTuple):
       nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
         that differ from its class, whose values these are.
       outers: models with towers whose text model is one of this type, or of another that they name.
-      qk_norm: whether the family normalizes queries and keys; without meaning if `sizes` names a field for use_qk_norm.
+      qk_norm: whether the family normalizes queries and keys; `sizes` may name a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types says.
+        layer_types says; "chunked": `read` knows the chunks of each layer.
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
       ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
       rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
@@ -223,7 +223,7 @@ class HuggingFace(NamedTuple):
     defaults: Mapping[str, Any]
     merged: Sequence[Merged] = ()
     qk_norm: bool = False
-    window: Literal["", "given", "switched", "alternating"] = ""
+    window: Literal["", "given", "switched", "alternating", "chunked"] = ""
     period: int = 0
     period_field: str = ""
     ropes: Sequence[str] = ()

@@ -108,7 +108,8 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        kept: np.ndarray = (turns - how.low_freq_factor) / (how.high_freq_factor - how.low_freq_factor)
+        # Published files of Llama 4 have equal factors: then nothing is in between.
+        kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind
         low, high = _yarn_range(how, width)

@@ -10,7 +10,7 @@ from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_floats
-from trainer.config.capabilities.windows import has_window
+from trainer.config.capabilities.windows import has_window, in_chunks
 from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError
 from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, fixed, reads
@@ -110,7 +110,7 @@ def described(config: Config) -> dict[str, Any]:
         if name not in _OF_LONGROPE
         and (reads(config, name) or (unknown and config[name] != schema().keys[name].default))
     ]
-    if has_window(config):
+    if has_window(config) and not in_chunks(config):
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")

@@ -69,7 +69,7 @@ CASES = {
     "custom_device_tensors custom_offload_tensors": [{"custom_device_tensors": ["a"], "custom_offload_tensors": ["a"]}],
     "rope_min_timescale rope_max_timescale": [{"rope_min_timescale": 5, "rope_max_timescale": 5}],
     "rope_low_freq_factor rope_high_freq_factor": [
-        {"rope_type": "llama3.1", "rope_low_freq_factor": 4.0, "rope_high_freq_factor": 4.0}
+        {"rope_type": "llama3.1", "rope_low_freq_factor": 4.5, "rope_high_freq_factor": 4.0}
     ],
     "beta_slow beta_fast": [{"rope_type": "yarn", "beta_slow": 33.0, "beta_fast": 32.0}],
     "use_qk_clip use_qk_norm": [{"use_qk_clip": True, "use_qk_norm": True}],
@@ -108,6 +108,7 @@ CASES = {
     "rope_short_factor rope_long_factor": [PHI | {"rope_type": "longrope", "rope_short_factor": [1.0]}],
     "rope_factor original_max_position_embeddings": [PHI | {"rope_type": "longrope", "rope_factor": 4.0}],
     "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
+    "decoder_block chunk_attn_window_size": [{"chunk_attn_window_size": 4}],
     "decoder_block temperature_tuning": [{"temperature_tuning": True}],
     "decoder_block temperature_tuning_scale": [{"temperature_tuning_scale": 0.2}],
     "decoder_block temperature_tuning_floor_scale": [{"temperature_tuning_floor_scale": 4}],

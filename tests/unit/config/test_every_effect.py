@@ -33,7 +33,7 @@ CASES = {
     "it needs attention_type=mla and yarn": MLA | {"rope_type": "yarn"},
     "attention_type=mla always rotates adjacent pairs": MLA,
     "sparse_matmul=true drops no token": {"sparse_matmul": False},
-    "this family divides the weights of a token's experts by their sum in any case": MOE,
+    "this family has one way to weight a token's experts": MOE,
     "every layer of this family has experts, whose tensors are moe_mlp*": MOE,
     "with expert parallelism, the backward pass computes these tensors again": MOE | {"ici_expert_parallelism": 2},
     "only expert parallelism with sparse_matmul=true has buffers": MOE,

@@ -40,6 +40,8 @@ CASES = (
     "granite4",
     "granite-moe",
     "ministral3",
+    "llama4",
+    "llama4-interleaved",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40
@@ -55,7 +57,7 @@ def expected(case):
 
 @pytest.mark.rest(
     covered_by="gemma2, olmo3, exaone4; the logits of all",
-    cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "granite4"),
+    cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "granite4", "llama4-interleaved"),
 )
 @pytest.mark.rest(
     covered_by="deepseek-v3, qwen3-moe; the logits of all",

@@ -33,7 +33,10 @@ WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4", "granite", "granite4", "mini
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 # rope_interleave of cases that allow one value.
-FIXED = {"phi4-mini": "false", "glm": "true", "glm4": "true", "glm4-moe": "false", "glm4-moe-air": "false"}
+FIXED = {
+    **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved"), "true"),
+    **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air"), "false"),
+}
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
 # 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
@@ -146,6 +149,7 @@ def differences(case, config, model, folder):
 
 
 @pytest.mark.rest(covered_by="the reference op; unit/ops/test_blockwise.py", cases=("blockwise",))
+@pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved",))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.
@@ -180,6 +184,11 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("llama-yarn", "rope_truncate", False),
         ("llama-yarn-exact", "beta_fast", 3.5),
         ("llama-yarn-exact", "beta_slow", 0.6),
+        ("llama4", "chunk_attn_window_size", 6),
+        ("llama4", "temperature_tuning_floor_scale", 5),
+        ("llama4", "temperature_tuning_scale", 0.4),
+        ("llama4", "use_qk_norm", False),
+        ("llama4-interleaved", "nope_layer_interval", -1),
         ("mistral", "sliding_window_size", 6),
         ("qwen3-moe", "norm_topk_prob", True),
         ("deepseek-v2", "mscale", 0.0),

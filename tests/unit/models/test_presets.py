@@ -300,6 +300,14 @@ GLM = {
     "glm4.5-air-106b": (4096, 96, 8, 1408, 128, 8, 46, 151552, 1e-5, 1000000, 1, 1, 10944, 110_468_824_832),
     "glm4.7-flash-30b": (2048, 20, 20, 1536, 64, 4, 47, 154880, 1e-5, 1000000, 1, 1, 10240, 31_221_488_576),
 }
+# The same up to rope_theta, then base_mlp_dim, interleave_moe_layer_step, use_qk_norm, parameters of the text model.
+# Sizes: transformers' Llama4TextConfig and MaxText's presets; below, all parameters by the Hub's metadata.
+LLAMA4 = {
+    "llama4-17b-16e": (5120, 40, 8, 8192, 16, 1, 48, 202048, 1e-5, 500000, -1, 1, True, 107_769_861_120),
+    "llama4-17b-128e": (5120, 40, 8, 8192, 128, 1, 48, 202048, 1e-5, 500000, 16384, 2, False, 400_711_848_960),
+}
+VISION_OF_LLAMA4 = 871_932_416
+WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 401_583_781_376}
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
@@ -345,7 +353,7 @@ def preset(name: str) -> Config:
 def test_every_preset_is_here():
     assert preset_names() == [
         "default",
-        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, TINY, *GPT3, *FAMILIES]),
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *FAMILIES]),
     ]
 
 
@@ -367,7 +375,7 @@ def test_dropout_is_off_where_maxtext_turns_it_off():
     """With the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
-    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, TINY, *GPT3} - on
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, *LLAMA4, TINY, *GPT3} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -420,6 +428,27 @@ def test_a_preset_of_granite_with_experts_is_the_published_model(name):
     own = factors(0.015625, 6)
     assert {key: config[key] for key in own} == pytest.approx(own, rel=1e-14)
     assert (config.decoder_block, config.head_dim, config.remat_policy) == ("granite_moe", 64, "full")
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", LLAMA4)
+def test_a_preset_of_llama_4_is_the_published_model(name):
+    config = preset(name)
+    *sizes, normed, published = LLAMA4[name]
+    *_, mlp, step = sizes
+    if step > 1:
+        assert config.base_mlp_dim == mlp
+    assert [config[key] for key in SIZES_WITH_EXPERTS] == sizes[:-2]
+    assert (config.interleave_moe_layer_step, config.use_qk_norm, config.shared_experts) == (step, normed, 1)
+    assert (config.nope_layer_interval, config.chunk_attn_window_size, config.temperature_tuning) == (4, 8192, True)
+    assert (config.temperature_tuning_scale, config.temperature_tuning_floor_scale) == (0.1, 8192)
+    assert config.rope_type == ("llama3.1" if normed else "default")
+    width, heads, kv_heads, hidden, experts, _, layers, vocab, *_ = sizes
+    sparse = layers // step
+    shared = 2 * width * 128 * (heads + kv_heads) + 2 * width
+    of_experts = width * experts + 3 * (experts + 1) * width * hidden
+    blocks = layers * shared + sparse * of_experts + (layers - sparse) * 3 * width * mlp
+    assert 2 * vocab * width + blocks + width == published == WITH_VISION_OF_LLAMA4[name] - VISION_OF_LLAMA4
     check_count(config, published)
 
 

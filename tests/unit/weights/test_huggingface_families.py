@@ -36,6 +36,8 @@ CASES = (
     "granite4",
     "granite-moe",
     "ministral3",
+    "llama4",
+    "llama4-interleaved",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}
@@ -43,6 +45,7 @@ GROWN = YARN | {"llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 1.
 # As in the first files of Phi 3, in the form of transformers 4.
 LONG = {"rope_parameters": None, "rope_theta": 1e3}
 LONG |= {"rope_scaling": {"type": "su", "short_factor": [1] * 4, "long_factor": [2.0] * 4}}
+LISTS = {"no_rope_layers": [], "moe_layers": "absent", "layer_types": "absent"}  # as published
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -117,6 +120,15 @@ def test_the_old_form_says_the_same(case, old):
         ("gemma2", {"attn_logit_softcapping": None}, {"attn_logits_soft_cap": 0.0}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, {"nope_layer_interval": -1}),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, {"nope_layer_interval": 2}),
+        ("llama4", LISTS, {"nope_layer_interval": 4, "interleave_moe_layer_step": None, "base_mlp_dim": None}),
+        ("llama4", {"attention_chunk_size": None, "layer_types": None}, {"chunk_attn_window_size": 0}),
+        ("llama4", {"attn_temperature_tuning": 4}, {"temperature_tuning": True}),
+        ("llama4", {"use_qk_norm": False}, {"use_qk_norm": False}),
+        (
+            "llama4-interleaved",
+            {"moe_layers": "absent", "no_rope_layers": [1] * 4, "layer_types": "absent"},
+            {"interleave_moe_layer_step": 2, "nope_layer_interval": -1, "chunk_attn_window_size": 5},
+        ),
         ("qwen2", {"use_mrope": False}, {"attention_bias": True}),
         ("olmo2", {"use_sliding_window": False}, {"attention_type": "global"}),
         ("glm4", {"attention_bias": False}, {"attention_bias": False}),
@@ -175,6 +187,12 @@ def test_what_a_field_says(case, changes, expected):
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, "no_rope_layers="),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("llama4", {"layer_types": [FULL] * 5}, "layer_types=.*chunked_attention in the layers with RoPE"),
+        ("llama4", {"moe_layers": [0, 2]}, "moe_layers="),
+        ("llama4", {"moe_layers": []}, "moe_layers="),
+        ("llama4", {"no_rope_layers": [1, 0, 0, 1, 1]}, "no_rope_layers="),
+        ("llama4", {"attention_bias": True}, "attention_bias=true"),
+        ("llama4", {"num_nextn_experts": 3}, "num_nextn_experts=3: not known"),
         ("qwen2", {"use_mrope": True}, "use_mrope=true"),
         ("olmo2", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("gemma2", {"use_sliding_window": True}, "use_sliding_window=true"),
@@ -277,7 +295,7 @@ def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path,
 def test_another_model_with_images_is_refused_by_the_name_of_what_it_has():
     data = {"model_type": "gemma4", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
     with pytest.raises(
-        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, mistral3"
+        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, llama4, mistral3"
     ):
         model_keys(data, "config.json")
 

@@ -17,9 +17,9 @@ def _rope(config: Config) -> str | None:
 
 
 def _llama_rope(config: Config) -> str | None:
-    if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
+    if config.rope_type != "llama3.1" or config.rope_low_freq_factor <= config.rope_high_freq_factor:
         return None
-    return "with rope_type=llama3.1 the low factor must be less than the high one"
+    return "with rope_type=llama3.1 the low factor must not be greater than the high one"
 
 
 def _yarn(config: Config) -> str | None:

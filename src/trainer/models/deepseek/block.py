@@ -10,9 +10,7 @@ from trainer.config.capabilities.expert_keys import scores_by_sigmoid
 from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.config.keys import Config
 from trainer.layers.mla import LatentAttention
-from trainer.layers.mlp import MLP
-from trainer.layers.moe import SharedMoE
-from trainer.models.experts import ExpertBlock
+from trainer.models.experts import SharedExpertBlock
 from trainer.models.llama2 import block as llama2
 from trainer.ops.routing import Score, by_sigmoid, chosen_of_softmax, softmax_of_chosen, times, within_groups
 
@@ -44,8 +42,8 @@ class DenseBlock(llama2.Block):
         return LatentAttention(config.base_emb_dim, **{**settings, **dtypes, **given})
 
 
-class SharedExpertBlock(ExpertBlock):
-    """Llama's block with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
+class Experts(SharedExpertBlock):
+    """Llama's block with experts in place of the MLP: `num_experts` routed ones, in groups, and shared ones."""
 
     NAME = NAME
 
@@ -60,19 +58,6 @@ class SharedExpertBlock(ExpertBlock):
             score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
-        """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, dtypes)
-        shared = MLP(
-            config.base_emb_dim,
-            config.shared_experts * config.base_moe_mlp_dim,
-            config.mlp_activations,
-            dropout_rate=0.0,
-            rngs=rngs,
-            **dtypes,
-        )
-        return SharedMoE(routed, shared)
 
-
-class Block(DenseBlock, SharedExpertBlock):
+class Block(DenseBlock, Experts):
     """The same with latent attention."""

@@ -4,7 +4,7 @@ RoPE rotates the halves of the first half of each head. The large ones have `use
 import functools
 
 from trainer.models.deepseek import family as deepseek
-from trainer.models.deepseek.block import SharedExpertBlock
+from trainer.models.deepseek.block import Experts
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.huggingface import HuggingFace
@@ -14,7 +14,7 @@ from trainer.models.qwen2 import family as qwen2
 from trainer.models.qwen3.family import NORMS
 
 
-class Block(qwen2.Block, SharedExpertBlock):
+class Block(qwen2.Block, Experts):
     """Qwen2's block with experts in place of the MLP."""
 
 

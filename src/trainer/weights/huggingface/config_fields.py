@@ -56,7 +56,10 @@ _FIELDS = {
     "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
-    "no_rope_layers": Field(list, null=True, item=int),
+    **dict.fromkeys(("no_rope_layers", "moe_layers"), Field(list, null=True, item=int)),
+    **{"attention_chunk_size": Field(int, low=0, null=True), "floor_scale": _SIZE, "intermediate_size_mlp": _SIZE},
+    **{"attn_scale": Field(float, low=0), "interleave_moe_layer_step": Field(int, 1, PERIOD)},
+    "use_qk_norm": Field(bool),
 }
 _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),
@@ -101,6 +104,7 @@ _WINDOW = {
     "given": ("sliding_window",),
     "switched": ("sliding_window", "max_window_layers"),
     "alternating": ("sliding_window",),
+    "chunked": (),
 }
 # Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.

@@ -209,6 +209,8 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
+    if hf.window == "chunked":  # `read` knows which layers have chunks
+        return {"attention_type": "global"}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
     if given:
@@ -292,7 +294,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         "torch_dtype": dtype,
     }
     window = config.sliding_window_size if has_window(config) else None
-    if hf.window:
+    if hf.window not in ("", "chunked"):
         data["sliding_window"] = window
     if hf.window == "alternating":
         # transformers makes a mask with this window even if no layer uses it
@@ -338,7 +340,8 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
 
 
 # Keys of which 0 means none, for which config.json has null.
-_NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_NONE = (*_CAPS, "chunk_attn_window_size")
 
 
 def _told(config: Config, key: str) -> Any:
@@ -368,7 +371,7 @@ def _inexpressible(config: Config) -> list[str]:
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
-        **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
+        **{name: config[name] != 0 and name not in hf.sizes for name in _CAPS},
         **{name: config[name] != 1 and name not in {*hf.sizes, *hf.powers} for name in MULTIPLIERS},
         "query_pre_attn_scalar": config.query_pre_attn_scalar not in (0, config.head_dim)
         and "query_pre_attn_scalar" not in hf.powers
@@ -377,7 +380,7 @@ def _inexpressible(config: Config) -> list[str]:
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
-        "use_qk_norm": "use_qk_norm" not in hf.sizes and config.use_qk_norm != hf.qk_norm,
+        "use_qk_norm": config.use_qk_norm != hf.qk_norm and "use_qk_norm" not in hf.sizes,
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
         != hf.only.get(hf.epsilon, config.normalization_layer_epsilon),

@@ -104,7 +104,7 @@ def _inexpressible(config: Config) -> list[str]:
         ]
     refused += [f"{key}={config[key]}: it has no such factor" for key in MULTIPLIERS if config[key] != 1]
     refused += there.refuses(config)
-    if has_experts(config) and config.interleave_moe_layer_step != 1:
+    if has_experts(config) and config.interleave_moe_layer_step != 1 and not there.interleaves_experts:
         refused.append(
             f"interleave_moe_layer_step={config.interleave_moe_layer_step}: it does not read this key in this block"
         )
