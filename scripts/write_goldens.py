@@ -49,6 +49,9 @@ MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
 GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
 GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
+GRANITE = (transformers.GraniteConfig, transformers.GraniteForCausalLM)
+GRANITE_MOE = (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM)
+GRANITE4 = (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
@@ -73,6 +76,9 @@ OF_OLMO |= {"num_key_value_heads": 2, "eos_token_id": None}
 OF_PHI = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 2}
 OF_PHI |= {"bos_token_id": None, "eos_token_id": None}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "long_factor": [1.0, 2.5, 4.0]}
+OF_GRANITE = {name: size for name, size in SMALL.items() if name not in ("head_dim", "pad_token_id")}
+OF_GRANITE |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+OF_GRANITE |= {"logits_scaling": 1.6, "eos_token_id": None}
 FULL, SLIDING = "full_attention", "sliding_attention"
 # For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
@@ -240,6 +246,18 @@ CASES = {
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9
+    ),
+    "granite": Case(GRANITE, OF_GRANITE),
+    "granite-moe": Case(
+        GRANITE_MOE,
+        OF_GRANITE
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6},
+    ),
+    "granite4": Case(
+        GRANITE4,
+        OF_GRANITE
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 12, "mamba_n_heads": 1}
+        | {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
 }
 

@@ -111,6 +111,7 @@ class Config(Mapping[str, Any]):
     dump_hlo: bool
     dump_hlo_local_dir: str
     ema_decay: float
+    embedding_multiplier: float
     enable_checkpointing: bool
     enable_data_shuffling: bool
     enable_diloco: bool
@@ -194,6 +195,7 @@ class Config(Mapping[str, Any]):
     log_config: bool
     log_period: int
     logical_axis_rules: tuple[Any, ...]
+    logits_multiplier: float
     logits_proj_quant_calibration_method: str
     logits_via_embedding: bool
     lora_alpha: float
@@ -292,6 +294,7 @@ class Config(Mapping[str, Any]):
     request_seconds: float
     reset_attention_mask: bool
     reset_optimizer: bool
+    residual_multiplier: float
     return_log_prob: bool
     reuse_example_batch: int
     reward_functions: tuple[str, ...]

@@ -32,12 +32,15 @@ class Layout(NamedTuple):
         after the other, and this is the key for the number of entries of a head: "head_dim". Hugging Face stores each
         head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
       flat: whether the tensor has a single axis, into which all of our axes are merged.
+      swapped: whether the tensor has the last two of our axes in the other order: [experts, out, in] for the matrices
+        [experts, in, out] of all experts. It has no `inputs`, no `rotated` and no `EXPERT`.
     """
 
     name: str
     inputs: int = 0
     rotated: str = ""
     flat: bool = False
+    swapped: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -55,6 +58,8 @@ class Layout(NamedTuple):
         """Returns the shape of the tensor of one layer, given our shape of one layer."""
         if self.flat:
             return (math.prod(ours),)
+        if self.swapped:
+            return (*ours[:-2], *ours[:-3:-1])
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
@@ -85,6 +90,8 @@ class Layout(NamedTuple):
         if self.flat:
             rows = math.prod(shape[1:])
             return (slice(box[0].start * rows, box[0].stop * rows),)
+        if self.swapped:
+            return (*box[:-2], *box[:-3:-1])
         if not self.inputs:
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
@@ -94,10 +101,14 @@ class Layout(NamedTuple):
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
         """Returns our parameter of one layer, or a widened box of it, with `shape`. `head`: the number of entries of
         heads to store as pairs; 0: none."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in theirs])
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
     def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
         """Returns the tensor of one layer; the inverse of `to_ours`."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in ours])
         ours = reordered(ours, head, pairs=False)
         if self.inputs:
             return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))
@@ -185,10 +196,13 @@ class HuggingFace(NamedTuple):
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
+      epsilon: the field with the epsilon of norms.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
         default. attention_bias and mlp_bias must be false in families that do not name them here.
+      powers: further keys, each with a positive field and a power of it, which is the value: {"logits_multiplier":
+        ("logits_scaling", -1)} if logits are divided by logits_scaling. null: the key's default.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
@@ -214,10 +228,12 @@ class HuggingFace(NamedTuple):
     ropes: Sequence[str] = ()
     partial: bool = False
     local_rope: str = ""
+    epsilon: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}
     whole_heads: bool = False
     sizes: Mapping[str, str] = {}
+    powers: Mapping[str, tuple[str, float]] = {}
     only: Mapping[str, Any] = {}
     off: Sequence[str] = ()
     ignored: Sequence[str] = ()

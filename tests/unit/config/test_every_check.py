@@ -9,7 +9,7 @@ from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
 from trainer.config.check import CHECKS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
-from trainer.config.family import Facts, facts_of
+from trainer.config.family import MULTIPLIERS, Facts, facts_of
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Place
 from trainer.config.keys import Config
@@ -110,6 +110,7 @@ CASES = {
     "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
     "decoder_block use_post_attn_norm": [{"use_post_attn_norm": True}],
     "decoder_block use_post_ffw_norm": [{"use_post_ffw_norm": True}],
+    **{f"decoder_block {key}": [{key: 2.0}] for key in MULTIPLIERS},
     "first_num_dense_layers base_num_decoder_layers": [
         DEEPSEEK | {"first_num_dense_layers": 2, "base_num_decoder_layers": 2}
     ],

@@ -34,6 +34,9 @@ CASES = (
     "phi3",
     "phi4-mini",
     "glm4",
+    "granite",
+    "granite4",
+    "granite-moe",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40
@@ -48,11 +51,12 @@ def expected(case):
 
 
 @pytest.mark.rest(
-    covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3")
+    covered_by="gemma2, olmo3, exaone4; the logits of all",
+    cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "granite4"),
 )
 @pytest.mark.rest(
     covered_by="deepseek-v3, qwen3-moe; the logits of all",
-    cases=("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-tied"),
+    cases=("deepseek-v2", "deepseek-v2-lite", "granite-moe", "mixtral", "qwen3-tied"),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):

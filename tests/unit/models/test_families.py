@@ -48,6 +48,10 @@ FAMILIES = {
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
     "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    "granite4": {
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_multiplier": 0.3},
+        **{"query_pre_attn_scalar": 9.0, "normalize_embedding_logits": False},
+    },
     "phi3": {
         **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
         **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},
@@ -79,7 +83,7 @@ PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
 
-@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "olmo2", "smollm3"))
+@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "olmo2", "smollm3"))
 @pytest.mark.parametrize(("family", "combination"), PROGRAMS)
 def test_the_program_is_the_same_in_every_combination(family, combination):
     expected = program_text(family, ALL_COMBINATIONS[0])
@@ -112,8 +116,8 @@ def losses(family, devices, **more):
 
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
-@pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("phi3",))
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3"])
+@pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("granite4", "phi3"))
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3", "granite4"])
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)

@@ -175,6 +175,10 @@ FAMILIES = {
         **{"decoder_block": "glm4", "attention_bias": True, "use_post_attn_norm": True, "use_post_ffw_norm": True},
         **{"partial_rotary_factor": 0.5, "logits_via_embedding": False},
     },
+    "granite": {
+        **{"decoder_block": "granite", "logits_via_embedding": False, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.7, "logits_multiplier": 0.3},
+    },
     "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
@@ -208,6 +212,7 @@ def test_flops_of_a_family(case):
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 128, "logits_via_embedding": False}
 WITH_EXPERTS = {
     "mixtral": {"decoder_block": "mixtral"},
+    "granite_moe": {"decoder_block": "granite_moe", "residual_multiplier": 0.7},
     "qwen3_moe": {
         "decoder_block": "qwen3_moe",
         "use_qk_norm": True,

@@ -28,8 +28,8 @@ from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
-WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral", "qwen3-moe")
-WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4")
+WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-moe", "mixtral", "qwen3-moe")
+WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4", "granite", "granite4")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 # rope_interleave of cases that allow one value.
@@ -202,6 +202,10 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("phi4-mini", "rope_long_factor", (1.0, 2.5, 5.0)),
         ("phi4-mini", "original_max_position_embeddings", 32),  # the short factors, and another scale
         ("phi4-mini", "rope_attention_scaling", False),
+        ("granite", "embedding_multiplier", 2.0),
+        ("granite", "residual_multiplier", 1.0),
+        ("granite", "logits_multiplier", 1.0),
+        ("granite", "query_pre_attn_scalar", 0.0),
         ("olmo3", "sliding_window_size", 4),
         ("olmo3", "local_rope_max_timescale", -1),
         ("olmo3", "rope_factor", 3.0),

@@ -97,7 +97,23 @@ FAMILIES = {
     "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
     "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
     "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
+    # config.json of the Hub's folders, and of Granite 4 the fields of the published GGUF files, which stand for them.
+    # The instruct models, whose vocabularies have 3 tokens more than those of some base models.
+    "granite3-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 10000, True, 2_533_531_648),
+    "granite3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000, True, 8_170_848_256),
+    "granite3.1-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 5000000, True, 2_533_531_648),
+    "granite3.1-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000000, True, 8_170_848_256),
+    "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
+    "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
+    "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
+}
+# The same as in WITH_EXPERTS; heads have 64 entries, and the head is the table. Sources as above.
+GRANITE_MOE = {
+    "granite3-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 10000, 1_334_628_352),
+    "granite3-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000, 3_298_793_472),
+    "granite3.1-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 1500000, 1_334_628_352),
+    "granite3.1-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000000, 3_298_793_472),
 }
 # Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
 REPORTED = {
@@ -134,6 +150,8 @@ OWN = {
         **{"rope_attention_scaling": True},
     },
     "smollm3": {"nope_layer_interval": 4},
+    "granite": {},
+    "granite4": {},
     "phi3": {},
     "glm4": {**POST_NORMS, "attention_bias": True, "partial_rotary_factor": 0.5},
 }
@@ -152,7 +170,20 @@ LONG_PHI4_MINI = (
 )
 PHI4_MINI = {"rope_short_factor": (1,) * 48, "rope_long_factor": LONG_PHI4_MINI}
 PHI_WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 2047}
+
+
+def factors(attention: float, logits: float, residual: float = 0.22) -> dict[str, float]:
+    """Returns the keys of attention_multiplier and logits_scaling, and the other factors."""
+    own = {"embedding_multiplier": 12.0, "residual_multiplier": residual, "logits_multiplier": 1 / logits}
+    return own | {"query_pre_attn_scalar": attention**-2}
+
+
 OWN_OF_PRESETS = {
+    **{f"{version}-2b": factors(0.015625, 8) for version in ("granite3", "granite3.1")},
+    **{f"{version}-8b": factors(0.0078125, 16) for version in ("granite3", "granite3.1")},
+    "granite4-350m": factors(0.015625, 4, 0.263),
+    "granite4-1b": factors(0.0078125, 8),
+    "granite4-micro": factors(0.015625, 10),
     "glm4-9b-chat": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4-32b": {**POST_NORMS, "partial_rotary_factor": 0.5},
     "phi3-mini-4k": PHI_WINDOW,
@@ -188,6 +219,28 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
+GRANITE = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "embedding_multiplier": 12, "hidden_act": "silu"},
+    **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7},
+    **{"max_position_embeddings": 131072, "num_hidden_layers": 40, "num_key_value_heads": 8, "use_cache": True},
+    **{"tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.47.0"},
+}
+GRANITE3_8B = GRANITE | {
+    **{"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.0078125, "bos_token_id": 0},
+    **{"eos_token_id": 0, "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800},
+    **{"logits_scaling": 16.0, "mlp_bias": False, "model_type": "granite", "num_attention_heads": 32},
+    **{"pad_token_id": 0, "vocab_size": 49155},
+}
+GRANITE4_MICRO = GRANITE | {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "attention_multiplier": 0.015625, "bos_token_id": 100257},
+    **{"eos_token_id": 100257, "hidden_size": 2560, "init_method": "mup", "initializer_range": 0.1},
+    **{"intermediate_size": 8192, "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_chunk_size": 256},
+    **{"mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2},
+    **{"mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "model_type": "granitemoehybrid"},
+    **{"normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0},
+    **{"num_local_experts": 0, "output_router_logits": False, "pad_token_id": 100256, "router_aux_loss_coef": 0.01},
+    **{"position_embedding_type": "rope", "shared_intermediate_size": 8192, "vocab_size": 100352},
+}
 LARGEST = (
     "qwen2.5-72b",
     "gemma-7b",
@@ -198,6 +251,8 @@ LARGEST = (
     "smollm3-3b",
     "phi4",
     "glm4-32b",
+    "granite3-8b",
+    "granite4-micro",
 )
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
@@ -258,7 +313,10 @@ def preset(name: str) -> Config:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == ["default", *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3, *FAMILIES])]
+    assert preset_names() == [
+        "default",
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, TINY, *GPT3, *FAMILIES]),
+    ]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -318,6 +376,20 @@ def test_a_preset_with_experts_is_the_published_model(name):
     assert config.head_dim == 128
     assert 2 * vocab * width + layers * (block + 2 * 128 * qwen) + width == published
     assert config.remat_policy == "full"
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", GRANITE_MOE)
+def test_a_preset_of_granite_with_experts_is_the_published_model(name):
+    config = preset(name)
+    *sizes, published = GRANITE_MOE[name]
+    assert [config[key] for key in SIZES_WITH_EXPERTS] == sizes
+    width, heads, kv_heads, hidden, experts, _, layers, vocab, _, _ = sizes
+    block = 2 * width * 64 * (heads + kv_heads) + width * experts + 3 * experts * width * hidden + 2 * width
+    assert vocab * width + layers * block + width == published
+    own = factors(0.015625, 6)
+    assert {key: config[key] for key in own} == pytest.approx(own, rel=1e-14)
+    assert (config.decoder_block, config.head_dim, config.remat_policy) == ("granite_moe", 64, "full")
     check_count(config, published)
 
 
@@ -382,7 +454,17 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
 
 @pytest.mark.rest(
     covered_by="gemma3, olmo3",
-    cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "phi4", "glm4-32b", "qwen2.5-72b", "smollm3-3b"),
+    cases=(
+        "gemma-7b",
+        "gemma2-27b",
+        "olmo2-32b",
+        "phi4",
+        "glm4-32b",
+        "qwen2.5-72b",
+        "smollm3-3b",
+        "granite3-8b",
+        "granite4-micro",
+    ),
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_preset_of_a_family_can_be_trained(name):
@@ -394,7 +476,15 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
     assert metrics["loss"].shape == ()
 
 
-@pytest.mark.parametrize(("name", "data"), [("smollm3-3b", SMOLLM3), ("phi4-mini", PHI4_MINI_JSON)])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("smollm3-3b", SMOLLM3),
+        ("phi4-mini", PHI4_MINI_JSON),
+        ("granite3.1-8b", GRANITE3_8B),
+        ("granite4-micro", GRANITE4_MICRO),
+    ],
+)
 def test_a_published_config_json_is_its_preset(name, data):
     keys = model_keys(data, "config.json")
     config = preset(name)

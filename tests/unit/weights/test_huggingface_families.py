@@ -29,6 +29,9 @@ CASES = (
     "phi4-mini",
     "glm",
     "glm4",
+    "granite",
+    "granite4",
+    "granite-moe",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 # As in the first files of Phi 3, in the form of transformers 4.
@@ -113,6 +116,9 @@ def test_the_old_form_says_the_same(case, old):
         ("phi3-short", LONG | {"sliding_window": 255}, {"attention_type": "local_sliding", "sliding_window_size": 255}),
         ("phi3-short", {"rope_parameters": ROPE | {"attention_factor": 1.0}}, {"rope_attention_scaling": False}),
         ("phi3-short", {"rope_parameters": ROPE | {"factor": 2.0}}, {"rope_factor": 2.0}),
+        ("granite", {"attention_multiplier": "absent"}, {"query_pre_attn_scalar": 1.0}),
+        ("granite", {"logits_scaling": 8, "residual_multiplier": None}, {"logits_multiplier": 0.125}),
+        ("granite4", {"layer_types": ["attention"] * 2, "init_method": "mup"}, {"base_mlp_dim": 12}),
         ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
         ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
         ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
@@ -169,6 +175,14 @@ def test_what_a_field_says(case, changes, expected):
         ("phi3-short", {"max_position_embeddings": 32}, "longrope by the factor 0.5 of 64 tokens .known: at least 1"),
         ("phi3-short", {"max_position_embeddings": None}, "longrope without factor or max_position_embeddings"),
         ("glm4", {"mlp_bias": True}, "mlp_bias=true"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0, not a number in"),
+        ("granite", {"shared_intermediate_size": 8}, "shared_intermediate_size=8: not known"),
+        ("granite-moe", {"num_local_experts": 0}, "num_experts=0"),
+        ("granite4", {"layer_types": ["mamba", "attention"]}, "kinds full_attention and mamba"),
+        ("granite4", {"layer_types": "absent"}, "layer_types=null: then every layer is one of Mamba"),
+        ("granite4", {"position_embedding_type": "nope"}, 'position_embedding_type="nope"'),
+        ("granite4", {"num_local_experts": 4}, "num_local_experts=4"),
+        ("granite4", {"num_local_experts": "absent"}, "num_local_experts=8"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
         (

@@ -313,6 +313,13 @@ def test_quantized_matrices_are_read_as_without_a_tower(tmp_path):
     assert found.keys == expected.keys
     assert found.keys["quantization"] == "int8"
     assert values(found) == values(expected)
+    path = found.path / "config.json"
+    data = json.loads(path.read_text())
+    for above in ({}, {"quantization_config": {}}, {"quantization_config": None}):
+        below = data["text_config"] | said
+        path.write_text(json.dumps({**data, "quantization_config": None, **above, "text_config": below}))
+        assert open_source(str(found.path)).keys == expected.keys
+    path.write_text(json.dumps(data))
     assert values(found, checkpoint_is_quantized="false") == values(expected, checkpoint_is_quantized="false")
     with pytest.raises(UserError, match="its matrices are quantized; give the directory with floats"):
         export.main.__wrapped__([str(GOLDENS / "mistral"), str(tmp_path / "out"), "format=hf", f"like={found.path}"])
