@@ -1,7 +1,7 @@
 """Writes small checkpoints with MaxText 0.2.5 itself, and compares logits both ways.
 
     python scripts/maxtext_folders.py write OUT [NAME ...]    in an environment with MaxText on CPU
-    python scripts/maxtext_folders.py check PYTHON            here; PYTHON is that of the other environment
+    python scripts/maxtext_folders.py check PYTHON [NAME ...]    here; PYTHON is that of the other environment
 
 `write` trains the models of CASES for two steps with MaxText's train and its own save. OUT/NAME.zip has the run's
 folder, the keys of the model (keys.json), and tokens with the float32 logits of MaxText (expected.npz). These are
@@ -105,12 +105,19 @@ LLAMA4 = {"decoder_block": "llama4", "use_qk_norm": True, "nope_layer_interval":
 LLAMA4 |= {"inhomogeneous_layer_cycle_interval": 4, "base_num_decoder_layers": 4, "chunk_attn_window_size": 3}
 LLAMA4 |= {"temperature_tuning": True, "num_experts": 4, "num_experts_per_tok": 1, "shared_experts": 1}
 LLAMA4 |= {"base_moe_mlp_dim": 12, "rope_type": "llama3.1", "rope_max_timescale": 1000}
+GPT_OSS = {"decoder_block": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 3, "base_moe_mlp_dim": 24}
+GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, "rope_truncate": False}
+GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
+GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
+GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
+# Its block is always so here.
+GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # What our keys say in place of these.
 OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
 }
-NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
+NOT_OURS = (*AS_V3, *GPT_OSS_ALWAYS, "inhomogeneous_layer_cycle_interval", "scan_layers")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -131,6 +138,8 @@ CASES = {
     "olmo3_unscanned": TINY | OLMO3_LONG | UNSCANNED,
     "llama4": TINY | LLAMA4 | SCANNED,
     "llama4_unscanned": TINY | LLAMA4 | UNSCANNED,
+    "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
+    "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
@@ -154,7 +163,6 @@ COMPUTED = {
 }
 RUN = {
     "learning_rate": 0.05,
-    "routed_bias_update_rate": 0.1,
     "steps": 2,
     "checkpoint_period": 1,
     "max_num_checkpoints_to_keep": 1,
@@ -180,7 +188,8 @@ def train(out: Path, keys: dict[str, Any]) -> Path:
 
     # Adam's moments would take two thirds of the file; one case has them.
     optimizer = {"opt_type": "adamw" if out.name in ("dense", *PARAMS_ONLY) else "sgd"}
-    maxtext_train.main(arguments(keys | RUN | optimizer | {"base_output_directory": out}))
+    rate = {"routed_bias_update_rate": 0.1 if keys["decoder_block"] == "deepseek" else 0.0}
+    maxtext_train.main(arguments(keys | RUN | rate | optimizer | {"base_output_directory": out}))
     return newest(out / "run")
 
 
@@ -331,10 +340,10 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
     return [word for word in shlex.split(said.getvalue().splitlines()[-1]) if "=" in word]
 
 
-def check(python: str) -> int:
-    """Compares logits both ways, for each case."""
+def check(python: str, names: list[str]) -> int:
+    """Compares logits both ways, for the cases `names`, or for all."""
     largest = 0.0
-    for path in sorted(FOLDERS.glob("*.zip")):
+    for path in sorted(path for path in FOLDERS.glob("*.zip") if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as temporary:
             work = Path(temporary)
             zipfile.ZipFile(path).extractall(work)
@@ -357,8 +366,8 @@ def main(words: list[str]) -> int:
     match words:
         case ["write", out, *names]:
             write(Path(out), names)
-        case ["check", python]:
-            return check(python)
+        case ["check", python, *names]:
+            return check(python, names)
         case ["logits", folder, out, *keys]:
             given = dict(word.split("=", 1) for word in keys if not word.startswith("load_parameters_path="))
             np.savez(out, **{how: logits(Path(folder), given, how)["logits"] for how in LOADS})

@@ -8,6 +8,8 @@ row, masked by transformers itself. "packed" has several documents and padding, 
 "generated" has greedy continuations of the beginnings of those rows, by transformers' own generate, and how far the
 logit of each token was above the next.
 
+mxfp4.safetensors has matrices of MXFP4, as in folders of gpt-oss, and transformers' values of them.
+
 declarations.json has the types that transformers declares for the fields of each case's configuration.
 """
 
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
@@ -65,6 +68,7 @@ GEMMA3 = (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
 OLMO2 = (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
 OLMO3 = (transformers.Olmo3Config, transformers.Olmo3ForCausalLM)
 EXAONE4 = (transformers.Exaone4Config, transformers.Exaone4ForCausalLM)
+GPT_OSS = (transformers.GptOssConfig, transformers.GptOssForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
 # Of models with many layers, so that a golden stays below 100 kB.
 SMALL = {
@@ -326,6 +330,20 @@ CASES = {
         some(3),
         spread=0.9,
     ),
+    # With this limit, many units of the experts are clamped.
+    "gpt-oss": Case(
+        GPT_OSS,
+        SMALL
+        | {"num_hidden_layers": 3, "sliding_window": 5, "swiglu_limit": 0.75, "num_local_experts": 4}
+        | {"num_experts_per_tok": 3, "experts_implementation": "eager"}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+                **{"rope_theta": 10000.0, "beta_fast": 4.0, "beta_slow": 1.0},
+            }
+        },
+        some(1),
+    ),
 }
 
 
@@ -335,6 +353,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     write_declarations()
+    write_mxfp4()
     for seed, (name, case) in enumerate(CASES.items()):
         if name not in (sys.argv[1:] or CASES):
             continue
@@ -363,6 +382,17 @@ def write_declarations() -> None:
         declared = {field.name: field.type for field in dataclasses.fields(config) if field.name in config().to_dict()}
         found[config.model_type] = {name: type_name(kind) for name, kind in sorted(declared.items())}
     (GOLDENS / "declarations.json").write_text(json.dumps(found, indent=0) + "\n")
+
+
+def write_mxfp4() -> None:
+    """Writes two matrices of random codes with all scales that bfloat16 has, and their values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (2, 5, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 255, (2, 5, 3), generator=generator, dtype=torch.uint8)
+    tensors = {"m_blocks": codes, "m_scales": scales, "values": convert_moe_packed_tensors(codes, scales)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, GOLDENS / "mxfp4.safetensors")
 
 
 def type_name(kind: Any) -> str:

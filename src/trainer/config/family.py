@@ -22,7 +22,8 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier
 # Keys of the blocks of some families. In the others they are refused, because they would change the function.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
-    *("partial_rotary_factor", "rope_short_factor", "rope_long_factor", "chunk_attn_window_size"),
+    *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
+    *("chunk_attn_window_size", "mlp_activations_limit"),
     *("temperature_tuning", "temperature_tuning_scale", "temperature_tuning_floor_scale"),
     *MULTIPLIERS,
 )

@@ -216,6 +216,7 @@ class Config(Mapping[str, Any]):
     max_waiting_prompts: int
     metrics_file: str
     mlp_activations: tuple[str, ...]
+    mlp_activations_limit: float
     mlpwi: str
     mlpwi_0: str
     mlpwi_1: str

@@ -13,10 +13,10 @@ from trainer import sharding
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.matrices import WithMatrices
 from trainer.layers.mlp import MLP, Combine, hidden_units
-from trainer.layers.param import Buffer, param
+from trainer.layers.param import EXACT, Buffer, param
 from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
-from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, weighing_inputs, within_capacity
+from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, weighing_inputs, with_bias, within_capacity
 from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
 from trainer.products.context import Context
 from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
@@ -28,6 +28,8 @@ LOGITS = sharding.Axes((*ROWS, None))
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
 _SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are complete
 _BIAS = sharding.Axes((None,))
+_BIASES = {"wi_0_bias": sharding.Axes(("exp", "mlp")), "wi_1_bias": sharding.Axes(("exp", "mlp"))}
+_BIASES |= {"wo_bias": sharding.Axes(("exp", "embed_moe"))}
 _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 
@@ -37,6 +39,9 @@ class MoE(WithMatrices):
 
     The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
     [experts, hidden, width]. Initial weights are those of `Dense`.
+
+    With `bias` the router has the parameter gate/bias [experts], and each matrix of the experts a bias of its outputs,
+    wi_0_bias, wi_1_bias and wo_bias [experts, outputs]. They are float32 and initially 0.
 
     With `routed_bias` the router has a bias for each expert, gate/bias, float32 and initially 0, which `score` adds
     when it chooses. It is a buffer: it has no gradient, and an update rule moves it (`optim.router_bias`).
@@ -62,6 +67,7 @@ class MoE(WithMatrices):
         buffer: float = 1.5,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
+        bias: bool = False,
         routed_bias: bool = False,
         by_sigmoid: bool = False,
         weighs_inputs: bool = False,
@@ -75,6 +81,7 @@ class MoE(WithMatrices):
         experts multiply what they read in place of their results. `combine`: see `MLP`."""
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
+        assert not (bias and routed_bias)
         self.by_sigmoid, self.routed_bias, self.weighs_inputs = by_sigmoid, routed_bias, weighs_inputs
         self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer
         self.activations, self.dtype = tuple(activations), dtype
@@ -84,6 +91,7 @@ class MoE(WithMatrices):
             ("embed_moe", "exp"),
             dtype=jnp.dtype(jnp.float32),
             weight_dtype=weight_dtype,
+            bias=bias,
             rngs=rngs,
         )
         if routed_bias:
@@ -92,6 +100,10 @@ class MoE(WithMatrices):
         for name in self._projections():
             setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
         self.wo = param(init(rngs.params(), (experts, hidden, width), weight_dtype), OUT)
+        self.biases = [f"{name}_bias" for name in self._matrices()] if bias else []
+        for name in self.biases:
+            outputs = width if name == "wo_bias" else hidden
+            setattr(self, name, param(jnp.zeros((experts, outputs), EXACT), _BIASES[name]))
         self.product = _Products(self._matrices())
 
     def _projections(self) -> list[str]:
@@ -123,6 +135,7 @@ class MoE(WithMatrices):
         real_bt = context.segments != 0
         # Cast before devices gather them: without the constraint, the cast would follow the gather.
         kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
+        kernels |= {name: getattr(self, name).get_value().astype(self.dtype) for name in self.biases}
         values, axes, merged = self.product.split()
         held = kernels, values
         whole = {name: _axes_of(name) for name in kernels}, axes
@@ -183,12 +196,16 @@ class MoE(WithMatrices):
         self, products: Any, kernels: Any, context: Context | None, rows: jax.Array, sizes: jax.Array | None
     ) -> jax.Array:
         """See `ops.experts.Apply`."""
-        projected = (
-            checkpoint_name(getattr(products, name)(rows, kernels[name], sizes, context), f"moe_mlp{name}")
-            for name in self._projections()
-        )
-        hidden = hidden_units(projected, self.activations, self.combine)
-        return checkpoint_name(products.wo(hidden, kernels["wo"], sizes, context), "moe_mlpwo")
+
+        def product(name: str, rows: jax.Array) -> jax.Array:
+            out = getattr(products, name)(rows, kernels[name], sizes, context)
+            if self.biases:
+                bias = kernels[f"{name}_bias"]
+                out = with_bias(out, _on_first(bias) if name == "wo" else bias, sizes)
+            return checkpoint_name(out, f"moe_mlp{name}")
+
+        hidden = hidden_units((product(name, rows) for name in self._projections()), self.activations, self.combine)
+        return product("wo", hidden)
 
     def _sow(self, logits: jax.Array, routing: Routing, real_bt: jax.Array, dropped_b: jax.Array) -> None:
         # Its softmax is the share of each expert in the scores of a token.
@@ -232,7 +249,13 @@ class _Products(nnx.Module):
 
 
 def _axes_of(name: str) -> sharding.Axes:
-    return OUT if name == "wo" else IN
+    return _BIASES.get(name) or (OUT if name == "wo" else IN)
+
+
+def _on_first(bias: jax.Array) -> jax.Array:
+    """Returns the bias of a sum over devices, which add up their shares of hidden units: zeros on all but the first."""
+    axes = sharding.mesh_axes("activation_mlp")
+    return jnp.where(jax.lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
 
 def _inside(axes: sharding.Axes) -> sharding.Axes:

@@ -12,6 +12,7 @@ FAMILIES = {
     "glm4": "trainer.models.glm4.facts:FACTS",
     "glm4_moe": "trainer.models.glm4_moe.facts:FACTS",
     "glm4_moe_lite": "trainer.models.glm4_moe_lite.facts:FACTS",
+    "gpt_oss": "trainer.models.gpt_oss.facts:FACTS",
     "gpt3": "trainer.models.gpt3.facts:FACTS",
     "granite": "trainer.models.granite.facts:FACTS",
     "granite4": "trainer.models.granite4.facts:FACTS",

@@ -37,8 +37,8 @@ class ExpertBlock(llama2.Block):
         """See `llama2.Block.add_feed_forward`."""
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
-        """The layer, called as `layer(x, context)`.
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """The layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
           UserError: the width of an expert is missing, which the facts of a family report earlier.
@@ -60,6 +60,7 @@ class ExpertBlock(llama2.Block):
             weighs_inputs=self.WEIGHS_INPUTS,
             rngs=rngs,
             **dtypes,
+            **given,
         )
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
@@ -70,9 +71,9 @@ class ExpertBlock(llama2.Block):
 class SharedExpertBlock(ExpertBlock):
     """The same, with `shared_experts` that every token goes to."""
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> Any:
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, dtypes)
+        routed = super().make_experts(config, rngs, dtypes, **given)
         hidden = config.shared_experts * config.base_moe_mlp_dim
         activations = config.mlp_activations
         return SharedMoE(routed, MLP(config.base_emb_dim, hidden, activations, dropout_rate=0.0, rngs=rngs, **dtypes))

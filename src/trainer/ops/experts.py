@@ -66,6 +66,14 @@ def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
+def with_bias(out: jax.Array, bias_ew: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    """Adds to each row of a result of experts the bias of its expert. Rows past the last expert's have any bias."""
+    if sizes is None:
+        return out + bias_ew[:, None]
+    expert_n = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(out))
+    return out + bias_ew.at[expert_n].get(mode="promise_in_bounds", indices_are_sorted=True)
+
+
 def _weighted(out_btkw: jax.Array, weight_btk: jax.Array) -> jax.Array:
     return jnp.einsum("btkw,btk->btw", out_btkw.astype(jnp.float32), weight_btk)
 

@@ -102,6 +102,7 @@ CASES = {
     "rope_min_timescale local_rope_max_timescale": [{"rope_min_timescale": 5, "local_rope_max_timescale": 5}],
     "decoder_block attention_bias": [{"attention_bias": True}],
     "decoder_block sliding_window_pattern": [{"sliding_window_pattern": 2}],
+    "decoder_block mlp_activations_limit": [{"mlp_activations_limit": 7}],
     "decoder_block partial_rotary_factor": [{"partial_rotary_factor": 0.5}],
     "head_dim partial_rotary_factor": [PHI | {"partial_rotary_factor": 0.1}],
     **{f"decoder_block rope_{name}_factor": [{f"rope_{name}_factor": [1.0]}] for name in ("short", "long")},

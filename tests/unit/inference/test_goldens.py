@@ -42,6 +42,7 @@ CASES = (
     "ministral3",
     "llama4",
     "llama4-interleaved",
+    "gpt-oss",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

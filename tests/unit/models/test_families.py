@@ -58,6 +58,11 @@ FAMILIES = {
         **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "shared_experts": 1},
         "logits_via_embedding": False,
     },
+    "gpt_oss": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "mlp_activations_limit": 0.5},
+        **{"attention_bias": True, "sliding_window_size": 5, "rope_type": "yarn", "rope_factor": 4.0},
+        **{"original_max_position_embeddings": 8, "rope_truncate": False, "rope_attention_scaling": True},
+    },
     "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
     "glm4_moe": OF_GLM | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
     "glm4_moe_lite": OF_GLM
@@ -156,6 +161,18 @@ def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), others, params)
 
 
+@pytest.mark.rest(covered_by="dropless", cases=("capacity",))
+@pytest.mark.parametrize("experts", ["dropless", "capacity"])
+def test_the_biases_of_experts_are_added_once_on_a_mesh(experts):
+    """Devices share experts, and the hidden units of each."""
+    how = {} if experts == "dropless" else {"sparse_matmul": False, "capacity_factor": 1.0}
+    one, params = losses("gpt_oss", 1, per_device_batch_size=16, **how)
+    mesh = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
+    many, others = losses("gpt_oss", 8, per_device_batch_size=2, sharding_tolerance=1.0, **mesh, **how)
+    np.testing.assert_allclose(many, one, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), others, params)
+
+
 def test_the_biases_of_qwen2_are_sharded_like_their_kernels():
     mesh = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "sharding_tolerance": 1.0, "base_num_kv_heads": 4}
     words = arguments(ALL_COMBINATIONS[0], **keys_of("qwen2", per_device_batch_size=1, **mesh))
@@ -214,13 +231,15 @@ def test_windows(family, more, expected):
     ("words", "message"),
     [
         ("decoder_block=gemma2", "a sliding window needs at least one token"),
-        ("attention_bias=true", "this family does not read it; only glm4, glm4_moe, qwen2 can have it"),
-        ("sliding_window_pattern=2", "only gemma2, gemma3, olmo3 can have it"),
+        ("attention_bias=true", "this family does not read it; only glm4, glm4_moe, gpt_oss, qwen2 can have it"),
+        ("sliding_window_pattern=2", "only gemma2, gemma3, gpt_oss, olmo3 can have it"),
         ("decoder_block=qwen3 nope_layer_interval=4", "only llama4, smollm3 can have it"),
         (
             "decoder_block=ministral3 temperature_tuning=true rope_type=yarn original_max_position_embeddings=9",
             "grow from the length on from which RoPE is scaled: give both the same number",
         ),
+        ("mlp_activations_limit=7", "only gpt_oss can have it"),
+        ("decoder_block=gpt_oss num_experts=4 sliding_window_size=4", "this family clamps its gated units"),
         (
             "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
             "the shortest wavelength must be less than the longest",
@@ -231,6 +250,11 @@ def test_windows(family, more, expected):
 def test_a_mistake_of_the_first_stage(words, message):
     with pytest.raises(UserError, match=message):
         load(["dataset_type=synthetic", *words.split()])
+
+
+def test_a_kernel_without_sinks_is_refused():
+    with pytest.raises(UserError, match="the sinks of decoder_block=gpt_oss"):
+        tiny_config(ALL_COMBINATIONS[0], **keys_of("gpt_oss", attention="cudnn_flash_jax"))
 
 
 @pytest.mark.parametrize(
@@ -324,6 +348,8 @@ def test_the_converter_adds_what_maxtexts_preset_has(model, word):
         ("gemma3", {"query_pre_attn_scalar": 5}, "only head_dim, or base_emb_dim"),
         ("gemma3", {"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 2}, "it never scales RoPE"),
         ("gemma3", {"rope_type": "yarn"}, "all of its layers rotate alike"),
+        ("gpt_oss", {"sliding_window_pattern": 3}, "2 is fixed in its code"),
+        ("gpt_oss", {"base_num_decoder_layers": 5}, "a multiple of 2 there"),
         ("olmo3", {"sliding_window_pattern": 2}, "4 is fixed in its code"),
         ("olmo3", {"base_num_decoder_layers": 5}, "a multiple of 4 there"),
         ("qwen2", {"query_pre_attn_scalar": 5}, "it always divides scores"),

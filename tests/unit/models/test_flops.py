@@ -223,6 +223,10 @@ SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 128, "
 WITH_EXPERTS = {
     "mixtral": {"decoder_block": "mixtral"},
     "granite_moe": {"decoder_block": "granite_moe", "residual_multiplier": 0.7},
+    "gpt_oss": {
+        **{"decoder_block": "gpt_oss", "attention_bias": True, "mlp_activations_limit": 7.0},
+        "sliding_window_size": 32,
+    },
     "qwen3_moe": {
         "decoder_block": "qwen3_moe",
         "use_qk_norm": True,

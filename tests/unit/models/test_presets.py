@@ -50,6 +50,8 @@ WITH_EXPERTS = {
     "qwen3-235b-a22b": (4096, 64, 4, 1536, 128, 8, 94, 151936, 1e-6, 5000000, 235_093_634_560),
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
+# The number of layers and of experts, and the parameters, as above.
+GPT_OSS = {"gpt-oss-20b": (24, 32, 20_914_757_184), "gpt-oss-120b": (36, 128, 116_829_156_672)}
 # decoder_block, hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, num_hidden_layers,
 # vocab_size, rms_norm_eps, rope_theta, tie_word_embeddings of each model's config.json; and the parameters of its
 # published weights, a tied table once. A family's sources are above its rows. Where base and instruct models differ,
@@ -217,6 +219,22 @@ SMOLLM3 = {
     **{"torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False},
     **{"use_sliding_window": False, "vocab_size": 128256},
 }
+# As published, without its quantization.
+GPT_OSS_20B_JSON = {
+    **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0},
+    **{"eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880},
+    **{"initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072},
+    **{"model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24},
+    **{"num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"rope_type": "yarn", "truncate": False},
+    },
+    **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+    **{"tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088},
+}
 # As published; the windows are longer than the longest text.
 PHI4_MINI_JSON = {
     **{"architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999},
@@ -353,7 +371,7 @@ def preset(name: str) -> Config:
 def test_every_preset_is_here():
     assert preset_names() == [
         "default",
-        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *FAMILIES]),
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
     ]
 
 
@@ -375,7 +393,7 @@ def test_dropout_is_off_where_maxtext_turns_it_off():
     """With the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
-    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, *LLAMA4, TINY, *GPT3} - on
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -449,6 +467,18 @@ def test_a_preset_of_llama_4_is_the_published_model(name):
     of_experts = width * experts + 3 * (experts + 1) * width * hidden
     blocks = layers * shared + sparse * of_experts + (layers - sparse) * 3 * width * mlp
     assert 2 * vocab * width + blocks + width == published == WITH_VISION_OF_LLAMA4[name] - VISION_OF_LLAMA4
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_a_preset_of_gpt_oss_is_the_published_model(name):
+    config = preset(name)
+    layers, experts, published = GPT_OSS[name]
+    assert (config.base_num_decoder_layers, config.num_experts) == (layers, experts)
+    width, query, key = 2880, 64 * 64, 8 * 64
+    attention = 2 * width * (query + key) + query + 2 * key + width + 64
+    expert = 3 * width * width + 3 * width
+    assert 2 * 201088 * width + layers * (attention + (width + 1 + expert) * experts + 2 * width) + width == published
     check_count(config, published)
 
 
@@ -559,6 +589,7 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
         ("granite3.1-8b", GRANITE3_8B),
         ("granite4-micro", GRANITE4_MICRO),
         ("ministral3-8b", MINISTRAL3_8B),
+        ("gpt-oss-20b", GPT_OSS_20B_JSON),
     ],
 )
 def test_a_published_config_json_is_its_preset(name, data):

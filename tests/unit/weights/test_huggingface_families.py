@@ -38,6 +38,7 @@ CASES = (
     "ministral3",
     "llama4",
     "llama4-interleaved",
+    "gpt-oss",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}

@@ -60,6 +60,7 @@ _FIELDS = {
     **{"attention_chunk_size": Field(int, low=0, null=True), "floor_scale": _SIZE, "intermediate_size_mlp": _SIZE},
     **{"attn_scale": Field(float, low=0), "interleave_moe_layer_step": Field(int, 1, PERIOD)},
     "use_qk_norm": Field(bool),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Field(float, low=1e-37)),
 }
 _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config.errors import UserError, shortened
+from trainer.weights.huggingface.mxfp4 import Blocks, with_blocks
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.packed_words import AWQ_ORDER, WORD, Readable, Turned, Words
 from trainer.weights.huggingface.quantization_config import Recipe, Scheme
@@ -53,6 +54,8 @@ def with_matrices(
     Raises:
       UserError: lists tensors that are missing or do not fit, and matrices that no target of `recipe` matches.
     """
+    if recipe.mxfp4:
+        tensors = with_blocks(tensors)
     joined: dict[str, StoredTensor | PackedMatrix] = {}
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
@@ -79,6 +82,8 @@ def with_matrices(
 
 def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe, *, as_floats: bool) -> str:
     """Returns a line on how quantized matrices are read; "" if there are none."""
+    if count := sum(isinstance(tensor, Blocks) for tensor in tensors.values()):
+        return f"{count} tensors of experts are stored as MXFP4; they are read as bfloat16"
     matrices = [tensor for tensor in tensors.values() if isinstance(tensor, PackedMatrix)]
     kinds = collections.Counter(matrix.scheme.words for matrix in matrices)
     if not kinds:

@@ -14,7 +14,7 @@ from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITI
 FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors
 ADVICE = "load the folder with transformers, dequantize the model and save it"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+_METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
 _LINEAR = "Linear"  # the class of modules that all matrices count as
 _REGEX = "re:"
 # An assertion at the beginning of a regular expression; and the units in which its closing parenthesis is found: an
@@ -91,11 +91,13 @@ class Recipe(NamedTuple):
         "Linear".
       ignore: targets without quantized matrices.
       activations: whether the folder's programs quantize activations, too.
+      mxfp4: whether matrices of experts are stored so, which are always read as floats.
     """
 
     schemes: Mapping[str, Scheme]
     ignore: Sequence[str] = ()
     activations: bool = False
+    mxfp4: bool = False
 
     def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
         """Returns the scheme of each module; None if no target matches it or it is ignored. A name takes precedence
@@ -125,7 +127,7 @@ def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
     method = said.get("quant_method", _METHODS[0] if field == FIELDS[1] else None)
     found = None
     if not problems and method in _METHODS:
-        read = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}.get(method, _compressed_tensors)
+        read = {"fp8": _fp8, "gptq": _gptq, "awq": _awq, "mxfp4": _mxfp4}.get(method, _compressed_tensors)
         found = read(said, problems)
     elif not problems:
         problems.append(f"quant_method={shown(method)} is not read (known: {', '.join(_METHODS)}); {ADVICE}")
@@ -142,6 +144,12 @@ def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
     size = said.get("weight_block_size")
     block = (0, 0) if size is None else _block(size, problems, "weight_block_size")
     return Recipe({_LINEAR: Scheme("fp8", block, "inverse")}, activations=True)
+
+
+def _mxfp4(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
+    """What is stored so, the names of the tensors say."""
+    del said, problems
+    return Recipe({}, mxfp4=True)
 
 
 def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:

@@ -148,8 +148,9 @@ class HuggingFaceSource:
         places = places_of(config, shapes)
         layouts = layouts_of(config, places, self.keys["decoder_block"])
         layers = config.base_num_decoder_layers
-        if layers * config.num_experts > len(self._tensors):  # checked before so many names are generated
-            experts = f" and {config.num_experts} experts" if config.num_experts > 1 else ""
+        count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
+        if layers * count > len(self._tensors):  # checked before so many names are generated
+            experts = f" and {count} experts" if count > 1 else ""
             raise UserError(
                 f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
             )

@@ -25,6 +25,7 @@ _READ = {
     **DTYPES,
     FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn),
     **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
+    "U8": np.dtype(np.uint8),
 }
 # The dtypes that can be shown; the file may come from any program.
 _SHOWN = {

@@ -1,0 +1,1 @@
+"""The gpt-oss family. Sizes: `gpt-oss-*.yml` in config/models/."""

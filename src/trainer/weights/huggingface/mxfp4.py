@@ -1,0 +1,85 @@
+"""MXFP4 (OCP Microscaling Formats 1.0), as transformers stores experts of gpt-oss: read as bfloat16, which has all
+of its values."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from trainer.config.errors import UserError, shortened
+from trainer.leaves.source import Box
+from trainer.weights.huggingface.safetensors_file import StoredTensor
+
+CODES, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
+BYTES = 16  # of a block: 32 codes, two in a byte, the first one in the lower bits
+_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_VALUES = np.concatenate([_HALF, -_HALF])
+_BIAS = 127
+
+
+class Blocks(NamedTuple):
+    """The matrices [experts, in, out] of codes [experts, out, blocks, BYTES] and scales [experts, out, blocks], with
+    the interface of `StoredTensor`. A block is 32 neighbours of `in`; its scale is 2 ** (stored - 127)."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `StoredTensor`."""
+        experts, out, blocks, _ = self.codes.shape
+        return experts, 2 * BYTES * blocks, out
+
+    @property
+    def kind(self) -> str:
+        """See `StoredTensor`: of the values."""
+        return "BF16"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `StoredTensor`."""
+        return np.dtype(ml_dtypes.bfloat16)
+
+    def read(self, box: Box) -> np.ndarray:
+        """See `StoredTensor.read`."""
+        experts, inputs, out = box
+        size = 2 * BYTES
+        blocks = slice(inputs.start // size, -(-inputs.stop // size))
+        codes = self.codes.read((experts, out, blocks, slice(0, BYTES)))
+        scales = self.scales.read((experts, out, blocks)).astype(np.int32) - _BIAS
+        values = _VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*scales.shape, size)
+        values = np.ldexp(values, scales[..., None]).astype(self.dtype)
+        first = inputs.start - blocks.start * size
+        flat = values.reshape(*scales.shape[:2], -1)[..., first : first + inputs.stop - inputs.start]
+        return flat.swapaxes(1, 2)
+
+
+def with_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Returns `tensors`, each pair of codes and scales replaced by its matrices, under the name of the floats.
+
+    Raises:
+      UserError: lists pairs that are not complete or do not fit.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        whole, _, end = name.rpartition("_")
+        if f"_{end}" == SCALES and whole + CODES in tensors:
+            continue
+        if f"_{end}" != CODES:
+            found[name] = tensor
+            continue
+        scales = tensors.get(whole + SCALES)
+        if scales is None or len(tensor.shape) != 4 or tensor.shape != (*scales.shape, BYTES):
+            has = None if scales is None else list(scales.shape)
+            problems.append(
+                f"{shortened(name)}: {list(tensor.shape)} with scales {has}, wanted [..., {BYTES}] and [...]"
+            )
+        elif (tensor.kind, scales.kind) != ("U8", "U8"):
+            problems.append(f"{shortened(name)}: stored as {tensor.kind} with scales {scales.kind}, wanted U8")
+        else:
+            found[whole] = Blocks(tensor, scales)
+    if problems:
+        raise UserError("\n  ".join(["tensors that are no MXFP4:", *problems]))
+    return found
