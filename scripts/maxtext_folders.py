@@ -100,6 +100,11 @@ OLMO3 |= {"use_qk_norm": True, "rope_type": "default", "rope_max_timescale": 100
 OF_YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "max_position_embeddings": 64}
 # As in its presets. YaRN is that of all layers there.
 OLMO3_LONG = OLMO3 | OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True}
+# All four kinds of layers: with and without RoPE and chunks, with an MLP and with experts.
+LLAMA4 = {"decoder_block": "llama4", "use_qk_norm": True, "nope_layer_interval": 4, "interleave_moe_layer_step": 2}
+LLAMA4 |= {"inhomogeneous_layer_cycle_interval": 4, "base_num_decoder_layers": 4, "chunk_attn_window_size": 3}
+LLAMA4 |= {"temperature_tuning": True, "num_experts": 4, "num_experts_per_tok": 1, "shared_experts": 1}
+LLAMA4 |= {"base_moe_mlp_dim": 12, "rope_type": "llama3.1", "rope_max_timescale": 1000}
 GPT_OSS = {"decoder_block": "gpt_oss", "num_experts": 4, "num_experts_per_tok": 3, "base_moe_mlp_dim": 24}
 GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, "rope_truncate": False}
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
@@ -131,6 +136,8 @@ CASES = {
     "qwen2": TINY | QWEN2 | SCANNED,
     "olmo3": TINY | OLMO3 | SCANNED,
     "olmo3_unscanned": TINY | OLMO3_LONG | UNSCANNED,
+    "llama4": TINY | LLAMA4 | SCANNED,
+    "llama4_unscanned": TINY | LLAMA4 | UNSCANNED,
     "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
     "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
     "params": TINY | SCANNED,

@@ -60,7 +60,9 @@ def main() -> int:
             for server in servers:
                 server.terminate()
                 server.wait()
-    print(f"{(time.perf_counter() - began) / 60:.1f} minutes in all")
+    print(
+        f"{(time.perf_counter() - began) / 60:.1f} minutes in all; load of the last 15 minutes {os.getloadavg()[2]:.1f}"
+    )
     return 0
 
 
@@ -77,7 +79,9 @@ def run(argv: list[str], label: str, folder: str, path: str) -> bool:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"==== {time.perf_counter() - began:.1f} s, {cpu:.1f} s of CPU time: {label.splitlines()[0]}")
+    programs = [line.split()[2] for line in label.splitlines() if line.startswith("python -m ")]
+    name = ", ".join(programs) or label.splitlines()[0]
+    print(f"==== {time.perf_counter() - began:.1f} s, {cpu:.1f} s of CPU time: {name}")
     print("\n".join(done.stdout.splitlines()[-LINES:]), flush=True)
     return done.returncode == 0
 

@@ -46,12 +46,19 @@ SIZES = {
 }
 DEEPSEEK_V3 = (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM)
 DEEPSEEK_V2 = (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM)
+LLAMA4 = (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
+MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
 GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
+GLM4_MOE = (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM)
+GLM4_MOE_LITE = (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM)
 GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
+GRANITE = (transformers.GraniteConfig, transformers.GraniteForCausalLM)
+GRANITE_MOE = (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM)
+GRANITE4 = (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
 QWEN2 = (transformers.Qwen2Config, transformers.Qwen2ForCausalLM)
@@ -76,7 +83,13 @@ OF_OLMO = {name: size for name, size in SMALL.items() if name != "head_dim"}
 OF_OLMO |= {"num_key_value_heads": 2, "eos_token_id": None}
 OF_PHI = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_key_value_heads": 2}
 OF_PHI |= {"bos_token_id": None, "eos_token_id": None}
+OF_LLAMA4 = SMALL | {"intermediate_size": 10, "intermediate_size_mlp": 20}
+OF_LLAMA4 |= {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_chunk_size": 5, "floor_scale": 4}
+OF_LLAMA4 |= {"attn_scale": 0.5, "bos_token_id": None, "eos_token_id": None}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "long_factor": [1.0, 2.5, 4.0]}
+OF_GRANITE = {name: size for name, size in SMALL.items() if name not in ("head_dim", "pad_token_id")}
+OF_GRANITE |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
+OF_GRANITE |= {"logits_scaling": 1.6, "eos_token_id": None}
 FULL, SLIDING = "full_attention", "sliding_attention"
 # For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
@@ -113,6 +126,9 @@ LATENT = {
         "mscale_all_dim": 0.707,
     },
 }
+OF_GLM = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_mtp_layers": 0}
+OF_GLM |= {"moe_intermediate_size": 10, "n_routed_experts": 6, "num_experts_per_tok": 3}
+OF_GLM |= {"experts_implementation": "eager"}
 
 
 class Case(NamedTuple):
@@ -241,9 +257,78 @@ CASES = {
     ),
     "glm4": Case(GLM4, SMALL | {"rms_norm_eps": 1e-5}, spread=0.9),
     "glm": Case(GLM, SMALL | {"attention_bias": False}, TURNED, spread=0.9),
+    "glm4-moe": Case(
+        GLM4_MOE,
+        OF_GLM
+        | {"head_dim": 8, "num_key_value_heads": 1, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"attention_bias": True, "use_qk_norm": True},
+        (
+            "model.layers.0.self_attn.",
+            "model.layers.1.mlp.gate.",
+            "model.layers.1.mlp.shared",
+            "model.layers.1.mlp.experts.2.",
+        ),
+        spread=0.9,
+    ),
+    "glm4-moe-air": Case(GLM4_MOE, OF_GLM | {"head_dim": 8, "attention_bias": True}, TURNED, spread=0.9),
+    "glm4-moe-lite": Case(
+        GLM4_MOE_LITE,
+        OF_GLM
+        | {name: LATENT[name] for name in LATENT if name.endswith(("_rank", "_head_dim"))}
+        | {"num_key_value_heads": 2, "q_lora_rank": 10, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"num_hidden_layers": 3},
+        ("model.layers.0.self_attn.", "model.layers.2.mlp.gate."),
+        spread=0.9,
+    ),
     # The family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9
+    ),
+    "granite": Case(GRANITE, OF_GRANITE),
+    "granite-moe": Case(
+        GRANITE_MOE,
+        OF_GRANITE
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6},
+    ),
+    "granite4": Case(
+        GRANITE4,
+        OF_GRANITE
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 12, "mamba_n_heads": 1}
+        | {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "tie_word_embeddings": True},
+    ),
+    # Positions from 6 on have larger queries, and other ones from 12 and 18 on.
+    "ministral3": Case(
+        MINISTRAL3,
+        SMALL
+        | {"bos_token_id": None, "eos_token_id": None, "sliding_window": 9}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6, "rope_theta": 1000.0},
+                **{"beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+    ),
+    # Positions at which queries grow, and chunks, are shorter than documents.
+    "llama4": Case(
+        LLAMA4,
+        OF_LLAMA4
+        | {"num_hidden_layers": 5}
+        | {
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "low_freq_factor": 1.0},
+                **{"high_freq_factor": 1.0, "original_max_position_embeddings": 64},
+            }
+        },
+        some(3, 4),
+        spread=0.9,
+    ),
+    "llama4-interleaved": Case(
+        LLAMA4,
+        OF_LLAMA4
+        | {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        some(3),
+        spread=0.9,
     ),
     # With this limit, many units of the experts are clamped.
     "gpt-oss": Case(
@@ -401,10 +486,23 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
         packing["attention_mask"] = kinds if alternates else kinds[SLIDING]
         packing["position_ids"] = tokens["inputs_position"]
     model.zero_grad()
-    logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
+    if masked and model.config.model_type == "llama4_text":  # its queries grow with the place in the row
+        logits = by_document(model, tokens)
+    else:
+        logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits
     counts = tokens["targets_segmentation"] != 0
     cross_entropy(logits[counts], tokens["targets"][counts]).backward()
     return logits.detach().numpy(), gradients(model)
+
+
+def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns logits [rows, length, vocab] of each document, or padding, of a packed batch by itself."""
+    rows = []
+    for inputs, segment in zip(tokens["inputs"], tokens["inputs_segmentation"], strict=True):
+        _, lengths = torch.unique_consecutive(segment, return_counts=True)
+        documents = inputs.split(lengths.tolist())
+        rows.append(torch.cat([model(input_ids=it[None], use_cache=False).logits[0] for it in documents]))
+    return torch.stack(rows)
 
 
 @torch.no_grad()

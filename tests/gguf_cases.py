@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from tokenizers.decoders import ByteLevel
 
 from trainer import export
 from trainer.config.tokenizer_files import TOKENIZER_CONFIG
@@ -31,6 +32,11 @@ MODELS = {
         "query_pre_attn_scalar": 8,
         "rope_parameters": _ROPE | {"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
     },
+    **{"olmo3": {}, "phi3": {"sliding_window": None}, "phi4-mini": {}, "glm": {}, "glm4": {}, "deepseek-v3": {}},
+    # llama.cpp chooses factors by the length of the context, here 256.
+    "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
+    "deepseek-v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
 # One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
@@ -81,6 +87,14 @@ def model_folder(case, folder, **changes):
     """Writes the folder of Hugging Face of a model."""
     shutil.copytree(GOLDENS / case, folder)
     data = json.loads((folder / "config.json").read_text()) | MODELS.get(case, {}) | changes
+    if (original := MODELS.get(case, {}).get("original_max_position_embeddings")) is not None:
+        data["rope_parameters"]["original_max_position_embeddings"] = original
+    if case == "deepseek-v2-lite":  # llama.cpp knows those with 26 and 27 layers; each after the first is the second
+        tensors = load_file(folder / "model.safetensors")
+        again = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+        for i in range(2, data["num_hidden_layers"]):
+            tensors |= {name.replace(".1.", f".{i}.", 1): tensor for name, tensor in again.items()}
+        save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(data))
     return folder
 
@@ -99,6 +113,12 @@ def tokenizer_spec(kind):
         return spec | {"normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]}, "pre_tokenizer": None}
     words = WORDS[kind]
     spec["model"]["ignore_merges"] = words.whole
+    if kind == "deepseek-llm":  # whose words have one digit
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
+        joined = [(pair, ByteLevel().decode([pair[0] + pair[1]])) for pair in pairs]
+        spec["model"]["merges"] = [
+            pair for pair, text in joined if "\ufffd" not in text and not any(map(str.isnumeric, text[:-1] + text[1:]))
+        ]
     return spec | {"pre_tokenizer": words.pre_tokenizer, "normalizer": words.normalizer}
 
 
@@ -126,7 +146,7 @@ def with_tokenizer(kind, folder):
 
 def differs(kind, text):
     """Returns whether llama.cpp may split `text` in another way than the model's own tokenizer: it has no normalizer,
-    and its pattern for tekken has no combining marks, and no upper case but A to Z."""
+    its pattern for tekken has no combining marks, and no upper case but A to Z."""
     if kind == "qwen2":
         return unicodedata.normalize("NFC", text) != text
     others = (char for char in text if not char.isascii())

@@ -38,8 +38,8 @@ class NormedAttention(Attention):
             norm.scale = param(jnp.ones(shape, dtypes["weight_dtype"]), names)
             setattr(self, name, norm)
 
-    def _projected(self, x_bte, context):
-        queries, keys, values = super()._projected(x_bte, context)
+    def projected(self, x_bte, context):
+        queries, keys, values = super().projected(x_bte, context)
         return self._normed(queries, self.query_norm), self._normed(keys, self.key_norm), values
 
     def _normed(self, x_bthd, norm):

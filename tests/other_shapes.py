@@ -1,4 +1,7 @@
-"""A family whose block differs from Llama's: scales, single biases, sinks, a gate of its own, a running mean."""
+"""A family whose block differs from Llama's: scales, single biases, sinks, a gate and a rotation of its own, a running
+mean."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.llama2.block import make_rope
+from trainer.ops.rope import Rope, rope
 
 SCALE, EMBEDDING_SCALE, LIMIT = 0.4, 3.0, 0.5
 ATTENTION, HIDDEN = range(2)
@@ -20,6 +24,15 @@ def clipped_gate(gate, up):
     """Hidden units that are no product of activations of the projections alone."""
     gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
     return gate * jax.nn.sigmoid(1.7 * gate) * (up + 1)
+
+
+class Faster(NamedTuple):
+    """A rotation that no `Rope` describes: each token turns as one at three times its position."""
+
+    how: Rope
+
+    def __call__(self, x_bthd, position_bt):
+        return rope(x_bthd, 3 * position_bt, self.how)
 
 
 class Block(nnx.Module):
@@ -36,7 +49,7 @@ class Block(nnx.Module):
             heads=config.base_num_query_heads,
             kv_heads=config.base_num_kv_heads,
             head_dim=config.head_dim,
-            rope=make_rope(config),
+            rope=Faster(make_rope(config)),
             op=config.attention,
             scale=SCALE,
             sinks=True,

@@ -1,5 +1,7 @@
 """`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores of a model in tasks."""
 
+import contextlib
+import itertools
 import os
 import sys
 import time
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError("cannot evaluate: there is no model: give FROM, or load_parameters_path=... and its keys")
         specs = read_specs(tasks, "tasks")
         output = local_path(options["output"], "output=") if "output" in options else None
+        if output and output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise UserError(f"cannot evaluate: output={output}: exists and is not an empty folder")
     # Imports that load JAX come after the checks that do not need it.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -74,7 +78,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     """Every process runs every batch, and the first one writes."""
     from trainer.chat.encoder import Prompts
     from trainer.config.files import by_hand
-    from trainer.evaluation.model import EvaluatedModel
+    from trainer.evaluation.model import EvaluatedModel, TooLong
     from trainer.evaluation.scores import table
     from trainer.evaluation.tasks import keep, open_tasks
     from trainer.inference.max_engine import MaxEngine
@@ -95,7 +99,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
         return engine, tokenizer, chat, stop, open_tasks(specs, loaded.config, tokenizer, say)
 
     engine, tokenizer, chat, stop, tasks = agreed(prepared)
-    folder = output or Path(from_first(lambda: str(_next_folder(loaded.config.base_output_directory))))
+    folder = output or Path(from_first(lambda: str(_new_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     params = engine.load_params(say=say, given=given, average=average)
     say(f"ready after {time.perf_counter() - started:.1f} s; scores, questions and answers go to {folder}")
@@ -103,17 +107,29 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     results = []
     for task in tasks:
         began = time.perf_counter()
-        results += task.run(model)
+        model.begin_task(loaded.config.eval_tasks_timeout_seconds)
+        try:
+            results += task.run(model)
+        except TooLong as error:
+            raise UserError(f"{task.name}: {error}") from None
         keep(folder, results)  # now, because the next task can fail
         say(f"{task.name}: {time.perf_counter() - began:.1f} s")
     if is_first():
         print(visible(table(results)))
 
 
-def _next_folder(base: str) -> Path:
+def _new_folder(base: str) -> Path:
+    """Makes the folder of the next free number, also if other commands do the same."""
+    from trainer.observe.rundir import writing
+
     parent = local_path(base, "base_output_directory=") / "evaluations"
-    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdecimal()] if parent.is_dir() else []
-    return parent / f"{max(numbers, default=0) + 1:04d}"
+    with writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1 + max((int(path.name) for path in parent.glob("[0-9]*[0-9]")), default=0)):
+            with contextlib.suppress(FileExistsError):
+                (parent / f"{number:04d}").mkdir()
+                return parent / f"{number:04d}"
+    raise AssertionError
 
 
 if __name__ == "__main__":

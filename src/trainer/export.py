@@ -63,34 +63,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from trainer.backends.registry import make_model
     from trainer.products.dequantized import parameter_count
     from trainer.weights.about_files import copy_beside
-    from trainer.weights.adapters import Merged
     from trainer.weights.gguf.write import write_gguf
     from trainer.weights.huggingface.like import Like
     from trainer.weights.masks import check_masks, with_zeros
-    from trainer.weights.model_keys import check_words, model_config
-    from trainer.weights.open import open_source, weights_of
+    from trainer.weights.open import weights_of
 
     if options["format"] == "peft":
         _export_adapters(source, out, options, keys)
         return
-    given = dict(word.partition("=")[::2] for word in keys)
-    average, base = options.get("weights") == "ema", options.get("load_parameters_path", "")
-    checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
-    if base and not isinstance(checkpoint, Merged):
-        raise UserError(
-            f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
-            "leave it out"
-        )
-    # Quantized weights are written as such where that is possible and no dtype is given.
-    floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
-    own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
-    config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
-    if floats and config.checkpoint_is_quantized:
-        raise UserError(
-            "checkpoint_is_quantized=true: format=maxtext, gguf and dtype=... write floats; leave "
-            "checkpoint_is_quantized out, or these"
-        )
-    check_words(checkpoint.keys, keys, config, str(checkpoint.path))
+    checkpoint, config = _opened(source, options, keys)
     model = make_model(config)
     shapes, buffers = weights_of(model)
     check_masks(config, checkpoint, shapes)
@@ -114,6 +95,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     _report(out, options, parameter_count(model.abstract[0]))
     if options["format"] == "maxtext":
         print(_maxtext_line(out, options, config, length))
+
+
+def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[Any, Config]:
+    """Returns the checkpoint, and the keys of its model as it is written."""
+    from trainer.weights.adapters import WithAdapters
+    from trainer.weights.model_keys import check_words, model_config
+    from trainer.weights.open import open_source
+
+    given = dict(word.partition("=")[::2] for word in keys)
+    average, base = options.get("weights") == "ema", options.get("load_parameters_path", "")
+    checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
+    if base and not isinstance(checkpoint, WithAdapters):
+        raise UserError(
+            f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
+            "leave it out"
+        )
+    # Quantized weights are written as such where that is possible and no dtype is given.
+    floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
+    own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
+    config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
+    if floats and config.checkpoint_is_quantized:
+        raise UserError(
+            "checkpoint_is_quantized=true: format=maxtext, gguf and dtype=... write floats; leave "
+            "checkpoint_is_quantized out, or these"
+        )
+    check_words(checkpoint.keys, keys, config, str(checkpoint.path))
+    return checkpoint, config
 
 
 def _about(checkpoint: Any) -> Any:

@@ -1,6 +1,6 @@
 """scripts/check_accelerator.py with tiny sizes on a CPU: it finds a wrong kernel, and goes on."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from trainer.layers.attention import OPS
 
 pytestmark = pytest.mark.rest(covered_by="its parts: ops, combinations, checkpoints, the engine")
 
-_FILE = Path(__file__).parents[2] / "scripts" / "check_accelerator.py"
-_spec = importlib.util.spec_from_file_location("check_accelerator", _FILE)
-check_accelerator = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_accelerator)
+
+@pytest.fixture
+def check_accelerator(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    return importlib.import_module("check_accelerator")
 
 
-def test_a_wrong_kernel_is_named_and_the_rest_passes(monkeypatch, capsys):
+def test_a_wrong_kernel_is_named_and_the_rest_passes(check_accelerator, monkeypatch, capsys):
     blockwise = OPS["blockwise"]
 
     def wrong(*args, window=0, **how):
@@ -33,13 +34,13 @@ def test_a_wrong_kernel_is_named_and_the_rest_passes(monkeypatch, capsys):
     others = {what: result for what, result in results.items() if what not in windows}
     # The table of chips has no CPU.
     assert [what for what, result in others.items() if result != "ok"] == ["its time beside the estimate"], said
-    ops = [f"attention blockwise, {variant}" for variant in check_accelerator.VARIANTS]
+    ops = [f"attention blockwise, {variant}" for variant in importlib.import_module("accelerator_kernels").VARIANTS]
     combinations = [what for what in results if what.endswith(" beside nnx")]
     assert {*ops, "grouped products", "a checkpoint to a CPU and back", "a training step", "decode steps"} <= {*results}
     assert len(combinations) == len(check_accelerator.MODELS) - 1
     assert all("equal bits" in line for line in said.splitlines() if " beside nnx " in line)
 
 
-def test_without_an_accelerator_it_says_so(capsys):
+def test_without_an_accelerator_it_says_so(check_accelerator, capsys):
     assert check_accelerator.main([], jax.devices("cpu")[:1]) == 2
     assert "no accelerator" in capsys.readouterr().err

@@ -148,6 +148,9 @@ def test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted(folder, tm
     samples = [json.loads(line) for line in (folder / RUN / "evaluations/000006/judged.jsonl").read_text().splitlines()]
     assert [sample["score"] for sample in samples] == [len(sample["answer"]) for sample in samples]
 
+    code, _, said = evaluated(monkeypatch, folder, RUN, *words)
+    assert (code, "output=found: exists and is not an empty folder" in said) == (2, True), said
+
     long = {"question": "q", "choices": ["a", "b" * 33], "answer": 0}
     (folder / "long.jsonl").write_text(json.dumps(long))
     code, _, said = evaluated(monkeypatch, folder, RUN, "tasks=choices.jsonl,long.jsonl", "output=part")

@@ -1,5 +1,6 @@
 """Writes configurations as YAML."""
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,15 @@ def to_flow(value: Any) -> str:
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
         return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind
-    style = '"' if isinstance(value, str) else None
+    return _quoted(value) if isinstance(value, str) else _dumped(value)
+
+
+@functools.lru_cache(maxsize=1024)  # the strings of a configuration are mostly defaults
+def _quoted(text: str) -> str:
+    return _dumped(text, style='"')
+
+
+def _dumped(value: Any, style: str | None = None) -> str:
     dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=math.inf, allow_unicode=True)
     return dumped.strip()[1:-1]
 

@@ -18,10 +18,14 @@ OF_SOME = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
     *("routed_score_func", "routed_bias"),
 )
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
 # Keys of the blocks of some families. In the others they are refused, because they would change the function.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
-    *("partial_rotary_factor", "rope_short_factor", "rope_long_factor", "mlp_activations_limit"),
+    *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
+    *("chunk_attn_window_size", "mlp_activations_limit"),
+    *("temperature_tuning", "temperature_tuning_scale", "temperature_tuning_floor_scale"),
+    *MULTIPLIERS,
 )
 # The keys that a family may read or not.
 OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *BLOCK_KEYS)

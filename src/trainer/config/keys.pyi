@@ -57,6 +57,7 @@ class Config(Mapping[str, Any]):
     checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
+    chunk_attn_window_size: int
     communication_overlapping_alpha: float
     compile_report_file: str
     compile_topology: str
@@ -111,6 +112,7 @@ class Config(Mapping[str, Any]):
     dump_hlo: bool
     dump_hlo_local_dir: str
     ema_decay: float
+    embedding_multiplier: float
     enable_checkpointing: bool
     enable_data_shuffling: bool
     enable_diloco: bool
@@ -128,8 +130,10 @@ class Config(Mapping[str, Any]):
     eval_split: str
     eval_steps: int
     eval_tasks: tuple[str, ...]
+    eval_tasks_allow_code: bool
     eval_tasks_interval: int
     eval_tasks_limit: int
+    eval_tasks_timeout_seconds: float
     final_logits_soft_cap: float
     first_num_dense_layers: int
     formatting_func_kwargs: Mapping[str, Any]
@@ -194,6 +198,7 @@ class Config(Mapping[str, Any]):
     log_config: bool
     log_period: int
     logical_axis_rules: tuple[Any, ...]
+    logits_multiplier: float
     logits_proj_quant_calibration_method: str
     logits_via_embedding: bool
     lora_alpha: float
@@ -293,6 +298,7 @@ class Config(Mapping[str, Any]):
     request_seconds: float
     reset_attention_mask: bool
     reset_optimizer: bool
+    residual_multiplier: float
     return_log_prob: bool
     reuse_example_batch: int
     reward_functions: tuple[str, ...]
@@ -358,6 +364,9 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    temperature_tuning: bool
+    temperature_tuning_floor_scale: int
+    temperature_tuning_scale: float
     token_file: str
     tokenize_eval_data: bool
     tokenize_train_data: bool

@@ -6,10 +6,14 @@ import io
 import logging
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
+import lm_eval.tasks
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -21,12 +25,13 @@ from trainer.chat.template import TemplateFailed
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.words import visible
 from trainer.data.rendered import Rendered
-from trainer.evaluation.model import EvaluatedModel
+from trainer.evaluation.model import EvaluatedModel, Interrupted
 from trainer.evaluation.scores import Result, Score, ratio
 from trainer.evaluation.specs import Spec
 from trainer.inference.sampling import Sampling
 
 T = TypeVar("T")
+_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a file of a task
 _SEED = 1234  # of the shots, as in lm-eval's own program
 _RESAMPLES = 1000  # for the standard errors of metrics that are no means
 _NOT_SAMPLING = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
@@ -46,6 +51,8 @@ class HarnessTask:
           UserError: there is no such task, or its data are not on this machine.
         """
         self.name, self._limit = spec.name, None if limit < 0 else limit
+        if spec.path is None:
+            _check_name(spec.name)
         with _quietly(), _named_data(self.name):
             manager = TaskManager(include_defaults=spec.path is None)
             names = manager.all_tasks if spec.path is None else [str(spec.path)]
@@ -74,7 +81,7 @@ class HarnessTask:
             task.set_fewshot_seed(seed=_SEED)
         asked = InProcess(model)
         try:
-            with _quietly():
+            with _quietly(), model.watched(lambda: asked.answering):
                 found: Any = evaluate(
                     asked,
                     self._loaded,
@@ -84,7 +91,7 @@ class HarnessTask:
                     fewshot_as_multiturn=model.chat is not None,
                 )
         except Exception as error:  # the functions of a task can raise any
-            if asked.answering or isinstance(error, UserError):
+            if asked.answering or isinstance(error, UserError | Interrupted):
                 raise
             raise UserError(f"{self.name}: the task failed: {failure(error)}") from error
         groups = {name: values for name, values in (found.get("groups") or {}).items() if name not in found["results"]}
@@ -96,6 +103,16 @@ class HarnessTask:
             if scores := list(_scores(values, count, rows)):
                 results.append(Result(name, scores, rows))
         return results
+
+
+def _check_name(name: str) -> None:
+    """Raises UserError if none of lm-eval's files contains `name`: its index of all tasks takes ten times as long."""
+    files = Path(str(lm_eval.tasks.__file__)).parent.rglob("*.yaml")
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+    word = re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
+    if not any(map(word.search, texts)):
+        names = {found for text in texts for found in _NAMES.findall(text)}
+        raise UserError(f"{name}: lm-eval has no such task{nearest(name, sorted(names))}")
 
 
 def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, Any]]) -> Iterator[Score]:
@@ -164,12 +181,14 @@ def _shown(error: Exception) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Makes a method of `InProcess` say that it runs."""
+    """Makes a method of `InProcess` say that it runs, and shows what the model prints meanwhile."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
         self.answering = True
-        found = method(self, *args, **named)
+        output, errors = self.streams
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            found = method(self, *args, **named)
         self.answering = False
         return found
 
@@ -188,6 +207,7 @@ class InProcess(LM):
         tokenizer = model.tokenizer
         self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
         self.answering = False  # whether a failure is the model's, not the task's
+        self.streams = sys.stdout, sys.stderr  # outside of `_quietly`
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation. It is remembered, so that names of special tokens in it are these."""

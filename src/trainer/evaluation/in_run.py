@@ -51,7 +51,7 @@ class RunTasks:
         self._engine = engine_of_run(run, round(run.config.per_device_batch_size * run.mesh.size) or 1)
         self._variables = jax.jit(trained_variables(run))
         self._folder: Any = None
-        self._aborts = run.config.abort_on_eval_tasks_error
+        self._aborts, self._seconds = run.config.abort_on_eval_tasks_error, run.config.eval_tasks_timeout_seconds
 
     def to(self, run_dir: RunDir) -> "RunTasks":
         """Keeps questions and answers in the folder of the run. Returns itself."""
@@ -74,7 +74,7 @@ class RunTasks:
         failed = 0
         with contextlib.suppress(Interrupted):
             for task in self._tasks:
-                model.check_goes_on()
+                model.begin_task(self._seconds)
                 try:
                     results += task.run(model)
                 except UserError as error:

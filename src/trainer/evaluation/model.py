@@ -1,9 +1,14 @@
 """The model that is evaluated: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
 
+import contextlib
+import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from trainer.config.errors import UserError
@@ -12,13 +17,19 @@ from trainer.inference.engine import Engine
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import LENGTH, STOP, Scheduler
 from trainer.inference.text import Chat, TextStream
+from trainer.runtime.agreement import from_first
 
 GREEDY = Sampling(0.0)
 _EVERY = 10.0  # seconds between two lines of progress
+_LOOK_SECONDS = 0.5  # between two looks at whether the run, or the time of a task, ends
 
 
 class Interrupted(Exception):  # like KeyboardInterrupt, it is no error
     """The run ends, and with it the evaluation."""
+
+
+class TooLong(UserError):
+    """A task takes more time than it may."""
 
 
 class Answer(NamedTuple):
@@ -55,13 +66,15 @@ class EvaluatedModel:
           params: what `engine.hold` returned.
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
-          interrupted: whether to raise Interrupted, the same in all processes; called after each batch.
+          interrupted: whether to raise Interrupted, the same in all processes; called after each batch, and while
+            other code works.
           say: gets a line of progress at most every ten seconds.
         """
         self._say, self._said = say, time.monotonic()
         self._engine, self._params, self._interrupted = engine, params, interrupted
         self._tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
         self.length = int(engine.config.max_target_length)
+        self._seconds, self._deadline = 0.0, math.inf
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -97,10 +110,47 @@ class EvaluatedModel:
             raise UserError(f"a choice has no tokens after its question: {continuation!r}")
         return before, after
 
+    def begin_task(self, seconds: float) -> None:
+        """Gives the next task `seconds`; 0: any time. Raises Interrupted if the run ends."""
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds if seconds else math.inf
+        self.check_goes_on()
+
     def check_goes_on(self) -> None:
-        """Raises Interrupted if the run ends."""
+        """All processes call it together.
+
+        Raises:
+          Interrupted: the run ends.
+          TooLong: the task takes more than eval_tasks_timeout_seconds, by the clock of the first process.
+        """
         if self._interrupted():
             raise Interrupted
+        if self._deadline < math.inf and from_first(lambda: time.monotonic() > self._deadline):
+            raise TooLong(f"it was stopped after {self._seconds:g} s (eval_tasks_timeout_seconds)")
+
+    @contextlib.contextmanager
+    def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
+        """A context in which other code works, which does not call `check_goes_on`: a timer does, unless the model is
+        `busy`. So it raises between any two lines of that code. Only in the main thread of a single process."""
+        if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        ended = False
+
+        def look(number: int, frame: Any) -> None:
+            if not ended and not busy():
+                self.check_goes_on()
+
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+        try:
+            try:
+                yield
+            finally:
+                ended = True
+        finally:  # also if `look` has raised in the other one
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
 
     def _passed(self, done: int, total: int, what: str) -> None:
         """Like `check_goes_on`, after `done` of `total`."""

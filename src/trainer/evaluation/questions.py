@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.evaluation.model import Answer, EvaluatedModel
@@ -33,7 +35,10 @@ class QuestionsTask:
             there.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
-        self._path, self._config = spec.file, config
+        self._where, self._config = (
+            f"{spec.file}, line" if "file" in spec.settings else f"{spec.path}, question",
+            config,
+        )
         self._rows = list(spec.questions if limit < 0 else spec.questions[:limit])
         taken = [name for _, row in self._rows for name in _TAKEN if name in row]
         if taken and "function" in spec.settings:
@@ -85,7 +90,7 @@ class QuestionsTask:
         for (line, _), row in zip(self._rows, tokens, strict=True):
             if not 0 < len(row) < model.length:
                 raise UserError(
-                    f"{self._path}, line {line}: the prompt has {len(row):,} tokens: allowed: 1 to "
+                    f"{self._where} {line}: the prompt has {len(row):,} tokens: allowed: 1 to "
                     f"{model.length - 1:,}, which leaves room for an answer; give a larger max_target_length"
                 )
         limit, until = self._settings.get("max_tokens", _MAX_TOKENS), self._settings.get("until", [])
@@ -128,24 +133,26 @@ class QuestionsTask:
             return text.casefold() in [form.casefold() for form in forms]
         return text in forms
 
-    def _judges(self, workers: int) -> Rewards:
+    def _judges(self, workers: int, meanwhile: Callable[[], None] = lambda: None) -> Rewards:
         seconds = self._config.reward_worker_timeout_seconds
-        return Rewards([self._settings["function"]], workers, seconds, self._say, key="function")
+        return Rewards([self._settings["function"]], workers, seconds, self._say, "function", meanwhile)
 
     def _by_function(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> Iterator[Scored]:
         """Yields what the user's function says of each answer, in the first process for all."""
         samples = [
-            Sample(prompt, answer.text, row, f"{self._path}, line {line}")
+            Sample(prompt, answer.text, row, f"{self._where} {line}")
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
         workers = self._config.reward_num_workers
         judges: list[Rewards] = []
+        # Of several processes, all stop together, after a part.
+        meanwhile = model.check_goes_on if jax.process_count() == 1 else lambda: None
 
         def judged(part: Sequence[Sample]) -> list[Scored]:
             if not judges:
-                judges.append(self._judges(workers))
+                judges.append(self._judges(workers, meanwhile))
             return judges[0](part)
 
         try:

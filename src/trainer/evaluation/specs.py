@@ -16,7 +16,7 @@ from trainer.config.json_files import Field, field_problems, parsed
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
 
-TEXT, QUESTIONS, LM_EVAL = "text", "questions", "lm-eval"
+TEXT, QUESTIONS, LM_EVAL, GYM = "text", "questions", "lm-eval", "reasoning-gym"
 _DATA_SECTION = "Data"
 TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
 PROMPT = "{question}"
@@ -42,6 +42,16 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "pattern": Field(str),
         "function": Field(str),
         "ignore_case": Field(bool),
+        "max_tokens": Field(int, low=1),
+        "until": Field(list, item=str),
+    },
+    GYM: {
+        "kind": Field(str),
+        "dataset": Field(str),
+        "seed": Field(int, low=0),
+        "size": Field(int, low=1),
+        "config": Field(dict),
+        "prompt": Field(str),
         "max_tokens": Field(int, low=1),
         "until": Field(list, item=str),
     },
@@ -127,7 +137,21 @@ def _spec(task: str) -> Spec:
     problems += [f"{name}: there is no such field{nearest(name, [*_FIELDS[kind], *keys])}" for name in unknown]
     if problems:
         raise UserError("; ".join(problems))
+    if kind == GYM:
+        return _of_gym(path, values)
     return _of_text(path, values) if kind == TEXT else _of_questions(path.stem, path, values)
+
+
+def _of_gym(path: Path, values: Mapping[str, Any]) -> Spec:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError("tasks of reasoning-gym need the package: pip install 'trainer[reasoning-gym]'")
+    columns, problems = _of_prompt(values)
+    problems += ["prompt: braces hold question alone"] if set(columns) - {"question"} else []
+    if "dataset" not in values:
+        problems.append("dataset: is missing; it names a data set of reasoning-gym")
+    if problems:
+        raise UserError("; ".join(problems))
+    return Spec(path.stem, GYM, path, dict(values))
 
 
 def _check_lm_eval() -> None:
@@ -189,7 +213,19 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
         re.compile(pattern or "")
     except re.error as error:
         problems.append(f"pattern: {pattern!r} is not a regular expression: {error}")
-    columns: list[str] = []
+    columns, wrong = _of_prompt(values)
+    problems += wrong
+    if "file" not in values:
+        problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
+    if problems:
+        raise UserError("; ".join(problems))
+    spec = Spec(name, QUESTIONS, path, dict(values))
+    return spec._replace(questions=_questions(spec.file, columns, score))
+
+
+def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns the fields that the prompt contains, and what is wrong with it."""
+    columns, problems = list[str](), list[str]()
     try:
         for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):
             columns += [] if column is None else [column]
@@ -197,12 +233,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
                 problems.append("prompt: braces hold the name of a field alone, as in {question}")
     except ValueError as error:
         problems.append(f"prompt: {error}; a brace of the text is written twice")
-    if "file" not in values:
-        problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
-    if problems:
-        raise UserError("; ".join(problems))
-    spec = Spec(name, QUESTIONS, path, dict(values))
-    return spec._replace(questions=_questions(spec.file, columns, score))
+    return columns, problems
 
 
 def filled(prompt: str, row: Mapping[str, Any]) -> str:

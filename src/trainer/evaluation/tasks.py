@@ -12,7 +12,7 @@ from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel
 from trainer.evaluation.scores import Result
-from trainer.evaluation.specs import QUESTIONS, TEXT, Spec
+from trainer.evaluation.specs import GYM, QUESTIONS, TEXT, Spec
 from trainer.observe.rundir import writing
 from trainer.runtime.agreement import from_first
 from trainer.runtime.folders import replace_file
@@ -47,9 +47,12 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
             continue
         if tokenizer is None:
             raise UserError(f"{spec.name}: questions need a tokenizer; give tokenizer_path or tokenizer_type")
-        if spec.kind == QUESTIONS:
+        if spec.kind in (QUESTIONS, GYM):
+            from trainer.evaluation.gym import with_questions
             from trainer.evaluation.questions import QuestionsTask
 
+            if spec.kind == GYM:
+                spec = with_questions(spec, limit, config.eval_tasks_allow_code)
             found.append(QuestionsTask(spec, config, limit, say))
         else:
             for name in _OFFLINE:

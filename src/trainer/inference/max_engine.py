@@ -17,7 +17,7 @@ from trainer.inference.engine import Engine
 from trainer.inference.served import serve
 from trainer.leaves.source import joined, names_of, nested, parted
 from trainer.ops.random import seed_key
-from trainer.weights.adapters import Adapters, Merged
+from trainer.weights.adapters import Adapters, WithAdapters
 from trainer.weights.load import load_parameters, of_checkpoint
 from trainer.weights.model_of_command import keys_of_run
 from trainer.weights.open import open_adapters, open_source
@@ -116,7 +116,7 @@ class MaxEngine(Engine):
         added to their base, another loop over layers, another dtype."""
         if not self.config.batch_invariant:
             return
-        if isinstance(open_source(path, self.config.decoder_block, verify=False), Merged):
+        if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
             raise UserError(
                 f"batch_invariant=true: {path} has adapters, which training did not add to their base; generate "
                 "from the base, "

@@ -17,7 +17,7 @@ from trainer.layers import across as split
 from trainer.layers.across import GATHERED, HEADS, KEYS, QUERIES, QUERY_ROWS, Across, mask_axes
 from trainer.layers.cache import Cache, own_mask
 from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
-from trainer.layers.norm import RMSNorm
+from trainer.layers.norm import RMSNorm, normalized
 from trainer.layers.param import EXACT, param
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
@@ -26,8 +26,9 @@ from trainer.ops.cudnn import cudnn_attention
 from trainer.ops.invariant import invariant_attention
 from trainer.ops.max_logits import BLOCK, max_logits
 from trainer.ops.ring import Ring
-from trainer.ops.rope import Rope, rope
+from trainer.ops.rope import Rope, Rotation, rope
 from trainer.ops.splash import splash_attention
+from trainer.ops.temperature import Temperature
 from trainer.products.context import Context
 
 OPS = {
@@ -45,7 +46,7 @@ class Scores(NamedTuple):
     """How a layer computes attention from queries, keys and values.
 
     `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash. `across`: where
-    rows are split over devices.
+    rows are split over devices. `chunked`: `window` is the size of chunks (`Mask.in_chunks`).
     """
 
     op: str
@@ -55,6 +56,7 @@ class Scores(NamedTuple):
     tiles: Tiles = AUTOMATIC
     dropout_rate: float = 0.0
     across: Across = GATHERED
+    chunked: bool = False
 
     def attend(
         self,
@@ -66,7 +68,7 @@ class Scores(NamedTuple):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the op's result, with the checkpoint name "context". `sinks`: see `ops.attention`."""
-        drop = None
+        drop, mask = None, self._chunked(mask)
         if context.key is not None and self.dropout_rate:
             drop = Dropout(context.key, context.rows, self.dropout_rate)
         attend: Callable[..., jax.Array]
@@ -101,12 +103,16 @@ class Scores(NamedTuple):
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
         """Returns the largest logit of each head, for `layers.sown.MaxLogit`; see `ops.max_logits`."""
+        mask = self._chunked(mask)
         if split.is_split():
             ring = Ring((), self.window, scale=self.scale)
             return split.largest(queries, keys, mask, ring, context.sampled)
         # With one tile, the product equals that of the reference op and is shared with it, except under a condition.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
+
+    def _chunked(self, mask: Mask) -> Mask:
+        return mask.in_chunks(self.window) if self.chunked else mask
 
 
 class KVCache(NamedTuple):
@@ -127,16 +133,19 @@ class Attention(nnx.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope: Rope | None,
+        rope: Rope | Rotation | None,
         op: str = "dot_product",
         window: int = 0,
+        chunked: bool = False,
         soft_cap: float = 0.0,
         scale: float | None = None,
+        temperature: Temperature | None = None,
         sinks: bool = False,
         tiles: Tiles = AUTOMATIC,
         qk_norm_epsilon: float | None = None,
         qk_norm_offset: float = 0.0,
         qk_norm_over_heads: bool = False,
+        qk_norm_rotated: float | None = None,
         dropout_rate: float = 0.0,
         across: Across = GATHERED,
         dtype: jnp.dtype,
@@ -146,13 +155,16 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
-        `scale`: the factor on the scores; None for 1 / sqrt(head_dim). `sinks`: whether each head has a learned sink
+        `chunked`: whether `window` is the size of chunks (`ops.attention.Mask.in_chunks`). `scale`: the factor on the
+        scores; None for 1 / sqrt(head_dim). `temperature`: a factor on queries that depends on their position within
+        their document; None for none. `sinks`: whether each head has a learned sink
         (`ops.attention`), initially 0. `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's
         queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `qk_norm_offset`: see `RMSNorm`.
         `qk_norm_over_heads`: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
-        arXiv:2501.00656), in place of one for each head. `bias`: whether all projections have a bias, or the names of
-        those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with equal
-        numbers of heads.
+        arXiv:2501.00656), in place of one for each head. `qk_norm_rotated`: epsilon of a norm without parameters of
+        each head's queries and keys, after RoPE; None for no norm. `bias`: whether all projections have a bias, or the
+        names of those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with
+        equal numbers of heads.
 
         Raises:
           UserError: the op does not support sinks.
@@ -162,7 +174,8 @@ class Attention(nnx.Module):
 
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
-        self.rope, self.scores = rope, Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
+        self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across, chunked)
+        self.rope, self.temperature = rope, temperature
         if fused:
             assert heads == kv_heads, (heads, kv_heads)
             self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
@@ -175,6 +188,7 @@ class Attention(nnx.Module):
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
         self.norms_heads, self.over_heads = qk_norm_epsilon is not None, qk_norm_over_heads
+        self.norm_rotated = qk_norm_rotated
         if qk_norm_epsilon is not None:
             norm = functools.partial(
                 RMSNorm, epsilon=qk_norm_epsilon, offset=qk_norm_offset, dtype=dtype, weight_dtype=weight_dtype
@@ -191,8 +205,9 @@ class Attention(nnx.Module):
         Raises:
           UserError: queries and keys are normalized, or the logits are capped: scaled weights do not scale such logits.
         """
-        if self.norms_heads or self.scores.soft_cap:
-            why = "their norms undo a scale of the weights" if self.norms_heads else "the soft cap bounds logits itself"
+        normed = self.norms_heads or self.norm_rotated is not None
+        if normed or self.scores.soft_cap:
+            why = "their norms undo a scale of the weights" if normed else "the soft cap bounds logits itself"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         if self.fused:
             root_h = jnp.sqrt(eta_h)
@@ -214,8 +229,8 @@ class Attention(nnx.Module):
         """Returns the logical axes of the arrays of `init_cache`."""
         return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in place of arrays
 
-    def _projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d]."""
+    def projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d], before norms and rotation."""
         if self.fused:
             qkv = self.qkv_proj(x_bte, QKV, context)
             queries, keys, values = (
@@ -248,11 +263,15 @@ class Attention(nnx.Module):
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)
-        queries, keys, values = self._projected(x_bte, context)
+        queries, keys, values = self.projected(x_bte, context)
         if self.norms_heads:
             queries, keys = self._normed(self.query_norm, queries), self._normed(self.key_norm, keys)
         if self.rope is not None:
             queries, keys = rope(queries, position_bt, self.rope), rope(keys, position_bt, self.rope)
+        if self.norm_rotated is not None:
+            queries, keys = (normalized(x, self.norm_rotated).astype(x.dtype) for x in (queries, keys))
+        if self.temperature is not None:
+            queries = self.temperature.tempered(queries, position_bt)
 
         scores, mask = self.scores, own_mask(context)
         if cache is None and captures(self, MaxLogit):

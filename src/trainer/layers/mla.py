@@ -19,6 +19,7 @@ from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import MaxLogit, captures, sow
 from trainer.ops.attention import Mask
 from trainer.ops.rope import Rope, rope, score_scale
+from trainer.ops.temperature import Temperature
 from trainer.products.context import Context
 
 # The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
@@ -65,6 +66,7 @@ class LatentAttention(nnx.Module):
         op: str = "dot_product",
         window: int = 0,
         soft_cap: float = 0.0,
+        temperature: Temperature | None = None,
         tiles: Tiles = AUTOMATIC,
         dropout_rate: float = 0.0,
         across: Across = GATHERED,
@@ -78,7 +80,7 @@ class LatentAttention(nnx.Module):
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
         self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
-        self.rope = rope
+        self.rope, self.temperature = rope, temperature
         scale = (nope_dim + rope_dim) ** -0.5 * score_scale(rope, mscale)
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across)
         if q_rank:
@@ -155,7 +157,11 @@ class LatentAttention(nnx.Module):
         else:
             queries = self.query(x_bte, QUERIES, context)
         query, query_rope = jnp.split(checkpoint_name(queries, "query_proj"), [self.nope_dim], axis=-1)
-        return query, rope(query_rope, context.positions, self.rope)
+        query_rope = rope(query_rope, context.positions, self.rope)
+        if self.temperature is None:
+            return query, query_rope
+        tempered = functools.partial(self.temperature.tempered, position_bt=context.positions)
+        return tempered(query), tempered(query_rope)
 
     def _latents(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         """Returns the normalized latents [b, t, r], and the rotated keys [b, t, rope]."""

@@ -16,7 +16,7 @@ from trainer.layers.mlp import MLP, Combine, hidden_units
 from trainer.layers.param import EXACT, Buffer, param
 from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
-from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, with_bias, within_capacity
+from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, weighing_inputs, with_bias, within_capacity
 from trainer.ops.routing import Routing, Score, entropy, load_balance, squared_log_z, tokens_per_expert, weight_of_each
 from trainer.products.context import Context
 from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
@@ -70,17 +70,19 @@ class MoE(WithMatrices):
         bias: bool = False,
         routed_bias: bool = False,
         by_sigmoid: bool = False,
+        weighs_inputs: bool = False,
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
         """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
         Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
         expert computes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which
-        the load-balance loss and the entropy divide by their sum. `combine`: see `MLP`."""
+        the load-balance loss and the entropy divide by their sum. `weighs_inputs`: the weights of
+        experts multiply what they read in place of their results. `combine`: see `MLP`."""
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         assert not (bias and routed_bias)
-        self.by_sigmoid, self.routed_bias = by_sigmoid, routed_bias
+        self.by_sigmoid, self.routed_bias, self.weighs_inputs = by_sigmoid, routed_bias, weighs_inputs
         self.sparse, self.capacity_factor, self.buffer = sparse, capacity_factor, buffer
         self.activations, self.dtype = tuple(activations), dtype
         self.gate = Dense(
@@ -177,15 +179,17 @@ class MoE(WithMatrices):
         if spread.devices > 1:
             apply = exchange.on_owners(apply, spread)
         found: Dispatched
+        how: Callable[[Callable[..., Dispatched]], Callable[..., Dispatched]]
+        how = weighing_inputs if self.weighs_inputs else lambda dispatch: dispatch
         if self.sparse and spread.devices > 1:
-            found = exchange.dropless(x_btw, routing, experts, held, self.experts, spread)
+            found = how(exchange.dropless)(x_btw, routing, experts, held, self.experts, spread)
         elif self.sparse:
-            found = dropless(x_btw, routing, apply, self.experts)
+            found = how(dropless)(x_btw, routing, apply, self.experts)
         elif self.capacity_factor <= 0:
-            found = every_expert(x_btw, routing, apply, self.experts)
+            found = how(every_expert)(x_btw, routing, apply, self.experts)
         else:
             factor = self.capacity_factor
-            found = within_capacity(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
+            found = how(within_capacity)(x_btw, routing, apply, self.experts, real_bt=real_bt, factor=factor)
         return found.out.astype(self.dtype)[None], *routing, found.dropped
 
     def _experts(

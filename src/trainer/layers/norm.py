@@ -23,30 +23,45 @@ class RMSNorm(nnx.Module):
         self.scale = param(jnp.full(width, 1 - offset, EXACT), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        x = normalized(x, self.epsilon)
         scale = self.scale[...].astype(jnp.float32)
         return (x * (self.offset + scale if self.offset else scale)).astype(self.dtype)
 
 
-class LayerNorm(nnx.Module):
-    """Subtracts the mean over the last axis, divides by the standard deviation, multiplies by 1 + scale and adds a bias
-    (Ba et al. 2016, arXiv:1607.06450).
+def normalized(x: jax.Array, epsilon: float) -> jax.Array:
+    """Returns `x` divided by its root mean square over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
-    Scale and bias are learned and start at zero. Computed in float32, returned in `dtype`.
+
+class LayerNorm(nnx.Module):
+    """Subtracts the mean over the last axis, divides by the standard deviation, multiplies by offset + scale and adds a
+    bias (Ba et al. 2016, arXiv:1607.06450).
+
+    Scale and bias are learned; offset + scale is 1 initially, and the bias 0. Computed in float32, returned in `dtype`.
     """
 
-    def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype):
-        """`weight_dtype`: see `RMSNorm`."""
+    def __init__(
+        self,
+        width: int,
+        *,
+        epsilon: float,
+        dtype: jnp.dtype,
+        weight_dtype: jnp.dtype,
+        offset: float = 1.0,
+        bias: bool = True,
+    ):
+        """`weight_dtype`: see `RMSNorm`. `offset`: 0 where the stored scale is the factor itself."""
         del weight_dtype
-        self.epsilon = epsilon
+        self.epsilon, self.offset, self.has_bias = epsilon, offset, bias
         self.dtype = dtype
-        self.scale = param(jnp.zeros(width, EXACT), ("norm",))
-        self.bias = param(jnp.zeros(width, EXACT), ("norm",))
+        self.scale = param(jnp.full(width, 1 - offset, EXACT), ("norm",))
+        if bias:
+            self.bias = param(jnp.zeros(width, EXACT), ("norm",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (x * (1 + scale) + bias).astype(self.dtype)
+        x = x * (self.offset + self.scale[...].astype(jnp.float32))
+        return (x + self.bias[...].astype(jnp.float32) if self.has_bias else x).astype(self.dtype)

@@ -9,7 +9,8 @@ from flax import nnx
 from trainer.config.capabilities.expert_keys import has_bias, scores_by_sigmoid
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
-from trainer.layers.moe import MoE
+from trainer.layers.mlp import MLP
+from trainer.layers.moe import MoE, SharedMoE
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.huggingface import Layout
 from trainer.models.llama2 import block as llama2
@@ -25,6 +26,7 @@ class ExpertBlock(llama2.Block):
     """
 
     NAME: ClassVar[str]  # of the layer, and so of its parameters: MaxText's
+    WEIGHS_INPUTS: ClassVar[bool] = False  # see `MoE`
 
     @staticmethod
     def score(config: Config) -> Score:
@@ -55,6 +57,7 @@ class ExpertBlock(llama2.Block):
             buffer=config.ragged_buffer_factor,
             routed_bias=has_bias(config),
             by_sigmoid=scores_by_sigmoid(config),
+            weighs_inputs=self.WEIGHS_INPUTS,
             rngs=rngs,
             **dtypes,
             **given,
@@ -63,6 +66,17 @@ class ExpertBlock(llama2.Block):
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """See `llama2.Block.feed_forward`."""
         return getattr(self, self.NAME)(x_bte, context)
+
+
+class SharedExpertBlock(ExpertBlock):
+    """The same, with `shared_experts` that every token goes to."""
+
+    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `ExpertBlock.make_experts`."""
+        routed = super().make_experts(config, rngs, dtypes, **given)
+        hidden = config.shared_experts * config.base_moe_mlp_dim
+        activations = config.mlp_activations
+        return SharedMoE(routed, MLP(config.base_emb_dim, hidden, activations, dropout_rate=0.0, rngs=rngs, **dtypes))
 
 
 def stack_of(config: Config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:

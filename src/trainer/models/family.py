@@ -22,10 +22,12 @@ class MaxText:
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
       names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's name of the stacked
         array, and to those of each layer if layers are not scanned; None: as `weights.maxtext.read` says.
+      pairs: whether RoPE rotates adjacent pairs under every rope_type.
       interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as by its default.
       scales_windows: whether rope_linear_scaling_factor scales RoPE in layers with a window, too.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
+      interleaves_experts: whether the block reads `interleave_moe_layer_step`.
       keys: further keys of this trainer that the block reads under the same name.
       more: returns keys of MaxText that have another name or value there, for a resolved configuration.
       refuses: returns `key=value: reason` for each of a configuration's values that the block cannot compute.
@@ -35,10 +37,12 @@ class MaxText:
     own_scale: bool = False
     stored: Callable[[Config, str], tuple[float, float]] = lambda config, name: (1.0, 0.0)
     names: Callable[[str, Any], tuple[str, list[str]]] | None = None
+    pairs: bool = False
     interleaves: bool = True
     scales_windows: bool = True
     caps_scores: bool = False
     norms_heads: bool = False
+    interleaves_experts: bool = False
     keys: Sequence[str] = ()
     more: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     refuses: Callable[[Config], Sequence[str]] = lambda config: ()

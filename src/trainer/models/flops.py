@@ -6,7 +6,8 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   activations and the optimizer do not;
 - attention scores and their products with the values count where the mask lets a query see a key; the diagonal counts
   half. Thus a query of a causal row of T tokens sees T / 2 keys, and under a sliding window of w <= T tokens it sees
-  w - w^2 / (2 T) keys. Scores between packed documents are counted, although the mask removes them;
+  w - w^2 / (2 T) keys; in chunks of c tokens, with c a divisor of T, it sees c / 2. Scores between packed documents
+  are counted, although the mask removes them;
 - in a mixture of experts the router counts and the experts of one token, no matter how the products are computed;
 - a module of multi-token prediction counts for every token, even for tokens at the end of a document that it skips;
 - the backward pass counts twice the forward pass, even where parameters are frozen; recomputation for rematerialization
@@ -15,7 +16,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
-from trainer.config.capabilities.windows import windows
+from trainer.config.capabilities.windows import in_chunks, windows
 from trainer.config.family import reads
 from trainer.config.keys import Config
 
@@ -85,6 +86,9 @@ def visible_keys(config: Config) -> float:
     pattern = windows(config)
     of_layers = [pattern[i % len(pattern)] for i in range(layers)]
     reaches = [min(window or length, length) for window in of_layers + of_layers[-1:] * config.mtp_num_layers]
+    if in_chunks(config):
+        seen = [reach * (length - length % reach) + (length % reach) ** 2 for reach in reaches]
+        return sum(seen) / (2 * length * len(reaches))
     return sum(reach - reach**2 / (2 * length) for reach in reaches) / len(reaches)
 
 

@@ -18,27 +18,36 @@ SIZES = {
     "attention.key_length": "head_dim",
 }
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
-COUNT = "expert_count"
+COUNT, WINDOW = "expert_count", "attention.sliding_window"
+ATTENTION = "rope.scaling.attn_factor"  # by which RoPE scales queries and keys
+LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
 
 
 class Gguf(NamedTuple):
     """The architecture of a family in llama.cpp.
 
     Attributes:
-      name: in general.architecture. Of several declarations with a name, a file is read as the first that has experts
-        or has none, as the file does.
+      name: in general.architecture.
+      when: whether a file with this name is read so, given a function that returns the integer with the end of a key.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
       sizes, numbers: the end of the key of each integer and number, and its field of config.json.
-      fields: further fields of config.json, given those that were read; llama.cpp has them in its code.
+      more: the types of the values at further keys.
+      fields: further fields of config.json, given those that were read and the values of `more` by their keys.
+      write: returns values at keys of `more` and others, given config.json as this trainer writes it.
+      refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
     """
 
     name: str
+    when: Callable[[Callable[[str], int | None]], bool] = lambda said: not said(COUNT)
     pairs: bool = False
     one: bool = False
     sizes: Mapping[str, str] = SIZES
     numbers: Mapping[str, str] = NUMBERS
+    more: Mapping[str, type] = {}
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
+    write: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: {}
+    refuses: Callable[[Mapping[str, Any]], str] = lambda data: ""
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:

@@ -32,12 +32,15 @@ class Layout(NamedTuple):
         after the other, and this is the key for the number of entries of a head: "head_dim". Hugging Face stores each
         head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
       flat: whether the tensor has a single axis, into which all of our axes are merged.
+      swapped: whether the tensor has the last two of our axes in the other order: [experts, out, in] for the matrices
+        [experts, in, out] of all experts. It has no `inputs`, no `rotated` and no `EXPERT`.
     """
 
     name: str
     inputs: int = 0
     rotated: str = ""
     flat: bool = False
+    swapped: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -55,6 +58,8 @@ class Layout(NamedTuple):
         """Returns the shape of the tensor of one layer, given our shape of one layer."""
         if self.flat:
             return (math.prod(ours),)
+        if self.swapped:
+            return (*ours[:-2], *ours[:-3:-1])
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
@@ -85,6 +90,8 @@ class Layout(NamedTuple):
         if self.flat:
             rows = math.prod(shape[1:])
             return (slice(box[0].start * rows, box[0].stop * rows),)
+        if self.swapped:
+            return (*box[:-2], *box[:-3:-1])
         if not self.inputs:
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
@@ -94,10 +101,14 @@ class Layout(NamedTuple):
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
         """Returns our parameter of one layer, or a widened box of it, with `shape`. `head`: the number of entries of
         heads to store as pairs; 0: none."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in theirs])
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
     def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
         """Returns the tensor of one layer; the inverse of `to_ours`."""
+        if self.swapped:
+            return np.stack([transposed(matrix) for matrix in ours])
         ours = reordered(ours, head, pairs=False)
         if self.inputs:
             return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))
@@ -176,19 +187,23 @@ class HuggingFace(NamedTuple):
       nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
         that differ from its class, whose values these are.
       outers: models with towers whose text model is one of this type, or of another that they name.
-      qk_norm: whether the family normalizes queries and keys.
+      qk_norm: whether the family normalizes queries and keys; `sizes` may name a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types says.
+        layer_types says; "chunked": `read` knows the chunks of each layer.
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
       ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
+      rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
+      epsilon: the field with the epsilon of norms.
       activation: the field with the activation of the gate. `activations`: its further values, with our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
         default. attention_bias and mlp_bias must be false in families that do not name them here.
+      powers: further keys, each with a positive field and a power of it, which is the value: {"logits_multiplier":
+        ("logits_scaling", -1)} if logits are divided by logits_scaling. null: the key's default.
       latent: whether the attention is multi-head latent attention.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
@@ -198,7 +213,7 @@ class HuggingFace(NamedTuple):
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
       modules: the word of a module's name in transformers 5, with that of its tensors' names where it differs.
-      methods: with `latent`, the values of topk_method for experts that are not grouped and for grouped ones.
+      methods: the values of topk_method for experts that are not grouped and for grouped ones; "": it has no groups.
       gguf: its models in files of llama.cpp; None if these are neither read nor written.
     """
 
@@ -208,16 +223,19 @@ class HuggingFace(NamedTuple):
     defaults: Mapping[str, Any]
     merged: Sequence[Merged] = ()
     qk_norm: bool = False
-    window: Literal["", "given", "switched", "alternating"] = ""
+    window: Literal["", "given", "switched", "alternating", "chunked"] = ""
     period: int = 0
     period_field: str = ""
     ropes: Sequence[str] = ()
+    rope_sizes: Mapping[str, str] = {}
     partial: bool = False
     local_rope: str = ""
+    epsilon: str = "rms_norm_eps"
     activation: str = "hidden_act"
     activations: Mapping[str, str] = {}
     whole_heads: bool = False
     sizes: Mapping[str, str] = {}
+    powers: Mapping[str, tuple[str, float]] = {}
     only: Mapping[str, Any] = {}
     off: Sequence[str] = ()
     ignored: Sequence[str] = ()

@@ -1,9 +1,11 @@
 """Stacks of layers of several kinds, which repeat."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainer.config.capabilities.windows import windows
+from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.layers.stack import MakeBlock, Stack
 
@@ -26,3 +28,19 @@ def other_period(config: Config, period: int) -> list[str]:
     """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
     every = config.sliding_window_pattern
     return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
+
+
+def rotated(every: int, layers: int) -> list[int]:
+    """Returns config.json's `no_rope_layers`: a 0 for every `every`-th layer, -1 for none, and a 1 for the others."""
+    return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
+
+
+def read_unrotated(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns `nope_layer_interval`. The list of layers takes precedence over the interval, as in transformers."""
+    every, given = said["no_rope_layer_interval"], said.get("no_rope_layers")
+    if given is None:
+        return {"nope_layer_interval": every}
+    every = given.index(0) + 1 if 0 in given else -1
+    if len(given) != said["num_hidden_layers"] or given != rotated(every, len(given)):
+        refused.append(f"no_rope_layers={shortened(str(given))} (known: a 1 for each layer, and a 0 for every n-th)")
+    return {"nope_layer_interval": every}

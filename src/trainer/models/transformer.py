@@ -23,6 +23,7 @@ from trainer.models.norms import make_norm
 from trainer.models.remat import remat_policy
 from trainer.ops.documents import lengths
 from trainer.ops.dropout import dropout
+from trainer.ops.multiplied import multiplied
 from trainer.products.context import Context
 
 # Dropout sites outside of the blocks. Their keys are derived as for one more layer after the last.
@@ -51,7 +52,7 @@ def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
         config.base_emb_dim,
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
-        scale=scale(config) if scale else 1.0,
+        scale=(scale(config) if scale else 1.0) * config.embedding_multiplier,
         rngs=rngs,
     )
     return with_products(config, "token_embedder", embed, rngs) if config.logits_via_embedding else embed
@@ -125,9 +126,10 @@ def make_context(config: Config, cache: Cache | None, positions: jax.Array, segm
 
 
 def finish_logits(config: Config, logits_btv: jax.Array) -> jax.Array:
-    """Returns logits from the products of the head: scaled for a tied head, and soft-capped if configured."""
+    """Returns logits from the products of the head: scaled and soft-capped as configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
         logits_btv = logits_btv / config.base_emb_dim**0.5
+    logits_btv = multiplied(logits_btv, config.logits_multiplier)
     if cap := config.final_logits_soft_cap:
         logits_btv = (cap * jnp.tanh(logits_btv.astype(jnp.float32) / cap)).astype(logits_btv.dtype)
     return logits_btv

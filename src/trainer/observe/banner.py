@@ -12,7 +12,7 @@ from trainer.config.capabilities.expert_keys import dense_layers, has_experts, s
 from trainer.config.capabilities.kernels import KERNELS, Capability, read_documents, why_no_kernel
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.sparsity_keys import is_sparse
-from trainer.config.capabilities.windows import has_window, period
+from trainer.config.capabilities.windows import has_window, in_chunks, windows
 from trainer.config.derived import DCN, global_batch_rows, islands, mesh_axes
 from trainer.config.family import reads
 from trainer.config.flags import combination
@@ -168,9 +168,10 @@ def _heads(config: Config) -> str:
 def _windows(config: Config) -> str:
     if not has_window(config):
         return ""
-    every = period(config)
+    every = len(windows(config))
     whole = f"; 1 layer in {every} attends to the whole document" if 1 < every <= config.base_num_decoder_layers else ""
-    return f", sliding window of {counted(config.sliding_window_size, 'token')}{whole}"
+    what = "chunks" if in_chunks(config) else "sliding window"
+    return f", {what} of {counted(windows(config)[0], 'token')}{whole}"
 
 
 def _bias(config: Config, capability: Capability | None) -> str:

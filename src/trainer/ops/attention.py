@@ -35,6 +35,19 @@ class Mask(NamedTuple):
     # number of them.
     documents: jax.Array | None = None
 
+    def in_chunks(self, size: int) -> "Mask":
+        """Returns the mask with which a `window` of `size` becomes a chunk: a query sees only keys of its own chunk of
+        `size` positions of its document.
+
+        Each document becomes two segments: its even and its odd chunks. The window keeps two even ones apart.
+        """
+
+        def halves(segment: jax.Array, position: jax.Array) -> jax.Array:
+            return jnp.where(segment > 0, 2 * segment + position // size % 2, segment)  # padding stays padding
+
+        query, key = (self.query_segment, self.query_position), (self.key_segment, self.key_position)
+        return self._replace(query_segment=halves(*query), key_segment=halves(*key), documents=None)
+
 
 class Dropout(NamedTuple):
     """Dropout of attention weights; see `ops.dropout.attention_keep`.

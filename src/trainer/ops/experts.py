@@ -8,7 +8,7 @@ sorted by expert; with None, rows are [e, n, w].
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,23 @@ def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> 
     x_nw, order, size_e = by_expert(x_btw, routing, experts)
     out_btkw = permuted(apply(x_nw, size_e), jnp.argsort(order)).reshape(*routing.expert.shape, width)
     return Dispatched(_weighted(out_btkw, routing.weight), jnp.zeros(rows, jnp.int32))
+
+
+def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispatched]:
+    """Returns `dispatch`, one of the functions of this file, with weights that multiply what experts read in place of
+    their results. Each choice of a token is a token of its own with one expert."""
+
+    def run(x_btw: jax.Array, routing: Routing, *args: Any, **how: Any) -> Dispatched:
+        rows, length, chosen = routing.expert.shape
+        x_btkw = (x_btw[:, :, None].astype(jnp.float32) * routing.weight[..., None]).astype(x_btw.dtype)
+        expert = routing.expert.reshape(rows, -1, 1)
+        if "real_bt" in how:
+            how["real_bt"] = jnp.repeat(how["real_bt"], chosen, axis=1)
+        one = Routing(expert, jnp.ones_like(expert, jnp.float32))
+        found = dispatch(x_btkw.reshape(rows, length * chosen, -1), one, *args, **how)
+        return found._replace(out=found.out.reshape(x_btkw.shape).sum(2))
+
+    return run
 
 
 def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864) and its context-extension variants."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from trainer.ops.invariant import rounded
 
 # The name of the cos/sin tables for rematerialization.
 ROTATION = "rotation"
+
+# A rotation of another kind: maps queries or keys [b, t, heads, d] and positions [b, t] to queries or keys.
+Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Rope(NamedTuple):
@@ -40,13 +44,16 @@ class Rope(NamedTuple):
     rounded: bool = False
 
 
-def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope) -> jax.Array:
+def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax.Array:
     """Rotates the pairs of entries of each head by angles that grow with the position.
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians, where d = int(`share` * the entries of
     a head). Pair i is (x[i], x[i + d/2]), or with `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's
-    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty.
+    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty. A
+    `Rotation` is called.
     """
+    if not isinstance(how, Rope):
+        return how(x_bthd, position_bt)
     width = x_bthd.shape[-1]
     frequency = frequencies(how, int(how.share * width)).astype(np.float32)
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
@@ -101,7 +108,8 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        kept: np.ndarray = (turns - how.low_freq_factor) / (how.high_freq_factor - how.low_freq_factor)
+        # Published files of Llama 4 have equal factors: then nothing is in between.
+        kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind
         low, high = _yarn_range(how, width)

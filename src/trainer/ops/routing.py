@@ -34,6 +34,12 @@ def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
     return Routing(expert, _probability(logits, expert))
 
 
+def sigmoid_of_chosen(logits: jax.Array, chosen: int) -> Routing:
+    """The largest logits, each weighted by its own sigmoid (Llama 4)."""
+    largest, expert = jax.lax.top_k(logits, chosen)
+    return Routing(expert, jax.nn.sigmoid(largest))
+
+
 def _probability(logits: jax.Array, expert: jax.Array) -> jax.Array:
     """The softmax over all experts of those in `expert` [..., k].
 

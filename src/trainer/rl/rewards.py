@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 from trainer.config.errors import UserError, report, shortened
 from trainer.config.words import visible
 
+_LOOK_SECONDS = 0.5
 START_SECONDS = 300  # for importing the functions
 # What a worker does, if it does not score the sample of an index; and how a task has ended.
 _IDLE, _START = -2, -1
@@ -77,6 +78,7 @@ class Rewards:
         seconds: float,
         say: Callable[[str], None] = lambda line: None,
         key: str = "reward_functions",
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         """Starts the workers, which import the functions.
 
@@ -86,12 +88,13 @@ class Rewards:
           seconds: the time that all functions together may take for a sample.
           say: gets a line when a sample takes too long, the first time.
           key: what names the functions, for messages.
+          meanwhile: is called at least twice a second while workers work; if it raises, they are killed.
 
         Raises:
           UserError: names each function that is not there or cannot be imported, with the reason.
         """
         self._functions, self._count, self._seconds, self._say = tuple(functions), workers, seconds, say
-        self._said, self._key = False, key
+        self._said, self._key, self._meanwhile = False, key, meanwhile
         self._workers: list[_Worker] = []
         try:
             self._fill()
@@ -157,13 +160,15 @@ class Rewards:
             self._workers.append(_Worker(self._functions))
 
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
-        """Waits for workers that are at work, and yields those that have ended their task, with the task.
+        """Waits for workers that are at work, for `_LOOK_SECONDS` at most, and yields those that have ended their task,
+        with the task.
 
         They are idle again, or are no longer workers if they died or took too long.
         """
+        self._meanwhile()
         at_work = [worker for worker in self._workers if worker.task != _IDLE]
         first = min(worker.deadline for worker in at_work)
-        ready = wait([worker.connection for worker in at_work], max(0, first - time.monotonic()))
+        ready = wait([worker.connection for worker in at_work], min(_LOOK_SECONDS, max(0, first - time.monotonic())))
         now = time.monotonic()
         for worker in at_work:
             if worker.connection in ready:

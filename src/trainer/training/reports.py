@@ -87,6 +87,54 @@ def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
     return found
 
 
+class _Files:
+    """What a run writes about its steps. Only the first process opens any of it."""
+
+    def __init__(self, run: Run, run_dir: RunDir, say: Callable[[str], None]):
+        self._config, self._work, self._run_dir, self._say = run.config, run_work(run), run_dir, say
+        self._metrics: MetricsWriter | None = None
+        self._page: ReportFile | None = None
+        self._with_maxtext_names: list[MetricsWriter | EventsWriter] = []
+
+    def open(
+        self, begin: Start, files: list[MetricsFile], stack: contextlib.ExitStack
+    ) -> tuple[list[dict[str, Any]], bool, bool]:
+        """Opens all of it until `stack` ends. Returns what `earlier_evaluations` does."""
+        updates, resumes = begin.updates, self._config.enable_checkpointing
+        self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
+        self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say)
+        stack.callback(self._page.write)  # even if the run fails
+        for file in files:
+            copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say)
+            self._with_maxtext_names.append(stack.enter_context(copy))
+        if self._config.enable_tensorboard:
+            events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say)
+            self._with_maxtext_names.append(stack.enter_context(events))
+        return earlier_evaluations(self._metrics.kept, updates)
+
+    @property
+    def kept(self) -> Sequence[dict[str, Any]]:
+        """The rows of earlier parts of the run."""
+        return self._metrics.kept if self._metrics else ()
+
+    def write(self, row: Any) -> None:
+        if self._metrics and self._page:
+            self._metrics.write(row)
+            self._page.add(row)
+        for writer in self._with_maxtext_names:
+            clipped, name = self._config.gradient_clipping_threshold, self._run_dir.folder.name
+            writer.write(maxtext_row(row, self._work, clipped, name))
+
+    def sync(self) -> None:
+        """Brings all rows to the disk, and to a bucket if the run's folder is one."""
+        if self._metrics and self._page:
+            self._metrics.sync()
+            self._page.refresh()
+        for writer in self._with_maxtext_names:
+            writer.sync()
+        self._run_dir.upload()
+
+
 def open_reports(
     run: Run,
     run_dir: RunDir,
@@ -96,65 +144,33 @@ def open_reports(
     stack: contextlib.ExitStack,
 ) -> Reports:
     """Returns the callbacks of `fit`. `stack` closes everything they write to; `files` are from `metrics_files`."""
-    config, work = run.config, run_work(run)
-    writers: list[MetricsWriter] = []  # writers of metrics.jsonl
-    maxtext_writers: list[MetricsWriter | EventsWriter] = []  # writers of rows with MaxText's names
-    pages: list[ReportFile] = []
+    config = run.config
     stack.callback(console.end_bar)
-
-    def open_metrics() -> tuple[list[dict[str, Any]], bool, bool]:
-        resumes = config.enable_checkpointing
-        writer = MetricsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
-        writers.append(stack.enter_context(writer))
-        pages.append(ReportFile(run_dir.path, writers[0].kept, console.say))
-        stack.callback(pages[0].write)  # even if the run fails
-        for file in files:
-            copy = file.open(begin.updates, resumed=begin.resumed, resumes=resumes, say=console.say)
-            maxtext_writers.append(stack.enter_context(copy))
-        if config.enable_tensorboard:
-            events = EventsWriter(run_dir.path, begin.updates, resumes=resumes, say=console.say)
-            maxtext_writers.append(stack.enter_context(events))
-        return earlier_evaluations(writers[0].kept, begin.updates)
-
     profiler = None
     if config.profiler:
         profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
         stack.enter_context(profiler)
-    evaluations, unevaluated, untested = from_first(open_metrics)
-    tokens = TokensSeen(writers[0].kept if writers else ())
+    written = _Files(run, run_dir, console.say)
+    evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
+    tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
 
-    def write(row: Any) -> None:
-        for writer in writers:
-            writer.write(row)
-        for page in pages:
-            page.add(row)
-        for maxtext_writer in maxtext_writers:
-            maxtext_writer.write(maxtext_row(row, work, config.gradient_clipping_threshold, run_dir.folder.name))
-
-    def sync() -> None:
-        for writer in (*writers, *maxtext_writers):
-            writer.sync()
-        for page in pages:
-            page.refresh()
-        run_dir.upload()
-
     def on_step(row: Any) -> None:
-        write(tokens.add(row))
+        written.write(tokens.add(row))
         console.step(row, config.steps)
         if first is not None:
             first.add(row["step"], row["loss"])
         if (row["step"] + 1) % config.log_period == 0:
-            sync()
+            written.sync()
 
     def on_evaluation(row: Any) -> None:
-        write(row)
+        written.write(row)
         if TASKS_TIME not in row:
             console.evaluation(row)
         if warning := lacks_best(row, config):
             console.say(warning)
 
-    return Reports(on_step, on_evaluation, sync, evaluations, unevaluated, untested, profiler)
+    return Reports(on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler)
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:

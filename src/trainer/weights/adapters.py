@@ -104,7 +104,7 @@ class RunAdapters:
         return self._source.leaves(config, {name: shape for name, shape in shapes.items() if name in names})
 
 
-class Merged:
+class WithAdapters:
     """A `Source`: the parameters of `base` with the adapters added to them."""
 
     def __init__(self, base: Source, adapters: Adapters, shapes_of: Callable[[Config], Shapes]):

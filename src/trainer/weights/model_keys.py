@@ -10,10 +10,10 @@ from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_floats
-from trainer.config.capabilities.windows import has_window
+from trainer.config.capabilities.windows import has_window, in_chunks
 from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError
-from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, reads
+from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, fixed, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import COMBINATIONS, FLAGS, flags_of
 from trainer.config.keys import Config
@@ -23,6 +23,7 @@ from trainer.config.resolve import resolve
 from trainer.config.saved import read_saved
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
+from trainer.config.values import read_text as read_value
 from trainer.models import FAMILIES
 from trainer.models.families import loads_from
 from trainer.models.mtp_names import MODULES
@@ -109,7 +110,7 @@ def described(config: Config) -> dict[str, Any]:
         if name not in _OF_LONGROPE
         and (reads(config, name) or (unknown and config[name] != schema().keys[name].default))
     ]
-    if has_window(config):
+    if has_window(config) and not in_chunks(config):
         names.append("sliding_window_size")
     if config.logits_via_embedding:
         names.append("normalize_embedding_logits")
@@ -244,6 +245,12 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, w
     ]
     idle = MODEL.intersection(given) - described(config).keys() - {"rope_interleave"}
     lines += [f"{name}: no effect on this model" for name in sorted(idle)]
+    texts = {name: text for name, _, text in (word.partition("=") for word in words)}
+    lines += [
+        f"{name}={texts[name]}: decoder_block={config.decoder_block} always has {name}={to_flow(value)}"
+        for name, value in fixed(config).items()
+        if name in texts and read_value(schema().keys[name], texts[name]) != value
+    ]
     if lines:
         raise UserError("\n  ".join([f"{where}: only the model's keys can be given:", *lines]))
     if not keys and not {*MODEL, "model_name"}.difference({"rope_interleave"}).intersection(given):

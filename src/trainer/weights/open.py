@@ -23,7 +23,7 @@ from trainer.observe.rundir import CHECKPOINTS
 from trainer.ops.random import seed_key
 from trainer.runtime import storage
 from trainer.runtime.folders import check_folder
-from trainer.weights.adapters import Initial, Merged, RunAdapters
+from trainer.weights.adapters import Initial, RunAdapters, WithAdapters
 from trainer.weights.gguf.read import GgufSource
 from trainer.weights.huggingface.read import CONFIG as HUGGING_FACE_CONFIG
 from trainer.weights.huggingface.read import HuggingFaceSource
@@ -122,14 +122,14 @@ def open_adapters(path: str, *, average: bool | None = False, verify: bool = Tru
 def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str, *, verify: bool) -> Source:
     place = base or adapters.origin.path
     if not place and isinstance(adapters, RunAdapters):
-        return Merged(Initial(adapters, _drawn), adapters, weight_shapes)
+        return WithAdapters(Initial(adapters, _drawn), adapters, weight_shapes)
     if "://" not in place and not (place and local_path(place).exists()):
         named = f"the parameters in {place}" if place else "parameters whose place is not known"
         raise UserError(
             f"{adapters.path}: its adapters belong to {named}, and there is no such folder or file; give its place "
             "with load_parameters_path"
         )
-    return Merged(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
+    return WithAdapters(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
 
 
 def _drawn(config: Config) -> dict[str, jax.Array]:

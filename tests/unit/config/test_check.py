@@ -91,8 +91,8 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ("head_dim=33", "must be even.*nearest: 32 or 34"),
         ("rope_min_timescale=10000", "less than the longest"),
         (
-            "rope_type=llama3.1 rope_low_freq_factor=4",
-            r"rope_low_freq_factor=4.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must be less than",
+            "rope_type=llama3.1 rope_low_freq_factor=5",
+            r"rope_low_freq_factor=5.0 \(command line\), rope_high_freq_factor=4.0 \(default\): .*must not be greater",
         ),
         ("rope_type=yarn beta_slow=33", "beta_slow must not be greater than beta_fast"),
         (

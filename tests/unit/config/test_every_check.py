@@ -9,7 +9,7 @@ from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
 from trainer.config.check import CHECKS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
-from trainer.config.family import Facts, facts_of
+from trainer.config.family import MULTIPLIERS, Facts, facts_of
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Place
 from trainer.config.keys import Config
@@ -69,7 +69,7 @@ CASES = {
     "custom_device_tensors custom_offload_tensors": [{"custom_device_tensors": ["a"], "custom_offload_tensors": ["a"]}],
     "rope_min_timescale rope_max_timescale": [{"rope_min_timescale": 5, "rope_max_timescale": 5}],
     "rope_low_freq_factor rope_high_freq_factor": [
-        {"rope_type": "llama3.1", "rope_low_freq_factor": 4.0, "rope_high_freq_factor": 4.0}
+        {"rope_type": "llama3.1", "rope_low_freq_factor": 4.5, "rope_high_freq_factor": 4.0}
     ],
     "beta_slow beta_fast": [{"rope_type": "yarn", "beta_slow": 33.0, "beta_fast": 32.0}],
     "use_qk_clip use_qk_norm": [{"use_qk_clip": True, "use_qk_norm": True}],
@@ -109,8 +109,13 @@ CASES = {
     "rope_short_factor rope_long_factor": [PHI | {"rope_type": "longrope", "rope_short_factor": [1.0]}],
     "rope_factor original_max_position_embeddings": [PHI | {"rope_type": "longrope", "rope_factor": 4.0}],
     "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
+    "decoder_block chunk_attn_window_size": [{"chunk_attn_window_size": 4}],
+    "decoder_block temperature_tuning": [{"temperature_tuning": True}],
+    "decoder_block temperature_tuning_scale": [{"temperature_tuning_scale": 0.2}],
+    "decoder_block temperature_tuning_floor_scale": [{"temperature_tuning_floor_scale": 4}],
     "decoder_block use_post_attn_norm": [{"use_post_attn_norm": True}],
     "decoder_block use_post_ffw_norm": [{"use_post_ffw_norm": True}],
+    **{f"decoder_block {key}": [{key: 2.0}] for key in MULTIPLIERS},
     "first_num_dense_layers base_num_decoder_layers": [
         DEEPSEEK | {"first_num_dense_layers": 2, "base_num_decoder_layers": 2}
     ],

@@ -98,6 +98,7 @@ def test_the_list_is_this_one():
     evaluation |= {"eval_dataset_name", "eval_split", "eval_data_columns", "tokenize_eval_data", "grain_eval_files"}
     evaluation |= {"hf_eval_split", "hf_eval_files", "mtp_eval_target_module"}
     evaluation |= {"eval_tasks", "eval_tasks_interval", "eval_tasks_limit", "abort_on_eval_tasks_error"}
+    evaluation |= {"eval_tasks_timeout_seconds", "eval_tasks_allow_code"}
     assert set(AROUND) == around | evaluation | {
         "data_cache_directory",
         "skip_step_scaling_factor",

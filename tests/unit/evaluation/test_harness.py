@@ -3,6 +3,8 @@ own model, which needs torch."""
 
 import json
 import math
+import signal
+import time
 
 import datasets
 import jax
@@ -13,7 +15,7 @@ from support import random_variables, tiny_config
 from trainer.chat.encoder import Prompts
 from trainer.config.errors import UserError
 from trainer.evaluation.harness import HarnessTask
-from trainer.evaluation.model import EvaluatedModel, Interrupted
+from trainer.evaluation.model import EvaluatedModel, Interrupted, TooLong
 from trainer.evaluation.specs import read_specs
 from trainer.inference.max_engine import MaxEngine
 
@@ -158,6 +160,25 @@ def test_what_cannot_be_evaluated_is_named(made, opened, tmp_path, monkeypatch):
         failing.run(model_of(made))
     with pytest.raises(Interrupted):
         opened("ended", WRITTEN).run(model_of(made, interrupted=lambda: True))
+
+
+def test_an_unknown_name_is_refused_without_an_index_of_all(monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.harness.TaskManager", None)
+    with pytest.raises(UserError, match=r"hellaswga: lm-eval has no such task.*hellaswag"):
+        HarnessTask(read_specs(["hellaswga"], "tasks")[0], -1)
+
+
+@pytest.mark.parametrize("why", ["time", "run"])
+def test_a_function_of_a_task_that_does_not_return_ends_with_the_time_or_the_run(made, opened, tmp_path, why):
+    endless = "def endless(doc, results):\n    while True:\n        pass\n"
+    (tmp_path / "endless_of_task.py").write_text(endless)
+    asked = model_of(made, interrupted=lambda: why == "run" and began + 3 < time.monotonic())
+    task = opened("endless", f"{WRITTEN}process_results: !function endless_of_task.endless\n")
+    began = time.monotonic()
+    asked.begin_task(3.0 if why == "time" else 0.0)
+    with pytest.raises(TooLong if why == "time" else Interrupted):
+        task.run(asked)
+    assert not any(signal.getitimer(signal.ITIMER_REAL))
 
 
 BROKEN = {

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from support import random_variables, tiny_config
 
 from trainer import sft
 from trainer.config.errors import UserError
-from trainer.evaluation.model import EvaluatedModel, Interrupted
+from trainer.evaluation.model import EvaluatedModel, Interrupted, TooLong
 from trainer.evaluation.questions import QuestionsTask
 from trainer.evaluation.specs import read_specs
 from trainer.evaluation.tasks import open_tasks
@@ -254,6 +255,15 @@ def test_a_function_judges_answers(tmp_path, monkeypatch, capsys):
     (late,) = task(tmp_path, monkeypatch, "i.yml", **keys).run(model())
     assert scores(late) == {"score": 0.0}
     assert "i: the function took too long for 4 of 4 answers: they score 0" in capsys.readouterr().out
+    keys["reward_worker_timeout_seconds"] = 60.0  # what ends it now is the time of the task, or the run
+    asked = model()
+    asked.begin_task(3.0)
+    with pytest.raises(TooLong, match=r"stopped after 3 s \(eval_tasks_timeout_seconds\)"):
+        task(tmp_path, monkeypatch, "i.yml", **keys).run(asked)
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        task(tmp_path, monkeypatch, "i.yml", **keys).run(model(lambda: time.monotonic() > began + 3))
+    assert time.monotonic() < began + 30
     (tmp_path / "h.yml").write_text(f"{text}nothing\n")
     with pytest.raises(UserError, match=r"function=judge_of_tasks:nothing: .* has no function nothing"):
         task(tmp_path, monkeypatch, "h.yml", reward_num_workers=1)
@@ -332,3 +342,70 @@ def test_a_question_that_is_too_long_is_named(tmp_path, monkeypatch):
     spec = spec._replace(settings=spec.settings | {"function": "a:b"})
     with pytest.raises(UserError, match="prompts is the name of another argument"):
         QuestionsTask(spec, tiny_config("nnx", **KEYS), -1, print)
+
+
+GYM = """\
+import dataclasses
+import os
+
+class Sums:
+    def __init__(self, config):
+        self.config = config
+
+    def __getitem__(self, index):
+        a, seed = self.config.seed + index, os.environ["PYTHONHASHSEED"]
+        return {"question": f"{a} + {a} = {seed}", "answer": str(2 * a), "metadata": {"sum": 2 * a}}
+
+    def score_answer(self, answer, entry):
+        return 1.0 if answer == "right" else 0.25 * (entry["metadata"]["sum"] == 2 * self.config.seed)
+
+@dataclasses.dataclass
+class Config:
+    seed: int
+    size: int
+    low: int = 0
+
+    def validate(self):
+        assert self.low < 5, "low must be below 5"
+
+def create_dataset(name, **settings):
+    config = Config(**settings)
+    config.validate()
+    return factory.DATASETS[name][0](config)
+
+from reasoning_gym import evaluated, factory
+"""
+
+
+def test_a_data_set_of_reasoning_gym_judges_answers(tmp_path, monkeypatch):
+    """With a package of its interface; docs/benchmarks/evaluation.md has the real one."""
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text(GYM)
+    (package / "factory.py").write_text(
+        "from reasoning_gym import Config, Sums, evaluated\n"
+        "DATASETS = {'sums': (Sums, Config), 'evaluated': (evaluated.Evaluated, Config)}\n"
+    )
+    (package / "evaluated.py").write_text(
+        "from reasoning_gym import Sums\nclass Evaluated(Sums):\n    def f(self, x):\n        return eval(x)\n"
+    )
+    (package / "utils.py").write_text("def extract_answer(completion):\n    return None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "kind: reasoning-gym\nseed: 7\nmax_tokens: 2\nsize: 3\ndataset: "
+    (tmp_path / "sums.yml").write_text(f"{text}sums\nprompt: 'What is {{question}}'\n")
+    (result,) = task(tmp_path, monkeypatch, "sums.yml", reward_num_workers=1).run(model())
+    assert [sample["prompt"] for sample in result.samples] == [f"What is {a} + {a} = 0" for a in (7, 8, 9)]
+    assert [sample["expected"] for sample in result.samples] == ["14", "16", "18"]
+    assert scores(result) == {"score": 0.25 / 3}
+    assert result.scores[0].error == pytest.approx(np.std([0.25, 0, 0], ddof=1) / 3**0.5)
+    assert len(task(tmp_path, monkeypatch, "sums.yml", eval_tasks_limit=2)._rows) == 2
+    for body, said in {
+        "smus": r"dataset: smus: there is no such one in reasoning-gym.*allowed: evaluated, sums",
+        "sums\nconfig: {lwo: 3}": r"config: lwo: there is no such one in reasoning-gym.*allowed: low",
+        "sums\nconfig: {low: 9}": r"config: AssertionError: low must be below 5",
+        "evaluated": r"runs texts as programs.*eval_tasks_allow_code=true accepts that",
+    }.items():
+        (tmp_path / "wrong.yml").write_text(text + body)
+        with pytest.raises(UserError, match=said):
+            task(tmp_path, monkeypatch, "wrong.yml")
+    assert task(tmp_path, monkeypatch, "wrong.yml", eval_tasks_allow_code=True).name == "wrong"

@@ -34,6 +34,14 @@ CASES = (
     "phi3",
     "phi4-mini",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-lite",
+    "granite",
+    "granite4",
+    "granite-moe",
+    "ministral3",
+    "llama4",
+    "llama4-interleaved",
     "gpt-oss",
     "exaone4",
 )
@@ -49,11 +57,12 @@ def expected(case):
 
 
 @pytest.mark.rest(
-    covered_by="gemma2, olmo3, exaone4; the logits of all", cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3")
+    covered_by="gemma2, olmo3, exaone4; the logits of all",
+    cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "granite4", "llama4-interleaved"),
 )
 @pytest.mark.rest(
     covered_by="deepseek-v3, qwen3-moe; the logits of all",
-    cases=("deepseek-v2", "deepseek-v2-lite", "mixtral", "qwen3-tied"),
+    cases=("deepseek-v2", "deepseek-v2-lite", "granite-moe", "mixtral", "qwen3-tied"),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):

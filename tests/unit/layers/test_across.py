@@ -32,9 +32,9 @@ SPLIT = {"all_gather": {}, "ring": {}, "ulysses": {}, "usp": {"context": 2, "uly
 VARIANTS = {
     "plain": {},
     "window, soft cap": {"window": 7, "soft_cap": 2.0, "scale": 1.0},
-    "sinks, dropout": {"sinks": True, "dropout_rate": 0.3},
+    "chunks, sinks, dropout": {"window": 6, "chunked": True, "sinks": True, "dropout_rate": 0.3},
     "sinks": {"sinks": True},
-    "long window, sinks": {"window": 100, "sinks": True},
+    "long chunks, sinks": {"window": 100, "chunked": True, "sinks": True},
 }
 
 
@@ -115,8 +115,8 @@ def both_ways(strategy, op, variant, ordered="", n=4, sizes=None, **given):
 
 
 # A dropout mask belongs to places, so an order would change it. ops/test_ring.py has windows without an order.
-ORDERED = [("window, soft cap", "dual_chunk_swap"), ("window, soft cap", "striped"), ("sinks, dropout", "")]
-UNORDERED = [("window, soft cap", ""), ("sinks, dropout", "")]
+ORDERED = [("window, soft cap", "dual_chunk_swap"), ("window, soft cap", "striped"), ("chunks, sinks, dropout", "")]
+UNORDERED = [("window, soft cap", ""), ("chunks, sinks, dropout", "")]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_splash(strategy, ordered, monkeypatch):
     """In Pallas's interpreter."""
     monkeypatch.setitem(OPS, "splash", functools.partial(splash_attention, interpret=True))
     how = {"sizes": {"context": 2, "tensor": 1}, "heads": 2, "kv_heads": 2, "length": FAR}
-    close(*both_ways(strategy, "splash", "long window, sinks", ordered, 2, **how), 1e-5)
+    close(*both_ways(strategy, "splash", "long chunks, sinks", ordered, 2, **how), 1e-5)
 
 
 def test_between_processes_on_cpus_all_arrays_pass_as_one(monkeypatch):

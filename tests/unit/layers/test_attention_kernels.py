@@ -26,7 +26,7 @@ HERE = {
 }
 
 
-def run(op, dtype, mask, **how):
+def results(op, dtype, mask, **how):
     """Returns the output, and the gradient of its weighted sum with respect to each parameter and the input."""
     layer = attention.Attention(
         24, heads=4, kv_heads=2, head_dim=64, rope=Rope(1, 10000), op=op, window=50, **how,
@@ -51,10 +51,11 @@ def run(op, dtype, mask, **how):
 @pytest.mark.parametrize(
     ("op", "dtype", "tolerance"), [("splash", "float32", 1e-4), ("cudnn_flash_jax", "bfloat16", 0.05)]
 )
-@pytest.mark.parametrize("on_a_mesh", [True, False])
-def test_a_kernel_in_the_layer_equals_the_reference_op(op, dtype, tolerance, on_a_mesh, monkeypatch):
+@pytest.mark.parametrize(("on_a_mesh", "chunked"), [(True, True), (False, False)])
+def test_a_kernel_in_the_layer_equals_the_reference_op(op, dtype, tolerance, on_a_mesh, chunked, monkeypatch):
     mask = inputs(4, 128, 1, 1, 8)[3]
-    expected = run("dot_product", dtype, mask)
+    run = functools.partial(results, mask=mask, chunked=chunked)
+    expected = run("dot_product", dtype)
     parts = []
 
     def spied(query, key, value, mask, dropout=None, **how):
@@ -66,9 +67,9 @@ def test_a_kernel_in_the_layer_equals_the_reference_op(op, dtype, tolerance, on_
         sizes = {"dataset_type": "synthetic", "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
         mesh = sharding.get_mesh_from_config(load([f"{key}={value}" for key, value in sizes.items()]).config)
         with sharding.on_mesh(mesh, make_rules(schema().keys["logical_axis_rules"].default)):
-            actual = run(op, dtype, mask)
+            actual = run(op, dtype)
         assert set(parts) == {((1, 128, 2, 64), (1, 128, 1, 64), (1, 128))}
     else:
-        actual = run(op, dtype, mask)
+        actual = run(op, dtype)
         assert set(parts) == {((4, 128, 4, 64), (4, 128, 2, 64), (4, 128))}
     assert_close(actual, expected, tolerance)

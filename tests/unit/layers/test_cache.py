@@ -1,5 +1,6 @@
 """Caches of a stack: what a write changes, and that a loop over tokens updates them in place."""
 
+import dataclasses
 import functools
 import re
 
@@ -16,6 +17,7 @@ from trainer.layers.attention import OPS, Attention, KVCache
 from trainer.layers.cache import Cache
 from trainer.models.caches import init_cache
 from trainer.ops.rope import Rope
+from trainer.ops.temperature import Temperature
 from trainer.products.context import Context
 
 LAYERS, ROWS, LENGTH = 3, 2, 5
@@ -127,3 +129,30 @@ def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
     made = set(re.findall(rf"= f32\[{shape}\]\S* ([\w-]+)\(", text))
     assert made >= {"scatter"}
     assert made <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}
+
+
+@pytest.mark.parametrize("parts", [(17,), (4, 3, 1, 1, 6, 2), (1,) * 17])
+def test_attention_in_chunks_over_a_cache_equals_that_of_the_whole_text(parts):
+    """In a ring as long as a chunk, after prefills of several lengths and after single tokens; with a temperature."""
+    dtypes = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32")}
+    how = {"rope": Rope(1, 10000), "op": "blockwise", "window": 5, "temperature": Temperature(0.5, 3, first=1)}
+    layer = Attention(8, heads=2, kv_heads=1, head_dim=4, chunked=True, **how, **dtypes, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(ROWS, 17, 8)).astype(np.float32)
+
+    def of(start, stop):
+        position = np.tile(np.arange(start, stop), (ROWS, 1))
+        return x[:, start:stop], Context(position, np.ones_like(position), np.arange(ROWS), None)
+
+    inputs, context = of(0, 17)
+    expected, _ = layer(inputs, None, context)
+    cache, start, found = Cache(jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, 17)), 0), 0, []
+    assert cache.entries.key.shape == (1, ROWS, 5, 1, 4)
+    for size in parts:
+        inputs, context = of(start, start + size)
+        out, cache = layer(inputs, cache, context)
+        cache, start = dataclasses.replace(cache, filled=True), start + size
+        found.append(out)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-6)
+    window = Attention(8, heads=2, kv_heads=1, head_dim=4, **how, **dtypes, rngs=nnx.Rngs(0))
+    inputs, context = of(0, 17)
+    assert np.abs(window(inputs, None, context)[0] - expected)[:, 6:].max() > 0.01

@@ -164,7 +164,10 @@ def test_groups_choose_by_their_best_expert():
     ("keys", "message"),
     [
         ({"attention_type": "global"}, "give attention_type=mla"),
-        ({"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0}, "only deepseek has"),
+        (
+            {"decoder_block": "mixtral", "shared_experts": 0, "first_num_dense_layers": 0},
+            "families with it: deepseek, glm4",
+        ),
         ({"base_num_kv_heads": 2}, "every head has its own keys and values"),
         ({"qk_rope_head_dim": 3}, "must be even"),
         ({"use_qk_norm": True}, "leave use_qk_norm at false"),
@@ -260,15 +263,18 @@ def test_maxtexts_command_line_says_deepseek_v3(scan, tmp_path, capsys):
     assert_same(loaded, {name: leaf.read(leaf.dtype, lambda size: None) for name, leaf in leaves.items()})
 
 
-def test_modules_of_multi_token_prediction_have_biases(tmp_path):
+@pytest.mark.parametrize("block", ["deepseek", "glm4_moe", "glm4_moe_lite"])
+def test_modules_of_multi_token_prediction_have_biases(block, tmp_path):
     """As in the published weights: module 1 of a model with 3 layers is layer 3, with experts and a bias."""
-    here = config(**V3, mtp_num_layers=1)
+    of_glm = {"attention_type": "global", "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5}
+    here = config(**V3 | (of_glm if block == "glm4_moe" else {}), decoder_block=block, mtp_num_layers=1)
     params = random_params(here)
     write_huggingface(tmp_path, here, leaves_of(params), None)
     found = read_hf(tmp_path)
     name = "mtp_block/mtp_layer_1/mtp_1_transformer_layer/DeepSeekMoeBlock_0/MoeBlock_0/gate/bias"
     np.testing.assert_array_equal(found["model.layers.3.mlp.gate.e_score_correction_bias"], params[name])
     assert "model.layers.3.eh_proj.weight" in found
+    assert open_source(str(tmp_path)).keys == described(here)
     assert_same(load_parameters(str(tmp_path), here, abstract_of(here), print), params)
 
 

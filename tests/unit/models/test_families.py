@@ -29,6 +29,11 @@ from trainer.weights.maxtext.model_arguments import maxtext_keys
 
 GATED = {"mlp_activations": "[gelu,linear]"}
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
+OF_GLM = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "shared_experts": 1},
+    **{"first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True},
+    "logits_via_embedding": False,
+}
 # One of each kind of block; together a pattern with and without a rest, and a stack without one.
 FAMILIES = {
     "qwen2": {"attention_bias": True},
@@ -47,12 +52,30 @@ FAMILIES = {
         "logits_via_embedding": False,
     },
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
+    "llama4": {
+        **{"use_qk_norm": True, "nope_layer_interval": 2, "interleave_moe_layer_step": 2, "temperature_tuning": True},
+        **{"chunk_attn_window_size": 5, "temperature_tuning_floor_scale": 3, "base_num_decoder_layers": 2},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "shared_experts": 1},
+        "logits_via_embedding": False,
+    },
     "gpt_oss": {
         **{"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "mlp_activations_limit": 0.5},
         **{"attention_bias": True, "sliding_window_size": 5, "rope_type": "yarn", "rope_factor": 4.0},
         **{"original_max_position_embeddings": 8, "rope_truncate": False, "rope_attention_scaling": True},
     },
     "glm4": POST_NORMS | {"attention_bias": True, "partial_rotary_factor": 0.5, "logits_via_embedding": False},
+    "glm4_moe": OF_GLM | {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": OF_GLM
+    | {"attention_type": "mla", "base_num_kv_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 8}
+    | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "mtp_num_layers": 1},
+    "ministral3": {
+        **{"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 8},
+        **{"temperature_tuning": True, "temperature_tuning_scale": 0.5, "temperature_tuning_floor_scale": 8},
+    },
+    "granite4": {
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_multiplier": 0.3},
+        **{"query_pre_attn_scalar": 9.0, "normalize_embedding_logits": False},
+    },
     "phi3": {
         **{"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_factor": 4.0, "rope_attention_scaling": True},
         **{"rope_short_factor": "[1.0,1.5]", "rope_long_factor": "[1.0,4.0]", "original_max_position_embeddings": 8},
@@ -84,7 +107,7 @@ PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
 
-@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "olmo2", "smollm3"))
+@pytest.mark.rest(covered_by="gemma2, olmo3, gemma3", cases=("gemma", "granite4", "ministral3", "olmo2", "smollm3"))
 @pytest.mark.parametrize(("family", "combination"), PROGRAMS)
 def test_the_program_is_the_same_in_every_combination(family, combination):
     expected = program_text(family, ALL_COMBINATIONS[0])
@@ -117,8 +140,12 @@ def losses(family, devices, **more):
 
 @pytest.mark.rest(covered_by="olmo3; the rest of a pattern in unit/models/test_goldens.py", cases=("gemma3",))
 @pytest.mark.rest(covered_by="olmo3; the shardings of biases", cases=("qwen2",))
-@pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("phi3",))
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo3", "phi3"])
+@pytest.mark.rest(covered_by="olmo3; experts in unit/training/test_experts.py", cases=("glm4_moe", "glm4_moe_lite"))
+@pytest.mark.rest(covered_by="olmo3; rotation is the same on every device", cases=("granite4", "phi3"))
+@pytest.mark.rest(covered_by="unit/layers/test_across.py and integration tests of experts", cases=("llama4",))
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma3", "olmo3", "phi3", "granite4", "glm4_moe", "glm4_moe_lite", "llama4"]
+)
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)
@@ -177,6 +204,8 @@ def test_the_rest_of_a_pattern_is_a_stack_of_its_own(layers, sizes):
         ("gemma3", {"sliding_window_pattern": 2}, (5, 0)),
         ("gemma3", {"sliding_window_pattern": 1}, (0,)),
         ("olmo3", {}, (5, 5, 5, 0)),
+        ("llama4", {}, (5, 0)),
+        ("llama4", {"nope_layer_interval": -1}, (5,)),
         ("qwen2", {}, (0,)),
         ("qwen2", {"attention_type": "local_sliding", "sliding_window_size": 3}, (3,)),
     ],
@@ -185,10 +214,13 @@ def test_windows(family, more, expected):
     config = tiny_config(ALL_COMBINATIONS[0], **keys_of(family, **more))
     assert windows(config) == expected
     made = [
-        block.keywords["window"] for stack in stacks(config) for block in stack.blocks if hasattr(block, "keywords")
+        block.keywords["window"]
+        for stack in stacks(config)
+        for block in stack.blocks
+        if "window" in getattr(block, "keywords", ())
     ]
     layers = config.base_num_decoder_layers
-    if len(expected) > 1:
+    if len(expected) > 1 and family != "llama4":
         assert made[: len(expected)] == list(expected)[:layers]
 
 
@@ -199,11 +231,15 @@ def test_windows(family, more, expected):
     ("words", "message"),
     [
         ("decoder_block=gemma2", "a sliding window needs at least one token"),
-        ("attention_bias=true", "this family does not read it; only glm4, gpt_oss, qwen2 can have it"),
+        ("attention_bias=true", "this family does not read it; only glm4, glm4_moe, gpt_oss, qwen2 can have it"),
         ("sliding_window_pattern=2", "only gemma2, gemma3, gpt_oss, olmo3 can have it"),
+        ("decoder_block=qwen3 nope_layer_interval=4", "only llama4, smollm3 can have it"),
+        (
+            "decoder_block=ministral3 temperature_tuning=true rope_type=yarn original_max_position_embeddings=9",
+            "grow from the length on from which RoPE is scaled: give both the same number",
+        ),
         ("mlp_activations_limit=7", "only gpt_oss can have it"),
         ("decoder_block=gpt_oss num_experts=4 sliding_window_size=4", "this family clamps its gated units"),
-        ("decoder_block=qwen3 nope_layer_interval=4", "only smollm3 can have it"),
         (
             "decoder_block=gemma3 sliding_window_size=4 local_rope_max_timescale=2 rope_min_timescale=3",
             "the shortest wavelength must be less than the longest",

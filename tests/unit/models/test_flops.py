@@ -93,6 +93,16 @@ def test_a_window_counts_the_keys_that_its_mask_shows(window):
     assert flops_per_token(tiny()) - flops_per_token(config) == pytest.approx(12 * 3 * 24 * (8 - visible_keys(config)))
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 8, 16, 40])
+def test_chunks_count_the_keys_that_their_mask_shows(chunk):
+    """Except for the convention that the diagonal counts half; every second layer sees the whole row."""
+    length = 16
+    shown = sum(1 for query in range(length) for key in range(query + 1) if key // chunk == query // chunk) / length
+    experts = {"num_experts": 2, "base_moe_mlp_dim": 16, "shared_experts": 1, "base_num_decoder_layers": 2}
+    config = tiny(decoder_block="llama4", chunk_attn_window_size=chunk, nope_layer_interval=2, **experts)
+    assert visible_keys(config) == pytest.approx((shown - 0.5 + 8) / 2)
+
+
 def test_a_window_says_nothing_under_global_attention():
     assert visible_keys(tiny(sliding_window_size=4)) == 8
 
@@ -175,6 +185,10 @@ FAMILIES = {
         **{"decoder_block": "glm4", "attention_bias": True, "use_post_attn_norm": True, "use_post_ffw_norm": True},
         **{"partial_rotary_factor": 0.5, "logits_via_embedding": False},
     },
+    "granite": {
+        **{"decoder_block": "granite", "logits_via_embedding": False, "embedding_multiplier": 3.0},
+        **{"residual_multiplier": 0.7, "logits_multiplier": 0.3},
+    },
     "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
 }
@@ -208,6 +222,7 @@ def test_flops_of_a_family(case):
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 128, "logits_via_embedding": False}
 WITH_EXPERTS = {
     "mixtral": {"decoder_block": "mixtral"},
+    "granite_moe": {"decoder_block": "granite_moe", "residual_multiplier": 0.7},
     "gpt_oss": {
         **{"decoder_block": "gpt_oss", "attention_bias": True, "mlp_activations_limit": 7.0},
         "sliding_window_size": 32,
@@ -230,6 +245,16 @@ WITH_EXPERTS = {
         "routed_bias": True,
         "scan_layers": True,
         "mtp_num_layers": 1,
+    },
+    "glm4_moe": {
+        **{"decoder_block": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5},
+        **{"shared_experts": 1, "first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True},
+        "mtp_num_layers": 1,
+    },
+    "llama4": {
+        **{"decoder_block": "llama4", "use_qk_norm": True, "nope_layer_interval": 2, "interleave_moe_layer_step": 2},
+        **{"chunk_attn_window_size": 32, "temperature_tuning": True, "base_num_decoder_layers": 4},
+        "shared_experts": 1,
     },
 }
 

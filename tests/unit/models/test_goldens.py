@@ -28,12 +28,15 @@ from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
-WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral", "qwen3-moe")
-WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4")
+WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-moe", "mixtral", "qwen3-moe")
+WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4", "granite", "granite4", "ministral3")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 # rope_interleave of cases that allow one value.
-FIXED = {"phi4-mini": "false", "glm": "true", "glm4": "true"}
+FIXED = {
+    **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved"), "true"),
+    **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air"), "false"),
+}
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
 # 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
@@ -146,6 +149,7 @@ def differences(case, config, model, folder):
 
 
 @pytest.mark.rest(covered_by="the reference op; unit/ops/test_blockwise.py", cases=("blockwise",))
+@pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved",))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.
@@ -180,6 +184,11 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("llama-yarn", "rope_truncate", False),
         ("llama-yarn-exact", "beta_fast", 3.5),
         ("llama-yarn-exact", "beta_slow", 0.6),
+        ("llama4", "chunk_attn_window_size", 6),
+        ("llama4", "temperature_tuning_floor_scale", 5),
+        ("llama4", "temperature_tuning_scale", 0.4),
+        ("llama4", "use_qk_norm", False),
+        ("llama4-interleaved", "nope_layer_interval", -1),
         ("mistral", "sliding_window_size", 6),
         ("qwen3-moe", "norm_topk_prob", True),
         ("deepseek-v2", "mscale", 0.0),
@@ -187,6 +196,9 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("deepseek-v2", "topk_routing_group", 3),
         ("deepseek-v3", "topk_routing_group", 3),
         ("deepseek-v3", "norm_topk_prob", False),
+        ("glm4-moe", "topk_routing_group", 3),
+        ("glm4-moe", "partial_rotary_factor", 1.0),
+        ("glm4-moe", "routed_scaling_factor", 1.0),
         ("gemma", "normalization_layer_epsilon", 1e-3),
         ("gemma2", "sliding_window_size", 6),
         ("gemma2", "attn_logits_soft_cap", 0.0),
@@ -202,6 +214,13 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("phi4-mini", "rope_long_factor", (1.0, 2.5, 5.0)),
         ("phi4-mini", "original_max_position_embeddings", 32),  # the short factors, and another scale
         ("phi4-mini", "rope_attention_scaling", False),
+        ("granite", "embedding_multiplier", 2.0),
+        ("granite", "residual_multiplier", 1.0),
+        ("granite", "logits_multiplier", 1.0),
+        ("granite", "query_pre_attn_scalar", 0.0),
+        ("ministral3", "temperature_tuning", False),
+        ("ministral3", "temperature_tuning_floor_scale", 7),
+        ("ministral3", "rope_attention_scaling", True),
         ("gpt-oss", "mlp_activations_limit", 1.0),
         ("gpt-oss", "sliding_window_size", 6),
         ("gpt-oss", "rope_truncate", True),

@@ -99,7 +99,27 @@ FAMILIES = {
     "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
     "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
     "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
+    # config.json of the Hub's folders, and of Granite 4 the fields of the published GGUF files, which stand for them.
+    # The instruct models, whose vocabularies have 3 tokens more than those of some base models.
+    "granite3-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 10000, True, 2_533_531_648),
+    "granite3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000, True, 8_170_848_256),
+    "granite3.1-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 5000000, True, 2_533_531_648),
+    "granite3.1-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000000, True, 8_170_848_256),
+    "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
+    "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
+    "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
+    # The text models' config.json in folders of the Hub. That of the 14B was not at hand.
+    "ministral3-3b": ("ministral3", 3072, 32, 8, 128, 9216, 26, 131072, 1e-5, 1000000, True, 3_429_006_336),
+    "ministral3-8b": ("ministral3", 4096, 32, 8, 128, 14336, 34, 131072, 1e-5, 1000000, False, 8_489_553_920),
+    "devstral-small-2-24b": ("ministral3", 5120, 32, 8, 128, 32768, 40, 131072, 1e-5, 10**8, False, 23_572_403_200),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
+}
+# The same as in WITH_EXPERTS; heads have 64 entries, and the head is the table. Sources as above.
+GRANITE_MOE = {
+    "granite3-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 10000, 1_334_628_352),
+    "granite3-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000, 3_298_793_472),
+    "granite3.1-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 1500000, 1_334_628_352),
+    "granite3.1-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000000, 3_298_793_472),
 }
 # Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
 REPORTED = {
@@ -136,6 +156,12 @@ OWN = {
         **{"rope_attention_scaling": True},
     },
     "smollm3": {"nope_layer_interval": 4},
+    "granite": {},
+    "granite4": {},
+    "ministral3": {
+        **{"rope_type": "yarn", "rope_factor": 16, "original_max_position_embeddings": 16384},
+        **{"temperature_tuning": True, "temperature_tuning_scale": 0.1, "temperature_tuning_floor_scale": 16384},
+    },
     "phi3": {},
     "glm4": {**POST_NORMS, "attention_bias": True, "partial_rotary_factor": 0.5},
 }
@@ -154,7 +180,22 @@ LONG_PHI4_MINI = (
 )
 PHI4_MINI = {"rope_short_factor": (1,) * 48, "rope_long_factor": LONG_PHI4_MINI}
 PHI_WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 2047}
+
+
+def factors(attention: float, logits: float, residual: float = 0.22) -> dict[str, float]:
+    """Returns the keys of attention_multiplier and logits_scaling, and the other factors."""
+    own = {"embedding_multiplier": 12.0, "residual_multiplier": residual, "logits_multiplier": 1 / logits}
+    return own | {"query_pre_attn_scalar": attention**-2}
+
+
+SMALL_DEVSTRAL = {"rope_factor": 48, "original_max_position_embeddings": 8192, "temperature_tuning_floor_scale": 8192}
 OWN_OF_PRESETS = {
+    "devstral-small-2-24b": OWN["ministral3"] | SMALL_DEVSTRAL,
+    **{f"{version}-2b": factors(0.015625, 8) for version in ("granite3", "granite3.1")},
+    **{f"{version}-8b": factors(0.0078125, 16) for version in ("granite3", "granite3.1")},
+    "granite4-350m": factors(0.015625, 4, 0.263),
+    "granite4-1b": factors(0.0078125, 8),
+    "granite4-micro": factors(0.015625, 10),
     "glm4-9b-chat": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4-32b": {**POST_NORMS, "partial_rotary_factor": 0.5},
     "phi3-mini-4k": PHI_WINDOW,
@@ -206,6 +247,39 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
+GRANITE = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "embedding_multiplier": 12, "hidden_act": "silu"},
+    **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7},
+    **{"max_position_embeddings": 131072, "num_hidden_layers": 40, "num_key_value_heads": 8, "use_cache": True},
+    **{"tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.47.0"},
+}
+GRANITE3_8B = GRANITE | {
+    **{"architectures": ["GraniteForCausalLM"], "attention_multiplier": 0.0078125, "bos_token_id": 0},
+    **{"eos_token_id": 0, "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800},
+    **{"logits_scaling": 16.0, "mlp_bias": False, "model_type": "granite", "num_attention_heads": 32},
+    **{"pad_token_id": 0, "vocab_size": 49155},
+}
+GRANITE4_MICRO = GRANITE | {
+    **{"architectures": ["GraniteMoeHybridForCausalLM"], "attention_multiplier": 0.015625, "bos_token_id": 100257},
+    **{"eos_token_id": 100257, "hidden_size": 2560, "init_method": "mup", "initializer_range": 0.1},
+    **{"intermediate_size": 8192, "layer_types": ["attention"] * 40, "logits_scaling": 10, "mamba_chunk_size": 256},
+    **{"mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 40, "mamba_d_state": 256, "mamba_expand": 2},
+    **{"mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "model_type": "granitemoehybrid"},
+    **{"normalization_function": "rmsnorm", "num_attention_heads": 40, "num_experts_per_tok": 0},
+    **{"num_local_experts": 0, "output_router_logits": False, "pad_token_id": 100256, "router_aux_loss_coef": 0.01},
+    **{"position_embedding_type": "rope", "shared_intermediate_size": 8192, "vocab_size": 100352},
+}
+MINISTRAL3_8B = {
+    **{"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02},
+    **{"intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3"},
+    **{"num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "rope_parameters": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+        **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0},
+        **{"rope_type": "yarn", "type": "yarn"},
+    },
+    **{"sliding_window": None, "use_cache": True, "vocab_size": 131072},
+}
 LARGEST = (
     "qwen2.5-72b",
     "gemma-7b",
@@ -216,6 +290,9 @@ LARGEST = (
     "smollm3-3b",
     "phi4",
     "glm4-32b",
+    "granite3-8b",
+    "granite4-micro",
+    "devstral-small-2-24b",
 )
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
 # The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
@@ -233,6 +310,22 @@ SCALES = {
     "deepseek3-671b": (2.5, 1, 40, 32, 1),
     "kimi-k2-1t": (2.827, 1, 32, 1, 1),
 }
+# GLM with experts. Published are the numbers of the Hub's metadata, with the module of multi-token prediction, which
+# repeats the embedding and the head. transformers' defaults are the sizes of the two smaller ones; those of the
+# largest, with which GLM-4.6 and 4.7 agree, are in Megatron Bridge.
+GLM = {
+    "glm4.5-355b": (5120, 96, 8, 1536, 160, 8, 92, 151552, 1e-5, 1000000, 1, 3, 12288, 358_337_791_296),
+    "glm4.5-air-106b": (4096, 96, 8, 1408, 128, 8, 46, 151552, 1e-5, 1000000, 1, 1, 10944, 110_468_824_832),
+    "glm4.7-flash-30b": (2048, 20, 20, 1536, 64, 4, 47, 154880, 1e-5, 1000000, 1, 1, 10240, 31_221_488_576),
+}
+# The same up to rope_theta, then base_mlp_dim, interleave_moe_layer_step, use_qk_norm, parameters of the text model.
+# Sizes: transformers' Llama4TextConfig and MaxText's presets; below, all parameters by the Hub's metadata.
+LLAMA4 = {
+    "llama4-17b-16e": (5120, 40, 8, 8192, 16, 1, 48, 202048, 1e-5, 500000, -1, 1, True, 107_769_861_120),
+    "llama4-17b-128e": (5120, 40, 8, 8192, 128, 1, 48, 202048, 1e-5, 500000, 16384, 2, False, 400_711_848_960),
+}
+VISION_OF_LLAMA4 = 871_932_416
+WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 401_583_781_376}
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
@@ -278,7 +371,7 @@ def preset(name: str) -> Config:
 def test_every_preset_is_here():
     assert preset_names() == [
         "default",
-        *sorted([*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
     ]
 
 
@@ -300,7 +393,7 @@ def test_dropout_is_off_where_maxtext_turns_it_off():
     """With the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
-    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, TINY, *GPT3, *GPT_OSS} - on
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -342,6 +435,41 @@ def test_a_preset_with_experts_is_the_published_model(name):
     check_count(config, published)
 
 
+@pytest.mark.parametrize("name", GRANITE_MOE)
+def test_a_preset_of_granite_with_experts_is_the_published_model(name):
+    config = preset(name)
+    *sizes, published = GRANITE_MOE[name]
+    assert [config[key] for key in SIZES_WITH_EXPERTS] == sizes
+    width, heads, kv_heads, hidden, experts, _, layers, vocab, _, _ = sizes
+    block = 2 * width * 64 * (heads + kv_heads) + width * experts + 3 * experts * width * hidden + 2 * width
+    assert vocab * width + layers * block + width == published
+    own = factors(0.015625, 6)
+    assert {key: config[key] for key in own} == pytest.approx(own, rel=1e-14)
+    assert (config.decoder_block, config.head_dim, config.remat_policy) == ("granite_moe", 64, "full")
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", LLAMA4)
+def test_a_preset_of_llama_4_is_the_published_model(name):
+    config = preset(name)
+    *sizes, normed, published = LLAMA4[name]
+    *_, mlp, step = sizes
+    if step > 1:
+        assert config.base_mlp_dim == mlp
+    assert [config[key] for key in SIZES_WITH_EXPERTS] == sizes[:-2]
+    assert (config.interleave_moe_layer_step, config.use_qk_norm, config.shared_experts) == (step, normed, 1)
+    assert (config.nope_layer_interval, config.chunk_attn_window_size, config.temperature_tuning) == (4, 8192, True)
+    assert (config.temperature_tuning_scale, config.temperature_tuning_floor_scale) == (0.1, 8192)
+    assert config.rope_type == ("llama3.1" if normed else "default")
+    width, heads, kv_heads, hidden, experts, _, layers, vocab, *_ = sizes
+    sparse = layers // step
+    shared = 2 * width * 128 * (heads + kv_heads) + 2 * width
+    of_experts = width * experts + 3 * (experts + 1) * width * hidden
+    blocks = layers * shared + sparse * of_experts + (layers - sparse) * 3 * width * mlp
+    assert 2 * vocab * width + blocks + width == published == WITH_VISION_OF_LLAMA4[name] - VISION_OF_LLAMA4
+    check_count(config, published)
+
+
 @pytest.mark.parametrize("name", GPT_OSS)
 def test_a_preset_of_gpt_oss_is_the_published_model(name):
     config = preset(name)
@@ -373,6 +501,21 @@ def test_a_preset_with_latent_attention_is_the_published_model(name):
     assert (config.rope_type, config.original_max_position_embeddings, config.remat_policy) == ("yarn", 4096, "full")
     assert (config.routed_score_func == "sigmoid") == config.routed_bias == config.norm_topk_prob == biased
     check_count(config, published)
+
+
+@pytest.mark.parametrize("name", GLM)
+def test_a_preset_of_glm_with_experts_is_the_published_model(name):
+    *sizes, published = GLM[name]
+    config = resolve(loaded_preset(name, "mtp_num_layers=1").config, device_count=1, platform="cpu")
+    own = ("shared_experts", "first_num_dense_layers", "base_mlp_dim")
+    assert [config[key] for key in (*SIZES_WITH_EXPERTS, *own)] == sizes
+    large, flash = name == "glm4.5-355b", name.startswith("glm4.7-flash")
+    assert (config.routed_scaling_factor, config.use_qk_norm) == (2.5 if large else 1.8 if flash else 1, large)
+    assert (config.attention_bias, config.partial_rotary_factor) == ((False, 1) if flash else (True, 0.5))
+    assert (config.routed_score_func, config.routed_bias, config.norm_topk_prob) == ("sigmoid", True, True)
+    assert (config.rope_type, config.n_routing_groups, config.remat_policy) == ("default", -1, "full")
+    assert preset(name).mtp_num_layers == 0
+    check_count(config, published - 2 * config.vocab_size * config.base_emb_dim)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -415,7 +558,18 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
 
 @pytest.mark.rest(
     covered_by="gemma3, olmo3",
-    cases=("gemma-7b", "gemma2-27b", "olmo2-32b", "phi4", "glm4-32b", "qwen2.5-72b", "smollm3-3b"),
+    cases=(
+        "gemma-7b",
+        "gemma2-27b",
+        "olmo2-32b",
+        "phi4",
+        "glm4-32b",
+        "qwen2.5-72b",
+        "smollm3-3b",
+        "granite3-8b",
+        "granite4-micro",
+        "devstral-small-2-24b",
+    ),
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_preset_of_a_family_can_be_trained(name):
@@ -428,7 +582,15 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("smollm3-3b", SMOLLM3), ("phi4-mini", PHI4_MINI_JSON), ("gpt-oss-20b", GPT_OSS_20B_JSON)]
+    ("name", "data"),
+    [
+        ("smollm3-3b", SMOLLM3),
+        ("phi4-mini", PHI4_MINI_JSON),
+        ("granite3.1-8b", GRANITE3_8B),
+        ("granite4-micro", GRANITE4_MICRO),
+        ("ministral3-8b", MINISTRAL3_8B),
+        ("gpt-oss-20b", GPT_OSS_20B_JSON),
+    ],
 )
 def test_a_published_config_json_is_its_preset(name, data):
     keys = model_keys(data, "config.json")

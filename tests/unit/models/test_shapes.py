@@ -20,6 +20,7 @@ from trainer.inference.scheduler import Scheduler
 from trainer.inference.weights import canonical
 from trainer.layers.attention import Attention
 from trainer.layers.moe import MoE
+from trainer.layers.norm import LayerNorm
 from trainer.leaves.source import names_of
 from trainer.models.llama2 import facts
 from trainer.models.llama2.block import make_rope
@@ -81,7 +82,7 @@ def by_hand(config, params, tokens):
     def projected(name):
         return np.einsum("te,ehd->thd", h, attention[name]["kernel"]) + attention[name]["bias"]
 
-    positions = np.arange(len(tokens))[None]
+    positions = 3 * np.arange(len(tokens))[None]
     rotated = jax.jit(lambda *both: [rope(it[None], positions, make_rope(config))[0] for it in both])
     query, key = map(np.asarray, rotated(projected("query"), projected("key")))
     repeat = config.base_num_query_heads // config.base_num_kv_heads
@@ -154,6 +155,17 @@ def test_a_kernel_without_sinks_is_not_chosen_and_not_run(monkeypatch):
     dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("bfloat16"))
     with pytest.raises(UserError, match="cudnn_flash_jax: it does not support sinks; choose attention=blockwise"):
         Attention(16, op="cudnn_flash_jax", sinks=True, **keys, **dtypes)
+
+
+def test_a_layer_norm_without_a_bias_multiplies_by_its_scale():
+    dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("float32"))
+    norm = LayerNorm(5, epsilon=0.1, offset=0.0, bias=False, **dtypes)
+    assert names_of(nnx.to_pure_dict(nnx.state(norm, nnx.Param))).keys() == {"scale"}
+    np.testing.assert_array_equal(norm.scale[...], 1)
+    norm.scale.set_value(jnp.arange(5.0))
+    x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 0.1) * np.arange(5)
+    np.testing.assert_allclose(norm(x), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("sparse", [True, False])

@@ -41,6 +41,19 @@ def test_reference_op_equals_loops(window, soft_cap):
     np.testing.assert_allclose(actual, loops(*args, window, soft_cap), atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_query_in_chunks_sees_the_keys_of_its_own_chunk(size):
+    query, key, value, mask = packed()
+    chunk = [np.asarray(x) // size for x in (mask.query_position, mask.key_position)]
+    one = mask._replace(query_segment=mask.query_segment + 10 * chunk[0], key_segment=mask.key_segment + 10 * chunk[1])
+    expected = loops(query, key, value, one, 0, 0.0)
+    in_chunks = mask.in_chunks(size)
+    real = np.asarray(mask.query_segment != 0)
+    np.testing.assert_array_equal(in_chunks.query_segment != 0, real)
+    actual = dot_product_attention(query, key, value, in_chunks, window=size)
+    np.testing.assert_allclose(actual[real], expected[real], atol=2e-6)
+
+
 def test_segments_do_not_see_each_other():
     query, key, value, mask = packed()
     first = np.asarray(mask.key_segment) == 1

@@ -91,6 +91,31 @@ def test_a_family_by_import_path_is_known_by_its_model_type(monkeypatch):
         model_keys(data, "")
 
 
+def test_a_family_names_the_fields_of_epsilon_and_of_factors(monkeypatch):
+    tables = llama2.FAMILY.hugging_face[0]._replace(
+        model_type="mine",
+        epsilon="layer_norm_eps",
+        sizes={"embedding_multiplier": "embedding_multiplier"},
+        powers={"logits_multiplier": ("logits_scaling", -1), "query_pre_attn_scalar": ("attention_multiplier", -2)},
+    )
+    own = SimpleNamespace(family=dataclasses.replace(llama2.FAMILY, hugging_face=[tables]))
+    monkeypatch.setitem(sys.modules, "mine", own)
+    keys = {"embedding_multiplier": 12.0, "logits_multiplier": 0.625, "query_pre_attn_scalar": 0.3**-2}
+    config = config_of(decoder_block="mine:family", **FAMILIES["llama2"], **keys)
+    data = config_json(config, "float32", {})
+    assert "rms_norm_eps" not in data
+    assert data["layer_norm_eps"] == config.normalization_layer_epsilon
+    found = [data[name] for name in ("embedding_multiplier", "logits_scaling", "attention_multiplier")]
+    assert found == [12, 1.6, 0.3]
+    again = model_config(model_keys(data, "", "mine:family"), ["decoder_block=mine:family"], "")
+    assert config_json(again, "float32", {}) == data
+    for field in ("layer_norm_eps", "logits_scaling"):
+        with pytest.raises(UserError, match=f'{field}="x", not a number'):
+            model_keys(data | {field: "x"}, "", "mine:family")
+    with pytest.raises(UserError, match=r"residual_multiplier=2\.0"):
+        config_json(config_of(decoder_block="mine:family", residual_multiplier=2.0), "float32", {})
+
+
 def test_the_old_form_of_rope_says_the_same():
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"], **ROPES["llama3.1"])
     data = hf_config(config)
@@ -147,7 +172,7 @@ def test_windows_of_qwen3(changes, window):
         ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "full_attention and sliding"),
         (
             {"model_type": "gpt2"},
-            "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, glm4, glm, llama, mistral",
+            "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, glm4, glm, glm4_moe, glm4_moe_lite",
         ),
         # Fields of another family, and of none.
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),

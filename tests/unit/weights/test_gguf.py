@@ -18,7 +18,7 @@ from trainer.leaves.source import nested, parted
 from trainer.models.gguf import Gguf
 from trainer.weights.contents import contents_of
 from trainer.weights.gguf.fields import llama3_frequencies
-from trainer.weights.gguf.tensors import QUANTIZED, as_gguf, as_hugging_face, package, stored_tensors
+from trainer.weights.gguf.tensors import QUANTIZED, KeysAndValues, as_gguf, as_hugging_face, package, stored_tensors
 from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source, weights_of
 
@@ -63,7 +63,7 @@ def test_a_model_is_written_as_llama_cpp_reads_it_and_read_back(case, tmp_path):
     if MODELS[case]:
         expected = logits_of(config, after, inputs(case))
     # llama.cpp looks up the GELU of Gemma in a table of float16.
-    limit = 1.5e-3 if "gemma" in case else 1e-5
+    limit = 1.5e-3 if "gemma" in case else 2e-5
     np.testing.assert_allclose(found, expected, atol=limit * np.abs(expected).max(), rtol=0)
 
 
@@ -98,6 +98,42 @@ def test_heads_are_stored_as_pairs():
     name, rows = "model.layers.{}.self_attn.k_proj.weight", np.arange(8)[:, None]
     assert as_gguf(rows, LLAMA, name, 8)[:, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert as_gguf(rows, Gguf("qwen2"), name, 8)[:, 0].tolist() == [*range(8)]
+
+
+def test_latents_in_one_tensor_are_read(tmp_path):
+    """As llama.cpp wrote them before April 2025, with the sizes of heads in other keys; and parts of both forms."""
+    file, old = exported(model_folder("deepseek-v2", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "old.gguf"
+    header, writer = read_gguf(file), gguf.GGUFWriter(None, "deepseek2")
+    values = {name.removeprefix("deepseek2."): value for name, value in header.values.items()}
+    values |= {"attention.head_count_kv": 4, "attention.key_length": 12, "attention.value_length": 6}
+    for name in ("attention.key_length_mla", "attention.value_length_mla", "general.architecture"):
+        del values[name]
+    for name, value in values.items():
+        writer.add_key_value(
+            name if "." in name and name.startswith(("general", "tokenizer")) else f"deepseek2.{name}",
+            value,
+            gguf.GGUFValueType.get_type(value),
+        )
+    tensors = stored_tensors(header)
+    for name, tensor in tensors.items():
+        whole = tensor.read(tuple(slice(0, size) for size in tensor.shape))
+        if name.endswith("k_b.weight"):
+            second = tensors[name.replace("k_b", "v_b")]
+            joined = KeysAndValues(tensor, second)
+            values_of = second.read(tuple(slice(0, size) for size in second.shape))
+            whole = np.concatenate([whole.swapaxes(1, 2), values_of], 1).reshape(-1, whole.shape[1])
+            for box in ((slice(5, 39), slice(3, 9)), (slice(0, 56), slice(0, 12)), (slice(14, 28), slice(0, 1))):
+                assert joined.read(box).tobytes() == whole[box].tobytes()
+            name = name.replace("k_b", "kv_b")
+        if not name.endswith("v_b.weight") or "kv_b" in name:
+            writer.add_tensor(name, np.ascontiguousarray(whole))
+    writer.write_header_to_file(old)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (one, before), (other, after) = (weights(open_source(str(path))) for path in (file, old))
+    assert one == other
+    assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
 
 @pytest.mark.parametrize(("dtype", "of_matrices"), [("q8_0", "Q8_0"), ("q4_1", "Q4_1"), ("float16", "F16")])
@@ -175,7 +211,13 @@ def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
         ("gemma2", {"query_pre_attn_scalar": 12}, "query_pre_attn_scalar=12"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "nope_layer_interval=2"),
         ("llama-yarn-exact", {}, "rope_truncate=false"),
-        ("deepseek-v3", {}, "models of the type deepseek_v3 are not written"),
+        ("phi3", {"sliding_window": 8}, "phi3 cannot represent this model:\n .*sliding_window=8: its phi3 attends"),
+        (
+            "deepseek-v2",
+            {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
+            "n_group=3: it chooses groups as",
+        ),
+        ("deepseek-v2-lite", {"num_hidden_layers": 3}, "q_lora_rank=null: it reads this in models of 26 and 27"),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused(case, changes, named, tmp_path, capsys):

@@ -29,12 +29,24 @@ CASES = (
     "phi4-mini",
     "glm",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-air",
+    "glm4-moe-lite",
+    "granite",
+    "granite4",
+    "granite-moe",
+    "ministral3",
+    "llama4",
+    "llama4-interleaved",
     "gpt-oss",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}
+GROWN = YARN | {"llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 1.0}
 # As in the first files of Phi 3, in the form of transformers 4.
 LONG = {"rope_parameters": None, "rope_theta": 1e3}
 LONG |= {"rope_scaling": {"type": "su", "short_factor": [1] * 4, "long_factor": [2.0] * 4}}
+LISTS = {"no_rope_layers": [], "moe_layers": "absent", "layer_types": "absent"}  # as published
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -62,6 +74,13 @@ def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsy
     assert open_source(str(back)).keys == open_source(str(theirs)).keys
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == {}
+
+
+@pytest.mark.parametrize(("case", "word"), [("glm4", "rope_interleave=false"), ("glm4-moe", "rope_interleave=true")])
+def test_an_export_refuses_what_the_family_always_has_otherwise(case, word, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", word])
+    assert f"{word}: decoder_block={case.replace('-', '_')} always has rope_interleave=" in capsys.readouterr().err
 
 
 # transformers 4 writes one RoPE at the top, and the pattern of layers as a number.
@@ -102,11 +121,25 @@ def test_the_old_form_says_the_same(case, old):
         ("gemma2", {"attn_logit_softcapping": None}, {"attn_logits_soft_cap": 0.0}),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, {"nope_layer_interval": -1}),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, {"nope_layer_interval": 2}),
+        ("llama4", LISTS, {"nope_layer_interval": 4, "interleave_moe_layer_step": None, "base_mlp_dim": None}),
+        ("llama4", {"attention_chunk_size": None, "layer_types": None}, {"chunk_attn_window_size": 0}),
+        ("llama4", {"attn_temperature_tuning": 4}, {"temperature_tuning": True}),
+        ("llama4", {"use_qk_norm": False}, {"use_qk_norm": False}),
+        (
+            "llama4-interleaved",
+            {"moe_layers": "absent", "no_rope_layers": [1] * 4, "layer_types": "absent"},
+            {"interleave_moe_layer_step": 2, "nope_layer_interval": -1, "chunk_attn_window_size": 5},
+        ),
         ("qwen2", {"use_mrope": False}, {"attention_bias": True}),
         ("olmo2", {"use_sliding_window": False}, {"attention_type": "global"}),
         ("glm4", {"attention_bias": False}, {"attention_bias": False}),
         ("glm4", {"rope_parameters": None, "rope_theta": 1e4}, {"partial_rotary_factor": 0.5}),
         ("glm", {}, {"use_post_attn_norm": False, "partial_rotary_factor": 0.5, "attention_bias": False}),
+        ("glm4-moe", {}, {"n_routing_groups": 3, "use_qk_norm": True, "attention_bias": True, "routed_bias": True}),
+        ("glm4-moe-air", {"num_mtp_layers": 1}, {"n_routing_groups": -1, "use_qk_norm": False, "mtp_num_layers": 1}),
+        ("glm4-moe", {"rope_parameters": None, "rope_theta": 1e6}, {"partial_rotary_factor": 0.5}),
+        ("glm4-moe-lite", {"mlp_layer_types": "absent"}, {"first_num_dense_layers": 1}),
+        ("glm4-moe-lite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"]}, {"first_num_dense_layers": 2}),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
         ("phi3", {"max_position_embeddings": 4}, {"attention_type": "local_sliding", "sliding_window_size": 5}),
         ("phi3-short", LONG, {"rope_factor": 4.0, "rope_attention_scaling": True}),
@@ -114,6 +147,11 @@ def test_the_old_form_says_the_same(case, old):
         ("phi3-short", LONG | {"sliding_window": 255}, {"attention_type": "local_sliding", "sliding_window_size": 255}),
         ("phi3-short", {"rope_parameters": ROPE | {"attention_factor": 1.0}}, {"rope_attention_scaling": False}),
         ("phi3-short", {"rope_parameters": ROPE | {"factor": 2.0}}, {"rope_factor": 2.0}),
+        ("granite", {"attention_multiplier": "absent"}, {"query_pre_attn_scalar": 1.0}),
+        ("granite", {"logits_scaling": 8, "residual_multiplier": None}, {"logits_multiplier": 0.125}),
+        ("granite4", {"layer_types": ["attention"] * 2, "init_method": "mup"}, {"base_mlp_dim": 12}),
+        ("ministral3", {"rope_parameters": GROWN}, {"temperature_tuning_floor_scale": 8, "rope_factor": 2.0}),
+        ("ministral3", {"rope_parameters": GROWN | {"mscale_all_dim": 0}}, {"rope_attention_scaling": True}),
         ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
         ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
         ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
@@ -150,6 +188,12 @@ def test_what_a_field_says(case, changes, expected):
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation=gelu"),
         ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1]}, "no_rope_layers="),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("llama4", {"layer_types": [FULL] * 5}, "layer_types=.*chunked_attention in the layers with RoPE"),
+        ("llama4", {"moe_layers": [0, 2]}, "moe_layers="),
+        ("llama4", {"moe_layers": []}, "moe_layers="),
+        ("llama4", {"no_rope_layers": [1, 0, 0, 1, 1]}, "no_rope_layers="),
+        ("llama4", {"attention_bias": True}, "attention_bias=true"),
+        ("llama4", {"num_nextn_experts": 3}, "num_nextn_experts=3: not known"),
         ("qwen2", {"use_mrope": True}, "use_mrope=true"),
         ("olmo2", {"use_sliding_window": True}, "use_sliding_window=true"),
         ("gemma2", {"use_sliding_window": True}, "use_sliding_window=true"),
@@ -158,6 +202,11 @@ def test_what_a_field_says(case, changes, expected):
         ("qwen2", {"rope_parameters": ROPE}, "rope_type=longrope"),
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type=yarn"),
         ("phi3", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe", {"topk_method": "greedy"}, r"topk_method=greedy \(known: noaux_tc\)"),
+        ("glm4-moe", {"q_lora_rank": 4}, "q_lora_rank=4: not known"),
+        ("glm4-moe-lite", {"attention_bias": True}, "attention_bias=true"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers, then sparse ones, of 3"),
+        ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 with 1 dense layers"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
         ("phi3", {"embd_layer": "x"}, 'embd_layer="x": not known'),
         (
@@ -170,6 +219,19 @@ def test_what_a_field_says(case, changes, expected):
         ("phi3-short", {"max_position_embeddings": 32}, "longrope by the factor 0.5 of 64 tokens .known: at least 1"),
         ("phi3-short", {"max_position_embeddings": None}, "longrope without factor or max_position_embeddings"),
         ("glm4", {"mlp_bias": True}, "mlp_bias=true"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0, not a number in"),
+        ("granite", {"shared_intermediate_size": 8}, "shared_intermediate_size=8: not known"),
+        ("granite-moe", {"num_local_experts": 0}, "num_experts=0"),
+        ("granite4", {"layer_types": ["mamba", "attention"]}, "kinds full_attention and mamba"),
+        ("granite4", {"layer_types": "absent"}, "layer_types=null: then every layer is one of Mamba"),
+        ("granite4", {"position_embedding_type": "nope"}, 'position_embedding_type="nope"'),
+        ("granite4", {"num_local_experts": 4}, "num_local_experts=4"),
+        ("granite4", {"num_local_experts": "absent"}, "num_local_experts=8"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "rope_type=default .known: yarn"),
+        ("ministral3", {"rope_parameters": YARN}, "RoPE without llama_4_scaling_beta"),
+        ("ministral3", {"rope_parameters": GROWN | {"mscale_all_dim": 0.5}}, "attention_factor=1.0"),
+        ("ministral3", {"rope_parameters": GROWN | {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta=.x., not a"),
+        ("mistral", {"rope_parameters": GROWN}, "llama_4_scaling_beta in RoPE of kind yarn"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
         (
@@ -234,7 +296,7 @@ def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path,
 def test_another_model_with_images_is_refused_by_the_name_of_what_it_has():
     data = {"model_type": "gemma4", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
     with pytest.raises(
-        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, mistral3"
+        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, llama4, mistral3"
     ):
         model_keys(data, "config.json")
 

@@ -37,7 +37,14 @@ def test_the_files_are_the_cases():
 
 @pytest.mark.rest(
     covered_by="gemma2_unscanned",
-    cases=("dense_unscanned", "experts_unscanned", "deepseek_unscanned", "gemma3_unscanned", "params_unscanned"),
+    cases=(
+        "llama4_unscanned",
+        "dense_unscanned",
+        "experts_unscanned",
+        "deepseek_unscanned",
+        "gemma3_unscanned",
+        "params_unscanned",
+    ),
 )
 @pytest.mark.parametrize("case", script.CASES, indirect=True)
 def test_logits_are_those_of_maxtext(case):
@@ -94,7 +101,9 @@ def load_names(folder, config, dtype):
     return {name: np.asarray(value) for name, value in names_of(loaded).items()}
 
 
-@pytest.mark.parametrize("case", ["dense", "experts_unscanned", "deepseek", "deepseek_unscanned"], indirect=True)
+@pytest.mark.parametrize(
+    "case", ["dense", "experts_unscanned", "deepseek", "deepseek_unscanned", "llama4"], indirect=True
+)
 def test_an_export_has_the_arrays_that_maxtext_wrote(case):
     """Bit for bit, as the query scale 1/4 is a power of two."""
     folder, keys = case

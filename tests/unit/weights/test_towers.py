@@ -42,6 +42,7 @@ FORMS = {"published": PUBLISHED, "modules": MODULES}
 OUTER = {
     "gemma3": {"model_type": "gemma3", "eos_token_id": [1, 9], "image_token_index": 61, "mm_tokens_per_image": 4},
     "mistral": {"model_type": "mistral3", "vision_feature_layer": -1, "tie_word_embeddings": False},
+    "ministral3": {"model_type": "mistral3", "eos_token_id": [2, 5], "tie_word_embeddings": False},
 }
 CASES = list(itertools.product(OUTER, FORMS))
 
@@ -123,9 +124,18 @@ def keys_of(data, names):
     return model_keys(text_model(data, dict.fromkeys(names), Path("config.json")).config, "config.json")
 
 
+# Scout and Maverick, with lists of layers as published.
+LLAMA4 = {"model_type": "llama4_text", "no_rope_layers": [], "attn_temperature_tuning": 4, "for_llm_compressor": False}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 8192}
+MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False}
+
+
 @pytest.mark.parametrize(
     ("preset", "sizes"),
     [
+        ("llama4-17b-16e", LLAMA4 | {"rope_scaling": SCALED, "moe_layers": [*range(48)]}),
+        ("llama4-17b-128e", LLAMA4 | MAVERICK | {"rope_scaling": None, "moe_layers": [*range(1, 48, 2)]}),
         ("gemma3-4b", {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}),
         (
             "gemma3-12b",
@@ -136,7 +146,9 @@ def keys_of(data, names):
     ],
 )
 def test_fields_that_a_published_text_config_leaves_out_are_those_of_the_preset(preset, sizes):
-    data = {"model_type": "gemma3", "boi_token_index": 255999, "eos_token_id": [1, 106], "text_config": GEMMA3 | sizes}
+    outer = preset.partition("-")[0]
+    data = {"model_type": outer, "boi_token_index": 255999, "eos_token_id": [1, 106], "text_config": GEMMA3 | sizes}
+    data |= {"text_config": sizes} if outer == "llama4" else {}
     loaded = load(["base.yml", f"model_name={preset}", "dataset_type=synthetic"])
     assert keys_of(data, ["language_model.model.norm.weight"]) == described(
         resolve(loaded.config, device_count=1, platform="cpu")
@@ -313,6 +325,13 @@ def test_quantized_matrices_are_read_as_without_a_tower(tmp_path):
     assert found.keys == expected.keys
     assert found.keys["quantization"] == "int8"
     assert values(found) == values(expected)
+    path = found.path / "config.json"
+    data = json.loads(path.read_text())
+    for above in ({}, {"quantization_config": {}}, {"quantization_config": None}):
+        below = data["text_config"] | said
+        path.write_text(json.dumps({**data, "quantization_config": None, **above, "text_config": below}))
+        assert open_source(str(found.path)).keys == expected.keys
+    path.write_text(json.dumps(data))
     assert values(found, checkpoint_is_quantized="false") == values(expected, checkpoint_is_quantized="false")
     with pytest.raises(UserError, match="its matrices are quantized; give the directory with floats"):
         export.main.__wrapped__([str(GOLDENS / "mistral"), str(tmp_path / "out"), "format=hf", f"like={found.path}"])

@@ -10,7 +10,12 @@ ROWS = (
         step=False,
     ),
     Row(("eval_tasks",), Resume.AROUND, step=False, code=True),
-    Row(("eval_tasks_interval", "eval_tasks_limit", "abort_on_eval_tasks_error"), Resume.AROUND, step=False),
+    Row(
+        ("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_timeout_seconds", "abort_on_eval_tasks_error"),
+        Resume.AROUND,
+        step=False,
+    ),
+    Row(("eval_tasks_allow_code",), Resume.AROUND, step=False),
 )
 INERT = (
     Inert(

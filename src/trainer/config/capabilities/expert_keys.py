@@ -172,7 +172,7 @@ INERT = (
     Inert(
         ("norm_topk_prob",),
         lambda c: some_experts(c) and not reads(c, "norm_topk_prob"),
-        "this family divides the weights of a token's experts by their sum in any case",
+        "this family has one way to weight a token's experts",
     ),
     Inert(
         ("ragged_buffer_factor",),

@@ -14,7 +14,7 @@ def is_latent(config: Config) -> bool:
 
 def _family(config: Config) -> str | None:
     if is_latent(config) and lacks(config, "kv_lora_rank"):
-        return f"only {readers('kv_lora_rank')} has multi-head latent attention"
+        return f"this family has no multi-head latent attention; families with it: {readers('kv_lora_rank')}"
     return None
 
 

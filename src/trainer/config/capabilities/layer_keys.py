@@ -17,9 +17,9 @@ def _rope(config: Config) -> str | None:
 
 
 def _llama_rope(config: Config) -> str | None:
-    if config.rope_type != "llama3.1" or config.rope_low_freq_factor < config.rope_high_freq_factor:
+    if config.rope_type != "llama3.1" or config.rope_low_freq_factor <= config.rope_high_freq_factor:
         return None
-    return "with rope_type=llama3.1 the low factor must be less than the high one"
+    return "with rope_type=llama3.1 the low factor must not be greater than the high one"
 
 
 def _yarn(config: Config) -> str | None:
@@ -104,6 +104,11 @@ INERT = (
         ("rope_short_factor", "rope_long_factor"),
         lambda c: c.rope_type != "longrope",
         "rope_type is not longrope",
+    ),
+    Inert(
+        ("temperature_tuning_scale", "temperature_tuning_floor_scale"),
+        lambda c: not c.temperature_tuning,
+        "temperature_tuning=false",
     ),
     Inert(("dropout_rate", "attention_dropout_rate"), lambda c: not c.enable_dropout, "enable_dropout=false"),
     Inert(("normalize_embedding_logits",), lambda c: not c.logits_via_embedding, "logits_via_embedding=false"),

@@ -1,6 +1,6 @@
 """The window of each layer's attention."""
 
-from trainer.config.family import facts_of
+from trainer.config.family import facts_of, reads
 from trainer.config.keys import Config
 
 # What a family whose layers alternate fixes (`Facts.fixes`): its windows are those of its period.
@@ -10,9 +10,18 @@ ALTERNATING = {"attention_type": "global"}
 def windows(config: Config) -> tuple[int, ...]:
     """Returns the windows of one period of layers, in tokens; 0: the whole document."""
     size, facts = config.sliding_window_size, facts_of(config)
+    if reads(config, "chunk_attn_window_size"):
+        chunk, every = config.chunk_attn_window_size, config.nope_layer_interval
+        return (chunk,) if every == -1 else (chunk,) * (every - 1) + (0,)
     if facts and facts.period:
         return (size,) * (period(config) - 1) + (0,)
     return (size if config.attention_type == "local_sliding" else 0,)
+
+
+def in_chunks(config: Config) -> bool:
+    """Returns whether windows are chunks: a token sees those of its own chunk (`ops.attention.Mask.in_chunks`). Layers
+    without rotary positions, every `nope_layer_interval`-th, attend to the whole document."""
+    return reads(config, "chunk_attn_window_size") and config.chunk_attn_window_size > 0
 
 
 def period(config: Config) -> int:

@@ -10,9 +10,7 @@ from trainer.config.capabilities.expert_keys import scores_by_sigmoid
 from trainer.config.capabilities.splash_tiles import tiles_of
 from trainer.config.keys import Config
 from trainer.layers.mla import LatentAttention
-from trainer.layers.mlp import MLP
-from trainer.layers.moe import SharedMoE
-from trainer.models.experts import ExpertBlock
+from trainer.models.experts import SharedExpertBlock
 from trainer.models.llama2 import block as llama2
 from trainer.ops.routing import Score, by_sigmoid, chosen_of_softmax, softmax_of_chosen, times, within_groups
 
@@ -24,30 +22,28 @@ class DenseBlock(llama2.Block):
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `llama2.Block.make_attention`."""
-        return LatentAttention(
-            config.base_emb_dim,
-            heads=config.base_num_query_heads,
-            q_rank=config.q_lora_rank,
-            kv_rank=config.kv_lora_rank,
-            nope_dim=config.qk_nope_head_dim,
-            rope_dim=config.qk_rope_head_dim,
-            value_dim=config.v_head_dim,
-            rope=llama2.make_rope(config)._replace(interleave=True),
-            mscale=config.mscale,
-            norm_epsilon=config.normalization_layer_epsilon,
-            op=config.attention,
-            soft_cap=config.attn_logits_soft_cap,
-            tiles=tiles_of(config),
-            across=llama2.across(config),
-            dropout_rate=config.attention_dropout_rate if config.enable_dropout else 0.0,
-            rngs=rngs,
-            **dtypes,
-            **given,
-        )
+        settings: dict[str, Any] = {
+            "heads": config.base_num_query_heads,
+            "q_rank": config.q_lora_rank,
+            "kv_rank": config.kv_lora_rank,
+            "nope_dim": config.qk_nope_head_dim,
+            "rope_dim": config.qk_rope_head_dim,
+            "value_dim": config.v_head_dim,
+            "rope": llama2.make_rope(config)._replace(interleave=True),
+            "mscale": config.mscale,
+            "norm_epsilon": config.normalization_layer_epsilon,
+            "op": config.attention,
+            "soft_cap": config.attn_logits_soft_cap,
+            "tiles": tiles_of(config),
+            "across": llama2.across(config),
+            "dropout_rate": config.attention_dropout_rate if config.enable_dropout else 0.0,
+            "rngs": rngs,
+        }
+        return LatentAttention(config.base_emb_dim, **{**settings, **dtypes, **given})
 
 
-class Block(DenseBlock, ExpertBlock):
-    """The same with experts in place of the MLP: `num_experts` routed ones, and shared ones."""
+class Experts(SharedExpertBlock):
+    """Llama's block with experts in place of the MLP: `num_experts` routed ones, in groups, and shared ones."""
 
     NAME = NAME
 
@@ -62,15 +58,6 @@ class Block(DenseBlock, ExpertBlock):
             score = functools.partial(within_groups, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
-    def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `ExpertBlock.make_experts`."""
-        routed = super().make_experts(config, rngs, dtypes, **given)
-        shared = MLP(
-            config.base_emb_dim,
-            config.shared_experts * config.base_moe_mlp_dim,
-            config.mlp_activations,
-            dropout_rate=0.0,
-            rngs=rngs,
-            **dtypes,
-        )
-        return SharedMoE(routed, shared)
+
+class Block(DenseBlock, Experts):
+    """The same with latent attention."""

@@ -1,28 +1,30 @@
 """The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
 arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
 from trainer.config.family import LATENT
 from trainer.config.keys import Config
 from trainer.layers.mla import PROJECTIONS
-from trainer.layers.stack import Stack
+from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBlock
 from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import COUNT, LOG, NUMBERS, SIZES, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
 DENSE, SPARSE = "dense_layers", "moe_layers"
 
 
-def stacks(config: Config) -> list[Stack]:
+def stacks(config: Config, dense: MakeBlock = DenseBlock, sparse: MakeBlock = Block) -> list[Stack]:
     """The first layers have an MLP, the others experts, or every n-th of them."""
-    dense = config.first_num_dense_layers
-    others = stack_of(config, SPARSE, DenseBlock, Block, config.base_num_decoder_layers - dense)
-    return [Stack(DENSE, (DenseBlock,), dense), others]
+    first = config.first_num_dense_layers
+    others = stack_of(config, SPARSE, dense, sparse, config.base_num_decoder_layers - first)
+    return [Stack(DENSE, (dense,), first), others]
 
 
 _LAYER = "model.layers.{}."
@@ -51,13 +53,19 @@ _EXPERTS = {
     **_gated(f"{NAME}/{ROUTED}", f"mlp.experts.{EXPERT}", end=""),
     **_gated(f"{NAME}/{SHARED}", "mlp.shared_experts"),
 }
-LAYOUTS = {
-    **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
-    **{f"decoder/{DENSE}/{name}": it for name, it in (_ATTENTION | _gated("mlp", "mlp")).items()},
-    **{f"decoder/{SPARSE}/{name}": it for name, it in (_ATTENTION | _EXPERTS).items()},
-}
 
-_SIZES = {
+
+def layouts(block: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The layouts of a model with `stacks`, given those in every block."""
+    return {
+        **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
+        **{f"decoder/{DENSE}/{name}": it for name, it in {**block, **_gated("mlp", "mlp")}.items()},
+        **{f"decoder/{SPARSE}/{name}": it for name, it in {**block, **_EXPERTS}.items()},
+    }
+
+
+LAYOUTS = layouts(_ATTENTION)
+OF_EXPERTS = {
     "base_mlp_dim": "intermediate_size",
     "num_experts": "n_routed_experts",
     "num_experts_per_tok": "num_experts_per_tok",
@@ -66,14 +74,81 @@ _SIZES = {
     "routed_scaling_factor": "routed_scaling_factor",
     "norm_topk_prob": "norm_topk_prob",
     "first_num_dense_layers": "first_k_dense_replace",
+}
+OF_LATENT = OF_EXPERTS | {
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
+BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
 # transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
+
+# In GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
+_HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
+_KEYS, _VALUES, _SCORE, _SOFTMAX, _SIGMOID = (
+    "attention.key_length",
+    "attention.value_length",
+    "expert_gating_func",
+    1,
+    2,
+)
+_NORM = "expert_weights_norm"
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Files before April 2025 have heads of their own size, not those of the latents."""
+    rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
+    return {
+        "num_key_value_heads": said.get("num_attention_heads"),
+        **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
+        "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
+        "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
+        OF_EXPERTS["norm_topk_prob"]: said.get(_NORM, False),
+        **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
+    }
+
+
+def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    rope, latent = data["qk_rope_head_dim"], data["kv_lora_rank"]
+    return {
+        **{"attention.head_count_kv": 1, _KEYS: latent + rope, _VALUES: latent},
+        **{_HEAD: data["qk_nope_head_dim"] + rope, _HEAD_V: data["v_head_dim"]},
+        _SCORE: _SIGMOID if data["scoring_func"] == SIGMOID else _SOFTMAX,
+        _NORM: data["norm_topk_prob"],
+    }
+
+
+def _refuses(data: Mapping[str, Any]) -> str:
+    if data["scoring_func"] != SIGMOID and data["n_group"] > 1:
+        return f"n_group={data['n_group']}: it chooses groups as DeepSeek-V3 does"
+    if data["q_lora_rank"] is None and data["num_hidden_layers"] not in (26, 27):
+        return "q_lora_rank=null: it reads this in models of 26 and 27 layers only"
+    return ""
+
+
+_GGUF = Gguf(
+    "deepseek2",
+    when=lambda said: said(_SCORE) != _SIGMOID,
+    sizes={
+        **{name: field for name, field in SIZES.items() if name not in ("attention.head_count_kv", _KEYS)},
+        **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
+        **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
+        **{"expert_feed_forward_length": "moe_intermediate_size", "rope.dimension_count": "qk_rope_head_dim"},
+        **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        **{f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")},
+    },
+    numbers=NUMBERS | {"expert_weights_scale": "routed_scaling_factor"},
+    more={
+        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, _SCORE), int),
+        **{_NORM: bool, LOG: float},
+    },
+    fields=_fields,
+    write=_gguf_values,
+    refuses=_refuses,
+)
 _V2 = HuggingFace(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -85,11 +160,12 @@ _V2 = HuggingFace(
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
     },
-    sizes=_SIZES,
+    sizes=OF_LATENT,
     only=_ONLY | {"scoring_func": "softmax", "norm_topk_prob": False},  # transformers ignores norm_topk_prob
     implies={"routed_score_func": "", "routed_bias": False, "norm_topk_prob": False},
     latent=True,
     methods=("greedy", "group_limited_greedy"),
+    gguf=_GGUF,
 )
 _V3 = HuggingFace(
     "deepseek_v3",
@@ -103,12 +179,13 @@ _V3 = HuggingFace(
         "routed_scaling_factor": 2.5,
         "n_shared_experts": 1,
     },
-    sizes=_SIZES,
+    sizes=OF_LATENT,
     only=_ONLY | {"scoring_func": SIGMOID, "rope_interleave": True},
-    implies={"routed_score_func": SIGMOID, "routed_bias": True},
+    implies=BY_SIGMOID,
     aliases=("kimi_k2",),
     latent=True,
     methods=("noaux_tc", "noaux_tc"),
+    gguf=_GGUF._replace(when=lambda said: said(_SCORE) == _SIGMOID),
 )
 
 # A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
@@ -149,12 +226,13 @@ def _maxtext_refuses(config: Config) -> list[str]:
 
 
 _WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as the rule of embed
+AXES = {"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH}
 
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
     projections=PROJECTIONS,
-    axes={"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH},
+    axes=AXES,
     hugging_face=(_V3, _V2),
     maxtext=MaxText(more=_maxtext_keys, refuses=_maxtext_refuses),
 )

@@ -9,7 +9,7 @@ from trainer.models.families import Place
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
-from trainer.models.gguf import NUMBERS, SIZES, Gguf, scaled_queries
+from trainer.models.gguf import NUMBERS, SIZES, WINDOW, Gguf, scaled_queries
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.block import OuterNorms
 from trainer.models.llama2.family import QUERIES
@@ -29,7 +29,6 @@ def stacks(config: Config) -> list[Stack]:
 
 
 _NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
-WINDOW = {"attention.sliding_window": "sliding_window"}  # in GGUF
 LAYOUTS = gemma.UNNORMED | {
     _NORM.format("pre_self_attention_norm"): Layout(_LAYER + "input_layernorm.weight"),
     _NORM.format("post_self_attention_norm"): Layout(_LAYER + "post_attention_layernorm.weight"),
@@ -87,7 +86,7 @@ FAMILY = Family(
             gguf=Gguf(
                 "gemma2",
                 one=True,
-                sizes=SIZES | WINDOW,
+                sizes=SIZES | {WINDOW: "sliding_window"},
                 numbers=NUMBERS | {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
                 fields=lambda said: {"query_pre_attn_scalar": scaled_queries(said, 46)},
             ),

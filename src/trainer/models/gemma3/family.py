@@ -12,7 +12,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gemma2 import family as gemma2
-from trainer.models.gguf import NUMBERS, SIZES, Gguf, scaled_queries
+from trainer.models.gguf import NUMBERS, SIZES, WINDOW, Gguf, scaled_queries
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.models.patterns import alternating, other_period
 from trainer.models.qwen3.family import NORMS
@@ -101,7 +101,7 @@ FAMILY = Family(
             gguf=Gguf(
                 "gemma3",
                 one=True,
-                sizes=SIZES | gemma2.WINDOW,
+                sizes=SIZES | {WINDOW: "sliding_window"},
                 numbers=NUMBERS | {"final_logit_softcapping": "final_logit_softcapping"},
                 fields=lambda said: {
                     "query_pre_attn_scalar": scaled_queries(said, 62),

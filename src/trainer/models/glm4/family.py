@@ -6,6 +6,7 @@ from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma2.family import POST_NORMS
+from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.block import OuterNorms
 from trainer.models.llama2.family import LAYOUTS
@@ -42,6 +43,7 @@ _HUGGING_FACE = HuggingFace(
     sizes={"attention_bias": "attention_bias"},
     implies=dict.fromkeys(POST_NORMS, True),
     write=no_tokens,
+    gguf=Gguf("glm4"),
 )
 FAMILY = Family(
     stacks,
@@ -53,6 +55,7 @@ FAMILY = Family(
             architecture="GlmForCausalLM",
             layouts=_SHARED,
             implies=dict.fromkeys(POST_NORMS, False),
+            gguf=Gguf("chatglm"),
         ),
     ],
 )

@@ -20,6 +20,7 @@ from trainer.layers.mlp import MLP
 from trainer.layers.norm import RMSNorm
 from trainer.layers.sown import Activation, Total, sow
 from trainer.ops.dropout import dropout
+from trainer.ops.multiplied import multiplied
 from trainer.ops.rope import Rope
 from trainer.products.context import Context
 
@@ -68,11 +69,14 @@ class Block(nnx.Module):
     """
 
     ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, and so of its parameters
+    ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
+    PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer, too, reads the block's input
 
     def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
         """`window`: that of this layer in a pattern of layers (0: none); None: as `attention_type` says."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
+        self.residual_multiplier = config.residual_multiplier
         norm = functools.partial(self.make_norm, config.base_emb_dim, config.normalization_layer_epsilon, dtypes)
         self.add_norms(config, norm)
         given = {} if window is None else {"window": window, "rope": make_rope(config, window)}
@@ -107,7 +111,7 @@ class Block(nnx.Module):
             "dropout_rate": config.attention_dropout_rate if config.enable_dropout else 0.0,
             "rngs": rngs,
         }
-        return Attention(config.base_emb_dim, **{**settings, **dtypes, **given})
+        return self.ATTENTION_CLASS(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
         """Makes the feed-forward layer as an attribute with the name of its parameters."""
@@ -153,10 +157,12 @@ class Block(nnx.Module):
         `layers.attention`."""
         attention = getattr(self, self.ATTENTION)
         h, cache = attention(self.attention_input(x_bte), cache, context.at(ATTENTION))
-        h = self.attention_output(h)
+        h = multiplied(self.attention_output(h), self.residual_multiplier)
         sow(self, Activation, "attention_output", h)
         x = sharding.constrain(x_bte + h, RESIDUAL)
-        h = self.feed_forward_output(self.feed_forward(self.feed_forward_input(x), context))
+        h = self.feed_forward_input(x_bte if self.PARALLEL else x)
+        h = self.feed_forward_output(self.feed_forward(h, context))
+        h = multiplied(h, self.residual_multiplier)
         sow(self, Activation, "mlp_output", h)
         x = sharding.constrain(dropout(x + h, context.at(OUTPUT).key, context.rows, self.dropout_rate), RESIDUAL)
         self._sow_statistics(x, context.segments)

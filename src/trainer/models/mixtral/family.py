@@ -63,6 +63,7 @@ FAMILY = Family(
             modules={"mlp": "block_sparse_moe"},
             gguf=Gguf(
                 "llama",
+                when=lambda said: bool(said(COUNT)),
                 pairs=True,
                 sizes=SIZES | {COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
                 fields=lambda said: {"sliding_window": None},

@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import Gguf
+from trainer.models.gguf import WINDOW, Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
@@ -73,7 +73,7 @@ FAMILY = Family(
             LAYOUTS,
             defaults={"rms_norm_eps": 1e-5},
             qk_norm=True,
-            gguf=Gguf("olmo2"),
+            gguf=Gguf("olmo2", when=lambda said: not said(WINDOW)),
         )
     ],
 )

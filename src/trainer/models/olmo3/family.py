@@ -1,11 +1,16 @@
 """OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block, three layers with a window for each without."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from trainer.config.keys import Config
+from trainer.config.limits import LAYERS
 from trainer.layers.stack import Stack
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import ATTENTION, SIZES, WINDOW, Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.olmo2.family import LAYOUTS, Block
 from trainer.models.patterns import alternating, other_period
@@ -30,6 +35,16 @@ def _refuses(config: Config) -> list[str]:
     return [*other_period(config, PERIOD), *([uneven] if layers % PERIOD else [])]
 
 
+_WINDOWS = "attention.sliding_window_pattern"  # in GGUF: whether each layer has one
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _kinds(said: Mapping[str, Any]) -> dict[str, Any]:
+    layers = said.get("num_hidden_layers", 0)
+    given = said.get(_WINDOWS, [i % PERIOD != PERIOD - 1 for i in range(min(layers, LAYERS))])
+    return {"layer_types": [_KINDS[bool(window)] for window in given[: LAYERS + 1]]}
+
+
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -44,6 +59,14 @@ FAMILY = Family(
             period=PERIOD,
             local_rope="rope_theta",
             ignored=("sliding_window_pattern",),
+            gguf=Gguf(
+                "olmo2",
+                when=lambda said: bool(said(WINDOW)),
+                sizes=SIZES | {WINDOW: "sliding_window"},
+                more={_WINDOWS: np.ndarray, ATTENTION: float},
+                fields=_kinds,
+                write=lambda data: {_WINDOWS: np.array([kind == _KINDS[1] for kind in data["layer_types"]])},
+            ),
         )
     ],
     maxtext=MaxText(

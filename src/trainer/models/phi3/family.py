@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.keys import Config
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import ATTENTION, SIZES, WINDOW, Gguf
 from trainer.models.huggingface import HuggingFace, Merged
 from trainer.models.llama2.family import LAYOUTS, stacks
 
@@ -25,6 +26,11 @@ def no_tokens(config: Config) -> dict[str, Any]:
     """Returns fields without which transformers takes the tokens of the published vocabulary."""
     del config
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def _hidden(data: Mapping[str, Any]) -> str:
+    window = data.get("sliding_window")
+    return f"sliding_window={window}: its phi3 attends to whole texts" if window else ""
 
 
 GATE_UP = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
@@ -49,6 +55,13 @@ FAMILY = Family(
             read=_read,
             write=no_tokens,
             ignored=("full_attn_mod", "interpolate_factor"),  # Phi-4-mini
+            gguf=Gguf(
+                "phi3",
+                sizes=SIZES | {WINDOW: "sliding_window"},
+                more={ATTENTION: float},
+                write=lambda data: {WINDOW: 0},
+                refuses=_hidden,
+            ),
         )
     ],
 )

@@ -72,6 +72,7 @@ FAMILY = Family(
             only={"mlp_only_layers": [], "use_sliding_window": False},
             gguf=Gguf(
                 "qwen3moe",
+                when=lambda said: bool(said(COUNT)),
                 sizes={
                     **SIZES,
                     COUNT: "num_experts",

@@ -5,7 +5,6 @@ from typing import Any
 
 from flax import nnx
 
-from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
@@ -14,7 +13,7 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
-from trainer.models.patterns import repeated
+from trainer.models.patterns import read_unrotated, repeated, rotated
 
 
 class Unrotated(llama2.Block):
@@ -32,27 +31,12 @@ def stacks(config: Config) -> list[Stack]:
     return repeated(blocks, config.base_num_decoder_layers)
 
 
-def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns `nope_layer_interval`. The list of layers takes precedence over the interval, as in transformers."""
-    every, given = said["no_rope_layer_interval"], said.get("no_rope_layers")
-    if given is None:
-        return {"nope_layer_interval": every}
-    every = given.index(0) + 1 if 0 in given else -1
-    if len(given) != said["num_hidden_layers"] or given != _rotated(every, len(given)):
-        refused.append(f"no_rope_layers={shortened(str(given))} (known: a 1 for each layer, and a 0 for every n-th)")
-    return {"nope_layer_interval": every}
-
-
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     interval = {} if every == -1 else {"no_rope_layer_interval": every}
     # Without these fields, transformers takes the tokens of the published vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return {"no_rope_layers": _rotated(every, layers), **interval, **tokens}
-
-
-def _rotated(every: int, layers: int) -> list[int]:
-    return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
+    return {"no_rope_layers": rotated(every, layers), **interval, **tokens}
 
 
 FAMILY = Family(
@@ -70,7 +54,7 @@ FAMILY = Family(
             only={"use_sliding_window": False},
             fields=("no_rope_layers", "no_rope_layer_interval"),
             ignored=("sliding_window", "max_window_layers"),  # without use_sliding_window
-            read=_read,
+            read=read_unrotated,
             write=_write,
             gguf=Gguf("smollm3", pairs=True, fields=lambda said: {"no_rope_layer_interval": 4}),
         )

@@ -10,25 +10,28 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.words import visible
 from trainer.data.gguf_tokenizer import special_ids
 from trainer.leaves.gguf_file import GgufHeader
-from trainer.models.gguf import Gguf
+from trainer.models.gguf import ATTENTION, LOG
 from trainer.models.huggingface import HuggingFace
 
-FREQUENCIES = "rope_freqs.weight"  # the factors of RoPE of type llama3, a tensor
-_SCALING, _ORIGINAL = "rope.scaling.", "rope.scaling.original_context_length"
+# The factors of RoPE, tensors: of type llama3, and of longrope for long and for short texts.
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (FREQUENCIES, LONG, SHORT)
+_SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
 # The rest of the numbers of RoPE of type llama3, which a GGUF file does not have: those of all published models.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, 4.0, 8192
-# Keys that follow from others, or that llama.cpp does not read.
-_SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
+_HEAD, _VALUES = "attention.key_length", "attention.value_length"
+# Keys that llama.cpp does not need.
 _ROPE = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
 _HARMLESS = ("vocab_size", "tensor_data_layout")
+Factors = Mapping[str, np.ndarray]
 
 
-def read_fields(header: GgufHeader, hf: HuggingFace, frequencies: np.ndarray | None) -> dict[str, Any]:
+def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[str, Any]:
     """Returns the content of a config.json.
 
     Args:
       hf: the family's declaration, which has one for GGUF.
-      frequencies: the values of the tensor `FREQUENCIES`, if there is one.
+      factors: the values of those of `FACTORS` that there are.
 
     Raises:
       UserError: a value has the wrong type, or its meaning is not known.
@@ -37,43 +40,69 @@ def read_fields(header: GgufHeader, hf: HuggingFace, frequencies: np.ndarray | N
     assert it
     prefix = f"{it.name}."
     own = {key.removeprefix(prefix) for key in header.values if key.startswith(prefix)}
-    known = {*it.sizes, *it.numbers, *_SAME, *_HARMLESS, *(f"{_SCALING}{name}" for name in _ROPE)}
-    if unknown := sorted(own - known):
+    known = {*it.sizes, *it.numbers, *it.more, *_HARMLESS, *(f"{_SCALING}{name}" for name in _ROPE)}
+    if unknown := sorted(own - known - {_VALUES, _ROTATED}):
         named = ", ".join(shortened(visible(f"{name}={header.values[prefix + name]}")) for name in unknown)
         raise UserError(f"{header.path}: {named}: not known, so it may change the function")
     said = {field: header.get(prefix + name, int) for name, field in it.sizes.items()}
     said |= {field: shortest(header.get(prefix + name, float)) for name, field in it.numbers.items()}
     said = {field: value for field, value in said.items() if value is not None}
-    heads, width = said.get("num_attention_heads", 0), said.get("hidden_size", 0)
-    said.setdefault("head_dim", width // max(heads, 1))
-    for name, field in _SAME.items():
-        if header.get(prefix + name, int, said[field]) != said[field]:
-            raise UserError(f"{header.path}: {prefix}{name} is not {said[field]}, the number of entries of a head")
+    more = {name: value for name, kind in it.more.items() if (value := header.get(prefix + name, kind)) is not None}
+    said |= {} if hf.latent else _heads(header, prefix, said, hf.partial)
+    if "attention_bias" in hf.sizes.values():
+        said["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     table, rows = header.tensors.get("token_embd.weight"), 0
     if table is not None and len(table.shape) == 2:
         rows = table.shape[0]
-    scaling = _scaling(header, prefix, said, frequencies)
+    scaling = _scaling(header, prefix, said, more, factors)
+    if hf.latent and scaling and scaling["rope_type"] == "yarn":
+        scaling |= _of_latents(header, more)
     tokens = {f"{role}_id": i for role, i in special_ids(header).items() if role != "unk_token"}
     return {
         "model_type": hf.model_type,
         "rope_theta": 10000.0,
         **said,
-        **({"rope_scaling": scaling} if scaling else {}),
-        **it.fields(said),
+        **({"rope_scaling": scaling, _POSITIONS: scaling.get(_POSITIONS)} if scaling else {}),
+        **it.fields(said | more),
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **tokens,
     }
 
 
+def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bool) -> dict[str, Any]:
+    """Returns the fields of the sizes of a head."""
+    heads, width = said.get("num_attention_heads", 0), said.get("hidden_size", 0)
+    head = said.get("head_dim", width // max(heads, 1))
+    rotated = header.get(f"{prefix}{_ROTATED}", int, head)
+    for name, value in {_VALUES: header.get(f"{prefix}{_VALUES}", int, head), _ROTATED: rotated}.items():
+        if value != head and not (partial and name == _ROTATED):
+            raise UserError(f"{header.path}: {prefix}{name} is not {head}, the number of entries of a head")
+    return {"head_dim": head} | ({"partial_rotary_factor": rotated / max(head, 1)} if partial else {})
+
+
+def _of_latents(header: GgufHeader, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how YaRN scales the scores of latent attention. llama.cpp also multiplies RoPE without it."""
+    scale = round(10 * more.get(LOG, 0), 6)
+    if scale <= 0 or more.get(ATTENTION, 1) != 1:
+        raise UserError(f"{header.path}: YaRN with latent attention is read with {LOG} and without {ATTENTION} only")
+    return {"mscale": scale, "mscale_all_dim": scale}
+
+
 def _scaling(
-    header: GgufHeader, prefix: str, said: Mapping[str, Any], frequencies: np.ndarray | None
+    header: GgufHeader, prefix: str, said: Mapping[str, Any], more: Mapping[str, Any], factors: Factors
 ) -> dict[str, Any] | None:
     """Returns rope_scaling."""
     kind = header.get(f"{prefix}{_SCALING}type", str, "none")
     original = header.get(f"{prefix}{_ORIGINAL}", int)
-    if frequencies is not None:
-        return _llama3(header, said, frequencies.astype(np.float64), original)
+    attention = more.get(ATTENTION)
+    if FREQUENCIES in factors:
+        return _llama3(header, said, factors[FREQUENCIES].astype(np.float64), original)
+    if LONG in factors and SHORT in factors:
+        each = {"long_factor": factors[LONG], "short_factor": factors[SHORT]}
+        lists = {name: [shortest(value) for value in values] for name, values in each.items()}
+        own = {"original_max_position_embeddings": original, "attention_factor": attention or 1.0}
+        return {"rope_type": "longrope", **lists, **own}
     factor = shortest(header.get(f"{prefix}{_SCALING}factor", float, 1.0))
     if kind == "none" or factor == 1:
         return None
@@ -84,7 +113,11 @@ def _scaling(
     betas = {name: header.get(f"{prefix}{_SCALING}yarn_{name}", float) for name in ("beta_fast", "beta_slow")}
     given = {name: shortest(value) for name, value in betas.items() if value is not None}
     context = said.get("max_position_embeddings", 0)
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original or context, **given}
+    return {
+        **{"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original or context},
+        **given,
+        **({} if attention is None else {"attention_factor": attention}),
+    }
 
 
 def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, original: int | None) -> dict[str, Any]:
@@ -116,20 +149,42 @@ def llama3_frequencies(rope: Mapping[str, Any], theta: float, head: int) -> np.n
 _POSITIONS = "original_max_position_embeddings"
 
 
-def written_fields(it: Gguf, data: Mapping[str, Any]) -> dict[str, Any]:
+def written_fields(hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys and values for `data`, a config.json as this trainer writes it."""
+    it = hf.gguf
+    assert it
     found: dict[str, Any] = {name: data.get(field) for name, field in it.sizes.items()}
     found |= {name: None if data.get(field) is None else float(data[field]) for name, field in it.numbers.items()}
-    found |= {name: data.get(field) for name, field in _SAME.items()} | {"vocab_size": data["vocab_size"]}
+    found["vocab_size"] = data["vocab_size"]
+    if not hf.latent:
+        rotated = round(data["head_dim"] * data.get("partial_rotary_factor", 1))
+        found |= {_VALUES: data["head_dim"], _ROTATED: rotated}
+    found |= it.write(data)
     rope = data.get("rope_scaling") or {}
-    if kind := rope.get("rope_type"):
-        found[_ORIGINAL] = rope.get(_POSITIONS)
-        if kind != "llama3":
-            found |= {f"{_SCALING}type": kind, f"{_SCALING}factor": float(rope["factor"])}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind:
+        found[_ORIGINAL] = rope.get(_POSITIONS) or data.get(_POSITIONS)
         for name in ("beta_fast", "beta_slow"):
             if name in rope:
                 found[f"{_SCALING}yarn_{name}"] = float(rope[name])
+    if kind in ("linear", "yarn"):
+        found |= {f"{_SCALING}type": kind, f"{_SCALING}factor": float(rope["factor"])}
+    if kind == "longrope":
+        factor = rope.get("factor") or data["max_position_embeddings"] / data[_POSITIONS]
+        usual = math.sqrt(1 + math.log(factor) / math.log(data[_POSITIONS]))
+        found[ATTENTION] = float(rope.get("attention_factor", usual))
+    if rope.get("mscale_all_dim"):
+        found[LOG] = 0.1 * rope["mscale_all_dim"]
     return {f"{it.name}.{name}": value for name, value in found.items() if value is not None}
+
+
+def written_factors(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the values of `FACTORS` for `data`, the same, float32 [n]."""
+    rope = data.get("rope_scaling") or {}
+    if rope.get("rope_type") == "llama3":
+        return {FREQUENCIES: llama3_frequencies(rope, data["rope_theta"], data["head_dim"])}
+    lists = {LONG: rope.get("long_factor"), SHORT: rope.get("short_factor")}
+    return {name: np.array(values, np.float32) for name, values in lists.items() if values}
 
 
 def shortest(value: float | None) -> float | None:

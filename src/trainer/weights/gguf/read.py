@@ -16,10 +16,19 @@ from trainer.models.families import family
 from trainer.models.gguf import COUNT
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.mtp_names import MODULES
-from trainer.weights.gguf.fields import FREQUENCIES, read_fields
-from trainer.weights.gguf.tensors import GgufTensor, as_hugging_face, name_there, stored_tensors
+from trainer.weights.gguf.fields import FACTORS, read_fields
+from trainer.weights.gguf.tensors import (
+    OF_LATENTS,
+    GgufTensor,
+    KeysAndValues,
+    as_hugging_face,
+    joined_latents,
+    name_there,
+    stored_tensors,
+)
 from trainer.weights.huggingface.config_fields import neutral_keys
 from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.merged import stored_name
 from trainer.weights.huggingface.read import HuggingFaceSource
 
 _BOS, _END, _ = TOKENS
@@ -64,11 +73,11 @@ def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Hug
       UserError: see `read_fields`, or the architecture is not known.
     """
     hf = read_as(header, header.get("general.architecture", str, "(none)"))
-    factors = stored.get(FREQUENCIES)
-    if factors is not None and (len(factors.shape) != 1 or factors.kind != "F32" or factors.shape[0] > 1 << 16):
-        raise UserError(f"{header.path}: {FREQUENCIES} is not a list of float32")
-    values = None if factors is None else factors.read((slice(0, factors.shape[0]),))
-    return hf, read_fields(header, hf, values)
+    factors = {name: stored[name] for name in FACTORS if name in stored}
+    for name, it in factors.items():
+        if len(it.shape) != 1 or it.kind != "F32" or it.shape[0] > 1 << 16:
+            raise UserError(f"{header.path}: {name} is not a list of float32")
+    return hf, read_fields(header, hf, {name: it.read((slice(0, it.shape[0]),)) for name, it in factors.items()})
 
 
 def read_as(header: GgufHeader, name: str) -> HuggingFace:
@@ -78,12 +87,12 @@ def read_as(header: GgufHeader, name: str) -> HuggingFace:
       UserError: there is none.
     """
     declared = [(hf, hf.gguf) for block in FAMILIES for hf in family(block).hugging_face if hf.gguf]
-    experts = bool(header.values.get(f"{name}.{COUNT}"))
-    found = [hf for hf, it in declared if it.name == name and (COUNT in it.sizes) == experts]
+    found = [hf for hf, it in declared if it.name == name and it.when(lambda end: header.get(f"{name}.{end}", int))]
     if not found:
         known = ", ".join(sorted({it.name for _, it in declared}))
+        experts = " with experts" if header.values.get(f"{name}.{COUNT}") is not None else ""
         raise UserError(
-            f"{header.path}: general.architecture={shortened(visible(name))}{' with experts' if experts else ''} is "
+            f"{header.path}: general.architecture={shortened(visible(name))}{experts} is "
             f"not read (known: {known}); a folder of Hugging Face with this model may be"
         )
     return found[0]
@@ -105,16 +114,20 @@ def _types(stored: Mapping[str, GgufTensor]) -> str:
     return f"{len(types)} of {len(stored)} tensors are quantized, {counts}; they are read as float32" if types else ""
 
 
-def _renamed(stored: Mapping[str, GgufTensor], hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, GgufTensor]:
+def _renamed(
+    stored: Mapping[str, GgufTensor], hf: HuggingFace, data: Mapping[str, Any]
+) -> dict[str, GgufTensor | KeysAndValues]:
     """Returns the tensors by their names in Hugging Face; those that the family does not have by their own names."""
-    rest = {name: tensor for name, tensor in stored.items() if name != FREQUENCIES}
-    it, names = hf.gguf, dict.fromkeys(layout.name for layout in hf.layouts.values())
+    rest = {name: tensor for name, tensor in stored.items() if name not in FACTORS}
+    it, found = hf.gguf, dict[str, GgufTensor | KeysAndValues]()
     assert it
+    names = dict.fromkeys(stored_name(layout.name, hf.merged) for layout in hf.layouts.values())
     templates = {name: there for name in names if (there := name_there(it, name)) is not None}
-    found = dict[str, GgufTensor]()
-    experts = 0
+    experts, layers = 0, data["num_hidden_layers"]
     for name, there in templates.items():
-        for i in range(data["num_hidden_layers"] if "{}" in there else 1):
+        for i in range(layers if "{}" in there else 1):
+            if name.endswith(OF_LATENTS):
+                found |= joined_latents(it, name, i, rest)
             if (tensor := rest.pop(there.format(i), None)) is None:
                 continue
             if EXPERT not in name:

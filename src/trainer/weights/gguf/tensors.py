@@ -23,6 +23,7 @@ QUANTIZED = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _STRIP = 1 << 22  # values to dequantize at once
+OF_LATENTS = "self_attn.kv_b_proj.weight"  # keys and values of latents; a file has two tensors, or one as Hugging Face
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
 
 
@@ -49,7 +50,7 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 def name_there(it: Gguf, name: str) -> str | None:
     """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None
     if the architecture has no such tensor. The experts of a layer are one tensor there."""
-    gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0)
+    gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0).replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
     found = names.get_name(whole, try_suffixes=(".weight", ".bias"))
     return found and found.replace("blk.0.", "blk.{}.")
@@ -128,6 +129,69 @@ class GgufTensor(NamedTuple):
             return data.view(_FLOATS[self.type]).reshape(count, columns)
         with np.errstate(all="ignore"):  # scales may be anything
             return package().dequantize(data.reshape(count, row), package().GGMLQuantizationType[self.type])
+
+
+class KeysAndValues(NamedTuple):
+    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], as llama.cpp has it since April 2025.
+
+    Attributes:
+      keys: [heads, latent, keys].
+      values: [heads, values, latent].
+    """
+
+    keys: GgufTensor
+    values: GgufTensor
+
+    @property
+    def kind(self) -> str:
+        """See `GgufTensor`."""
+        return self.keys.kind if self.keys.kind == self.values.kind else "F32"
+
+    @property
+    def dtype(self) -> np.dtype:
+        """See `GgufTensor`."""
+        return _FLOATS[self.kind]
+
+    @property
+    def _rows(self) -> int:
+        return self.keys.shape[2] + self.values.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As in Hugging Face."""
+        return self.keys.shape[0] * self._rows, self.keys.shape[1]
+
+    def read(self, box: Box) -> np.ndarray:
+        """See `GgufTensor.read`. Reads complete heads."""
+        first, stop = box[0].start // self._rows, -(-box[0].stop // self._rows)
+        keys, values = (
+            it.read((slice(first, stop), *(slice(0, size) for size in it.shape[1:]))).astype(self.dtype, copy=False)
+            for it in self
+        )
+        whole = np.concatenate([keys.swapaxes(1, 2), values], 1).reshape(-1, self.keys.shape[1])
+        return whole[box[0].start - first * self._rows : box[0].stop - first * self._rows, box[1]]
+
+
+def latent_names(name: str) -> tuple[str, str]:
+    """Returns the names of the two tensors that hold `name`, which ends with `OF_LATENTS`, if Hugging Face had them."""
+    return name.replace("kv_b", "k_b"), name.replace("kv_b", "v_b")
+
+
+def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
+    """Takes the two tensors that hold `name` from `stored`, and returns them as one; {} if they do not fit."""
+    places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
+    parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
+    if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
+        return {}
+    for place in places:
+        del stored[place]
+    return {name.format(layer): KeysAndValues(*parts)}
+
+
+def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndarray:
+    """Returns the part of `OF_LATENTS` that `name` has, the first or second of `latent_names`."""
+    heads = value.reshape(-1, keys + values, value.shape[-1])
+    return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)
 
 
 def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:

@@ -1,6 +1,6 @@
 """Writes GGUF files, tensor by tensor."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +14,21 @@ from trainer.leaves.gguf_file import Described, GgufHeader
 from trainer.leaves.source import Leaf, Tick, progress
 from trainer.models.families import hugging_face, places_of
 from trainer.models.gguf import Gguf
-from trainer.models.huggingface import Layout
-from trainer.weights.gguf.fields import FREQUENCIES, llama3_frequencies, read_fields, written_fields
+from trainer.models.huggingface import Layout, Merged
+from trainer.weights.gguf.fields import read_fields, written_factors, written_fields
 from trainer.weights.gguf.read import read_as
-from trainer.weights.gguf.tensors import as_gguf, kinds, name_there, package
+from trainer.weights.gguf.tensors import (
+    OF_LATENTS,
+    as_gguf,
+    cut_latents,
+    kinds,
+    latent_names,
+    name_there,
+    package,
+)
 from trainer.weights.gguf.tokenizer import tokenizer_values
 from trainer.weights.huggingface.config_json import config_json, length_notes, model_keys
+from trainer.weights.huggingface.merged import whole_of
 from trainer.weights.huggingface.read import head_to_reorder, layouts_of, tensors_of
 from trainer.weights.model_keys import check_same_model
 
@@ -33,19 +42,23 @@ _WORDS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_s
 
 
 class _Written(NamedTuple):
-    """The tensors of one leaf, one for each layer.
+    """The tensors of one or several leaves, one for each layer.
 
     Attributes:
-      names: their names in the file.
+      leaves: which, by canonical name; several are merged.
+      names: of the tensors in the file.
       shape: of each.
       kind: the name of the type of each.
       of: the name in Hugging Face; see `Layout`.
+      how: how the leaves are merged.
     """
 
+    leaves: tuple[str, ...]
     names: list[str]
     shape: tuple[int, ...]
     kind: str
     of: str
+    how: Merged | None
 
 
 def write_gguf(
@@ -70,7 +83,7 @@ def write_gguf(
       UserError: llama.cpp has no such model or tokenizer; or a value does not fit into float16.
     """
     hf = hugging_face(config)
-    if (it := hf.gguf) is None:
+    if hf.gguf is None:
         raise UserError(
             f"format=gguf: models of the type {hf.model_type} are not written; docs/guides/weights.md has all"
         )
@@ -79,44 +92,102 @@ def write_gguf(
     for note in length_notes(config, about.fields):
         say(note)
     data = config_json(config, "float32", about.fields)
-    places = places_of(config, leaves)
-    layouts = layouts_of(config, places)
-    written = {}
-    for name, leaf in leaves.items():
-        tensors = tensors_of(layouts[name], places[name], leaf.shape)
-        written[name] = _written(it, layouts[name], places[name], leaf, tensors[0][1], dtype)
-    values = written_fields(it, data) | tokenizer_values(tokenizer, about, config.vocab_size, say)
-    rope = data.get("rope_scaling") or {}
-    factors = None
-    if rope.get("rope_type") == "llama3":
-        factors = llama3_frequencies(rope, data["rope_theta"], config.head_dim)
-    _check(config, it, path, values, written, factors)
-    most = _TYPES.get(dtype or "", (dtype or "").upper()) or written["token_embedder/embedding"].kind
-    if other := [each.names[0] for each in written.values() if most.startswith("Q") and each.kind == "F16"]:
+    if why := hf.gguf.refuses(data):
+        raise UserError(f"format=gguf: llama.cpp's {hf.gguf.name} cannot represent this model:\n  {why}")
+    written, factors = _plan(config, leaves, dtype), written_factors(data)
+    values = written_fields(hf, data) | tokenizer_values(tokenizer, about, config.vocab_size, say)
+    _check(config, path, values, written, factors)
+    most = _TYPES.get(dtype or "", (dtype or "").upper()) or written[0].kind
+    if other := [each.names[0] for each in written if most.startswith("Q") and each.kind == "F16"]:
         say(f"rows that are no multiple of 32 values are written as float16: {', '.join(other)}")
-    writer = _header(it, most, values, written, factors)
+    writer = _header(hf.gguf, most, values, written, factors)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
+        for factor in factors.values():
+            writer.write_tensor_data(factor)
         with progress(leaves.values(), "writing", say) as tick:
-            for name, each in written.items():
-                head = head_to_reorder(config, layouts[name], leaves[name].shape)
-                for value in _matrices(leaves[name], layouts[name], head, tick):
-                    there = as_gguf(value, it, each.of, config.head_dim)
-                    writer.write_tensor_data(_stored(there, each, path))
+            for each in written:
+                for value in _tensors(config, leaves, each, tick):
+                    writer.write_tensor_data(_stored(value, each, path))
     finally:
         writer.close()
+
+
+def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list[_Written]:
+    """Returns all tensors, those of the table of tokens first."""
+    hf, places = hugging_face(config), places_of(config, leaves)
+    assert hf.gguf
+    layouts = layouts_of(config, places)
+    parts = dict[tuple[Any, ...], dict[int, str]]()
+    for name, place in places.items():
+        whole = whole_of(layouts[name].name, hf.merged)
+        key = (whole.name if whole else layouts[name].name, place and tuple(place.layers), whole and whole.how)
+        parts.setdefault(key, {})[whole.part if whole else 0] = name
+    written = []
+    for (of, _, how), each in parts.items():
+        names = tuple(each[i] for i in sorted(each))
+        kinds_of = {leaves[name].dtype.name for name in names}
+        if not dtype and len(kinds_of) > 1:
+            raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which loses nothing")
+        shapes = [tensors_of(layouts[name], places[name], leaves[name].shape)[0][1] for name in names]
+        shape = (sum(it[0] for it in shapes), *shapes[0][1:])
+        if layouts[names[0]].of_experts:
+            shape = (leaves[names[0]].shape[0 if places[names[0]] is None else 1], *shape)
+        for tensor, own in _cut(config, of, shape):
+            if (there := name_there(hf.gguf, tensor)) is None:
+                raise UserError(f"format=gguf: llama.cpp's {hf.gguf.name} has no tensor for {tensor}")
+            place = places[names[0]]
+            in_file = [there] if place is None else [there.format(i) for i in place.layers]
+            kind = _kind(there, own, dtype, *kinds_of)
+            written.append(_Written(names, in_file, own, kind, tensor, how))
+    return sorted(written, key=lambda each: each.names[0] != _TABLES[0])
+
+
+def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the tensors that hold the one called `of` in Hugging Face, with their shapes."""
+    if not of.endswith(OF_LATENTS):
+        return [(of, shape)]
+    keys, values = latent_names(of)
+    heads, latent = config.base_num_query_heads, shape[1]
+    return [(keys, (heads, latent, config.qk_nope_head_dim)), (values, (heads, config.v_head_dim, latent))]
+
+
+def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *rest: str) -> str:
+    if len(shape) == 1 or there.endswith(_ROUTER):
+        return "F32"
+    if not dtype:
+        return _TYPES[stored]
+    if dtype in _TYPES:
+        return _TYPES[dtype]
+    if shape[-1] % 32:
+        return "F16"
+    return "Q8_0" if there in _TABLES else dtype.upper()
+
+
+def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: Tick) -> Iterator[np.ndarray]:
+    """Yields the tensor of each layer as the file has it, those of experts together."""
+    hf, layouts = hugging_face(config), layouts_of(config, places_of(config, leaves))
+    assert hf.gguf
+    again = each.of == latent_names(each.of)[1] != each.of  # the second part of a leaf that was read
+    streams = []
+    for name in each.leaves:
+        head = head_to_reorder(config, layouts[name], leaves[name].shape)
+        streams.append(_matrices(leaves[name], layouts[name], head, (lambda size: None) if again else tick))
+    for parts in zip(*streams, strict=True):
+        value = each.how.joined(parts) if each.how else parts[0]
+        if layouts[each.leaves[0]].name.endswith(OF_LATENTS):
+            value = cut_latents(value, each.of, config.qk_nope_head_dim, config.v_head_dim)
+        yield as_gguf(value, hf.gguf, each.of, config.head_dim)
 
 
 def _header(
     it: Gguf,
     most: str,
     values: Mapping[str, Any],
-    written: Mapping[str, _Written],
-    factors: np.ndarray | None,
+    written: Sequence[_Written],
+    factors: Mapping[str, np.ndarray],
 ) -> Any:
     """Returns a writer of the package with all keys and the places of all tensors. `most`: the type of most values."""
     gguf = package()
@@ -127,9 +198,9 @@ def _header(
     for key, value in values.items():
         add = _WORDS.get(type(value))
         getattr(writer, add or "add_array")(key, value if add else list(map(_plain, value)))
-    if factors is not None:
-        _announce(writer, FREQUENCIES, factors.shape, "F32")
-    for each in written.values():
+    for name, factor in factors.items():
+        _announce(writer, name, factor.shape, "F32")
+    for each in written:
         for name in each.names:
             _announce(writer, name, each.shape, each.kind)
     return writer
@@ -139,47 +210,34 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _written(it: Gguf, layout: Layout, place: Any, leaf: Leaf, shape: tuple[int, ...], dtype: str | None) -> _Written:
-    there = name_there(it, layout.name)
-    if there is None:
-        raise UserError(f"format=gguf: llama.cpp's {it.name} has no tensor for {layout.name}")
-    if layout.of_experts:
-        shape = (leaf.shape[0 if place is None else 1], *shape)
-    names = [there] if place is None else [there.format(i) for i in place.layers]
-    plain = len(shape) == 1 or there.endswith(_ROUTER)
-    if plain:
-        kind = "F32"
-    elif not dtype:
-        kind = _TYPES[leaf.dtype.name]
-    elif dtype in _TYPES:
-        kind = _TYPES[dtype]
-    elif shape[-1] % 32:
-        kind = "F16"
-    else:
-        kind = "Q8_0" if there in _TABLES else dtype.upper()
-    return _Written(names, shape, kind, layout.name)
-
-
 def _check(
     config: Config,
-    it: Gguf,
     path: Path,
     values: Mapping[str, Any],
-    written: Mapping[str, _Written],
-    factors: np.ndarray | None,
+    written: Sequence[_Written],
+    factors: Mapping[str, np.ndarray],
 ) -> None:
-    """Compares the model with the one that reading the file will give.
+    """Compares the model with the one that reading the file will give. The file's numbers are float32.
 
     Raises:
       UserError: they differ.
     """
-    tensors = {name: Described(0, each.shape, 0) for each in written.values() for name in each.names}
+    it = hugging_face(config).gguf
+    assert it
+    tensors = {name: Described(0, each.shape, 0) for each in written for name in each.names}
     header = GgufHeader(path, values, tensors, 0)
     try:
         keys = model_keys(read_fields(header, read_as(header, it.name), factors), str(path))
-        check_same_model(keys, config, str(path), say=lambda line: None)
+        numbers = {name: config[name] for name, value in keys.items() if isinstance(value, float | tuple)}
+        same = {name for name in numbers if _rounded(numbers[name]) == _rounded(keys[name])}
+        check_same_model(keys | {name: config[name] for name in same}, config, str(path), say=lambda line: None)
     except UserError as error:
         raise UserError(f"format=gguf: llama.cpp's {it.name} cannot represent this model:\n  {error}") from error
+
+
+def _rounded(value: Any) -> Any:
+    each = value if isinstance(value, tuple) else (value,)
+    return tuple(np.float32(it) if isinstance(it, float) else it for it in each)
 
 
 def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:

@@ -13,7 +13,7 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 # Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Fields of multi-head latent attention and of groups of experts that have no key of the same value.
-_LATENT = ("q_lora_rank", "n_group", "topk_group", "topk_method", "scoring_func", "rope_interleave", "qk_head_dim")
+_LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
 # The fields of a model's sizes, with our keys.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -25,8 +25,10 @@ SIZES = {
 _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True)
+_EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
 # The names of layers without and with a window.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # in files of transformers 4
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
@@ -34,8 +36,10 @@ _FIELDS = {
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, high=MODULES, null=True)),
     **{"is_causal": Field(bool)},
-    **{"rms_norm_eps": Field(float, low=1e-37), "initializer_range": Field(float, low=0, null=True)},
-    **dict.fromkeys((*COUNTS, "num_experts_per_tok", "n_shared_experts"), Field(int, low=1, high=EXPERTS)),
+    **{"rms_norm_eps": _EPSILON, "initializer_range": Field(float, low=0, null=True)},
+    # 0 where there are none: of a family with experts, the number of them is refused.
+    **dict.fromkeys((*COUNTS, "num_experts_per_tok"), Field(int, low=0, high=EXPERTS)),
+    "n_shared_experts": Field(int, low=1, high=EXPERTS),
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
     **dict.fromkeys(("qk_rope_head_dim", "v_head_dim"), _SIZE),
     **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step", "no_rope_layer_interval"), Field(int, 1, PERIOD)),
@@ -43,6 +47,7 @@ _FIELDS = {
     **{"first_k_dense_replace": Field(int, low=0), "routed_scaling_factor": Field(float, low=1e-6)},
     **{"topk_method": Field(str, null=True), "scoring_func": Field(str, null=True)},
     "mlp_only_layers": Field(list, null=True, item=int),
+    **{"mlp_layer_types": Field(list, null=True, item=str), "use_qk_norm": _SWITCH},
     **{"router_jitter_noise": Field(float, low=0, null=True), "norm_topk_prob": Field(bool)},
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias"), _SWITCH),
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
@@ -51,14 +56,17 @@ _FIELDS = {
     "hidden_activation": Field(str, null=True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
-    "no_rope_layers": Field(list, null=True, item=int),
+    **dict.fromkeys(("no_rope_layers", "moe_layers"), Field(list, null=True, item=int)),
+    **{"attention_chunk_size": Field(int, low=0, null=True), "floor_scale": _SIZE, "intermediate_size_mlp": _SIZE},
+    **{"attn_scale": Field(float, low=0), "interleave_moe_layer_step": Field(int, 1, PERIOD)},
+    "use_qk_norm": Field(bool),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Field(float, low=1e-37)),
 }
 _FIELDS_OF_ROPE = {
     **dict.fromkeys(("rope_type", "type"), Field(str, null=True)),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), Field(float, low=1e-37, null=True)),
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Field(float, low=0, null=True)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), Field(float, low=0, null=True)),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
     **dict.fromkeys(("short_factor", "long_factor"), Field(list, null=True, item=float)),
     **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one such object for each
@@ -87,7 +95,7 @@ NEUTRAL = (*TOKENS, *IMAGES, "initializer_range", LONGEST, *_OF_GENERATION)
 
 # Fields that every declaration reads.
 _READ = (
-    *("model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "layer_types"),
+    *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
     *("attention_bias", "mlp_bias", "is_causal", *QUANTIZED, "num_nextn_predict_layers", "num_mtp_layers"),
     "use_sliding_window",
@@ -97,6 +105,7 @@ _WINDOW = {
     "given": ("sliding_window",),
     "switched": ("sliding_window", "max_window_layers"),
     "alternating": ("sliding_window",),
+    "chunked": (),
 }
 # Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.
@@ -122,9 +131,10 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field of config.json that has a value and that is not known to be harmless: it may
     change the function."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
-    known |= {hf.activation, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
+    known |= {field for field, _ in hf.powers.values()}
+    known |= {hf.activation, hf.epsilon, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
     known |= {*COUNTS} if "num_experts" in hf.sizes else set()
-    known |= {*_LATENT} if hf.latent else set()
+    known |= {*(_LATENT if hf.latent else ()), *(_GROUPS if any(hf.methods) else ())}
     return _unknown(known, data)
 
 
@@ -159,9 +169,15 @@ def as_typed(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) if name in _FLOATS and isinstance(value, int) else value for name, value in data.items()}
 
 
-def mistyped(data: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each value that is not allowed in config.json."""
-    wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH)
+def power_of(value: float | None, power: float) -> float | None:
+    """Returns `value` to the `power`, with 15 digits, so that the inverse power gives the same value; None of None."""
+    return None if value is None else float(f"{value**power:.15g}")
+
+
+def mistyped(data: Mapping[str, Any], hf: HuggingFace | None = None) -> list[str]:
+    """Returns a line for each value that is not allowed in config.json; in the fields of `hf`, if it is given."""
+    own = {**dict.fromkeys((field for field, _ in hf.powers.values()), _POWER), hf.epsilon: _EPSILON} if hf else {}
+    wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH | own)
     for name in ("rope_scaling", "rope_parameters"):
         rope = data.get(name)
         inner = {f"{name}.{kind}": rope.get(kind) for kind in KINDS_OF_LAYERS} if isinstance(rope, Mapping) else {}

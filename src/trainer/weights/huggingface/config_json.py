@@ -7,6 +7,7 @@ from trainer.config.capabilities.expert_keys import dense_layers
 from trainer.config.capabilities.latent_keys import TYPE
 from trainer.config.capabilities.windows import has_window, period
 from trainer.config.errors import UserError, shortened
+from trainer.config.family import MULTIPLIERS
 from trainer.config.json_files import shown
 from trainer.config.keys import Config
 from trainer.config.limits import PERIOD
@@ -15,7 +16,16 @@ from trainer.config.values import check
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
-from trainer.weights.huggingface.config_fields import COUNTS, KINDS_OF_LAYERS, SIZES, as_typed, mistyped, unknown_fields
+from trainer.weights.huggingface.config_fields import (
+    COUNTS,
+    KIND_OF,
+    KINDS_OF_LAYERS,
+    SIZES,
+    as_typed,
+    mistyped,
+    power_of,
+    unknown_fields,
+)
 from trainer.weights.huggingface.quantization_config import recipe
 from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys, rope_types
 
@@ -44,29 +54,31 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     Raises:
       UserError: lists all missing fields of `data`, and all fields that no key can represent.
     """
-    if wrong := mistyped(data):
-        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
+    _check_types(data, where)
     block, hf = _declaration(data, where, decoder_block)
+    _check_types(data, where, hf)
     # A base of RoPE that is null is as good as absent.
     bases = (THETA, hf.local_rope)
     stated = {name: value for name, value in data.items() if value is not None or name not in bases}
-    said = {"rms_norm_eps": 1e-6, hf.activation: "silu", **hf.defaults, **stated}
+    said = {hf.epsilon: 1e-6, hf.activation: "silu", **hf.defaults, **stated}
     sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
         raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
     refused = _switched_on(hf, said) + _contradicting_counts(hf, data) + unknown_fields(hf, data)
     recipe(data, refused)
     keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
+    keys |= {ours: _or_default(ours, power_of(said.get(field), power)) for ours, (field, power) in hf.powers.items()}
     keys |= hf.implies
-    keys |= _latent_keys(hf, said, refused) if hf.latent else {}
+    keys |= _latent_keys(said, refused) if hf.latent else {}
+    keys |= _group_keys(hf, said, refused) if any(hf.methods) else {}
     heads = said["num_attention_heads"]
     keys |= {
         "decoder_block": block,
         "base_num_kv_heads": said.get("num_key_value_heads") or heads,
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
-        "normalization_layer_epsilon": float(said["rms_norm_eps"]),
+        "normalization_layer_epsilon": float(said[hf.epsilon]),
         **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
-        "use_qk_norm": hf.qk_norm,
+        **({} if "use_qk_norm" in sizes else {"use_qk_norm": hf.qk_norm}),
         "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
     }
     if not hf.latent:
@@ -101,6 +113,11 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     if refused:
         raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
     return keys
+
+
+def _check_types(data: Mapping[str, Any], where: str, hf: HuggingFace | None = None) -> None:
+    if wrong := mistyped(data, hf):
+        raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
 
 
 def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
@@ -164,18 +181,21 @@ def _or_default(key: str, value: Any) -> Any:
     return default if value is None else float(value) if isinstance(default, float) else value
 
 
-def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of multi-head latent attention and of groups of experts whose values differ from their
-    fields."""
+def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of multi-head latent attention whose values differ from their fields."""
     if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
         refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
+    return {"q_lora_rank": said["q_lora_rank"] or 0}
+
+
+def _group_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Returns the keys of groups of experts."""
     groups, method = said.get("n_group") or 1, said.get("topk_method") or hf.methods[0]
-    keys = {"q_lora_rank": said["q_lora_rank"] or 0, "n_routing_groups": -1}
     if method == hf.methods[1] and groups > 1:
-        keys |= {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
-    elif method not in hf.methods:
+        return {"n_routing_groups": groups, "topk_routing_group": said.get("topk_group") or 1}
+    if method not in hf.methods:
         refused.append(f"topk_method={shortened(method)} (known: {', '.join(dict.fromkeys(hf.methods))})")
-    return keys
+    return {"n_routing_groups": -1}
 
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
@@ -185,10 +205,12 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
     layers = said["num_hidden_layers"]
-    given = said.get("layer_types")
+    given = [KIND_OF.get(kind, kind) for kind in said.get("layer_types") or ()]
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
+    if hf.window == "chunked":  # `read` knows which layers have chunks
+        return {"attention_type": "global"}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
     if given:
@@ -256,21 +278,23 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         **{
             name: _their_size(config, ours)
             for ours, name in hf.sizes.items()
-            if ours != "base_mlp_dim" or dense_layers(config)
+            if ours != "base_mlp_dim" or "num_experts" not in hf.sizes or dense_layers(config)
         },
+        **{field: power_of(_told(config, ours), 1 / power) for ours, (field, power) in hf.powers.items()},
         **hf.only,
         **hf.write(config),
         "num_key_value_heads": config.base_num_kv_heads,
-        **(_latent_fields(hf, config) if hf.latent else {"head_dim": config.head_dim}),
+        **({"q_lora_rank": config.q_lora_rank or None} if hf.latent else {"head_dim": config.head_dim}),
+        **(_group_fields(hf, config) if any(hf.methods) else {}),
         hf.activation: theirs[config.mlp_activations[0]],
-        "rms_norm_eps": config.normalization_layer_epsilon,
+        hf.epsilon: config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
         **rope_fields(hf, config),
         "max_position_embeddings": _context_length(config),
         "torch_dtype": dtype,
     }
     window = config.sliding_window_size if has_window(config) else None
-    if hf.window:
+    if hf.window not in ("", "chunked"):
         data["sliding_window"] = window
     if hf.window == "alternating":
         # transformers makes a mask with this window even if no layer uses it
@@ -316,21 +340,25 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
 
 
 # Keys of which 0 means none, for which config.json has null.
-_NONE = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
+_NONE = (*_CAPS, "chunk_attn_window_size")
+
+
+def _told(config: Config, key: str) -> Any:
+    return config.head_dim if key == "query_pre_attn_scalar" and not config[key] else config[key]
 
 
 def _their_size(config: Config, key: str) -> Any:
-    value = config[key]
+    value = _told(config, key)
     if key == "query_pre_attn_scalar":
-        return int(value or config.head_dim)
+        return int(value)
     return None if key in _NONE and not value else value
 
 
-def _latent_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    """Returns the inverse of `_latent_keys`."""
+def _group_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
+    """Returns the inverse of `_group_keys`."""
     grouped = config.n_routing_groups > 1
     return {
-        "q_lora_rank": config.q_lora_rank or None,
         "topk_method": hf.methods[grouped],
         "n_group": config.n_routing_groups if grouped else 1,
         "topk_group": config.topk_routing_group if grouped else 1,
@@ -343,17 +371,19 @@ def _inexpressible(config: Config) -> list[str]:
     gated = len(activations) == 2 and activations[1] == "linear" and activations[0] in ACTIVATIONS.values()
     tied_scaled = config.logits_via_embedding and config.normalize_embedding_logits
     conditions = {
-        **{name: config[name] != 0 and name not in hf.sizes for name in _NONE},
+        **{name: config[name] != 0 and name not in hf.sizes for name in _CAPS},
+        **{name: config[name] != 1 and name not in {*hf.sizes, *hf.powers} for name in MULTIPLIERS},
         "query_pre_attn_scalar": config.query_pre_attn_scalar not in (0, config.head_dim)
+        and "query_pre_attn_scalar" not in hf.powers
         and ("query_pre_attn_scalar" not in hf.sizes or config.query_pre_attn_scalar % 1 != 0),
         "local_rope_max_timescale": not can_rotate(hf, config),
         "rope_truncate": bool(hf.local_rope) and config.rope_type == "yarn" and not config.rope_truncate,
         "mlp_activations": not gated,
         "normalize_embedding_logits": tied_scaled,
-        "use_qk_norm": config.use_qk_norm != hf.qk_norm,
+        "use_qk_norm": config.use_qk_norm != hf.qk_norm and "use_qk_norm" not in hf.sizes,
         "attention_type": config.attention_type == "local_sliding" and not hf.window,
         "normalization_layer_epsilon": config.normalization_layer_epsilon
-        != hf.only.get("rms_norm_eps", config.normalization_layer_epsilon),
+        != hf.only.get(hf.epsilon, config.normalization_layer_epsilon),
         "rope_min_timescale": config.rope_min_timescale != 1,
         "rope_type": config.rope_type not in rope_types(hf),
         "rope_linear_scaling_factor": config.rope_type == "default"

@@ -79,6 +79,8 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
     shares = [rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")]
     if set(shares) - {None, 1} and not hf.partial:
         refused.append("partial_rotary_factor other than 1")
+    own = {ours: float(rope[field]) for ours, field in hf.rope_sizes.items() if rope.get(field) is not None}
+    rope = {name: value for name, value in rope.items() if name not in hf.rope_sizes.values()}
     needed, allowed = _WORDS[kind]
     if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
         refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
@@ -89,14 +91,15 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
         "rope_type": _TYPES[kind],
         "rope_min_timescale": 1,
         "rope_max_timescale": int(theta),
+        **own,
         **({"partial_rotary_factor": float(next((it for it in shares if it is not None), 1))} if hf.partial else {}),
     }
     if _TYPES[kind] == "default":
         return keys | {"rope_linear_scaling_factor": float(rope.get("factor") or 1.0)}
-    own = [length for at in (rope, said) if (length := at.get("original_max_position_embeddings"))]
-    if len(set(own)) > 1:
-        refused.append(f"two values of original_max_position_embeddings, {own[0]} in RoPE and {own[1]}")
-    original = next(iter(own), None) or said.get("max_position_embeddings")
+    lengths = [length for at in (rope, said) if (length := at.get("original_max_position_embeddings"))]
+    if len(set(lengths)) > 1:
+        refused.append(f"two values of original_max_position_embeddings, {lengths[0]} in RoPE and {lengths[1]}")
+    original = next(iter(lengths), None) or said.get("max_position_embeddings")
     if original is None:
         refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
         return {}
@@ -158,6 +161,8 @@ def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     """Returns the inverse of `rope_keys`, for a resolved configuration: for each kind of layers, if the family has a
     base for each; and in the form that every version of transformers reads."""
     theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
+    if scaling and hf.rope_sizes:
+        scaling |= {field: config[ours] for ours, field in hf.rope_sizes.items()}
     fields = {"rope_theta": theta, "rope_scaling": scaling}
     if hf.partial:
         fields["partial_rotary_factor"] = config.partial_rotary_factor

@@ -128,9 +128,11 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str
 
 
 def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of the text model alone. What belongs to the whole model stands above `text_config`."""
-    whole = {name: data[name] for name in (*NEUTRAL, *QUANTIZED) if data.get(name) is not None and name != LONGEST}
-    return {**hf.nested, **data[_TEXT], **outer.tokens, **whole}
+    """Returns config.json of the text model alone. What belongs to the whole model stands above `text_config`; how it
+    is quantized may also stand in it, if nothing above says so, as in transformers."""
+    whole = {name: data[name] for name in NEUTRAL if data.get(name) is not None and name != LONGEST}
+    quantized = {name: data[name] for name in QUANTIZED if data.get(name)}
+    return {**hf.nested, **data[_TEXT], **outer.tokens, **whole, **quantized}
 
 
 def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 from trainer.config.capabilities.expert_keys import has_experts, only_experts
 from trainer.config.capabilities.windows import has_window, period
 from trainer.config.errors import UserError
+from trainer.config.family import MULTIPLIERS
 from trainer.config.keys import Config
 from trainer.models.families import maxtext
 from trainer.models.family import MaxText
@@ -101,8 +102,9 @@ def _inexpressible(config: Config) -> list[str]:
             f"local_rope_max_timescale={config.local_rope_max_timescale}: {why}"
             for why in _other_rotation(config, there)
         ]
+    refused += [f"{key}={config[key]}: it has no such factor" for key in MULTIPLIERS if config[key] != 1]
     refused += there.refuses(config)
-    if has_experts(config) and config.interleave_moe_layer_step != 1:
+    if has_experts(config) and config.interleave_moe_layer_step != 1 and not there.interleaves_experts:
         refused.append(
             f"interleave_moe_layer_step={config.interleave_moe_layer_step}: it does not read this key in this block"
         )

@@ -306,10 +306,11 @@ def layer_name(where: Place, index: int) -> str:
 def in_pairs(config: Config) -> bool:
     """Returns whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
-    Its models llama3.1-* rotate pairs under every rope_type. Other models rotate pairs with rope_type=llama3.1 and, by
-    its default rope_interleave=true, with yarn. Its llama3.3-* set no rope_type, like ours, so they rotate halves.
+    Its models llama3.1-*, and those of some blocks (`MaxText.pairs`), rotate pairs under every rope_type. Other models
+    rotate pairs with rope_type=llama3.1 and, by its default rope_interleave=true, with yarn. Its llama3.3-* set no
+    rope_type, like ours, so they rotate halves.
     """
-    if config.model_name.startswith("llama3.1"):
+    if config.model_name.startswith("llama3.1") or maxtext(config.decoder_block).pairs:
         return True
     return (config.rope_type == "yarn" and maxtext(config.decoder_block).interleaves) or (
         config.rope_type == "llama3.1" and not config.model_name.startswith("llama3.3")

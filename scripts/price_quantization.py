@@ -1,0 +1,93 @@
+"""What stored weights cost: perplexity and a task of a model in several types, beside float32.
+
+    python scripts/price_quantization.py smollm2.gguf FOLDER [characters] [questions]
+
+FOLDER keeps the quantized models and the scores, so that a run that was interrupted goes on. The text and the questions
+are made of the help topics of Python (`pydoc_data`): a question is a sentence, and its choices are the sentence that
+follows and one of elsewhere in the topic. AWQ and GPTQ read 32 rows of the standard library's source. It takes about 40
+minutes of two cores for SmolLM2-135M. docs/benchmarks/quantization.md has a table.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+INT4 = ("quantization=int4", "weight_block_size=[32,1]")
+FORMS: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "int8": ("quantization=int8",),
+    "int4 in groups of 32": INT4,
+    "int4 in groups of 32, GPTQ": (*INT4, "weight_quantization_algorithm=gptq", "calibration_rows=32"),
+    "int4 in groups of 32, AWQ": (*INT4, "weight_quantization_algorithm=awq", "calibration_rows=32"),
+    "nf4 in groups of 32": ("quantization=nf4", "weight_block_size=[32,1]"),
+}
+LENGTH = "max_target_length=512"
+
+
+def main() -> None:
+    """Prints a row of a Markdown table for each form."""
+    model, folder = sys.argv[1], Path(sys.argv[2]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tasks(folder, *(int(word) for word in sys.argv[3:5]))
+    print("| stored as | perplexity | against float32 | next sentence | standard error | seconds to quantize |")
+    print("|---|---|---|---|---|---|")
+    first = None
+    for form, keys in FORMS.items():
+        place = folder / re.sub(r"\W+", "_", form)
+        seconds = quantized(model, place, keys) if keys else None
+        scores = scores_of(str(place) if keys else model, folder, f"scores_{place.name}")
+        perplexity, (right, error) = scores["perplexity"][0], scores["accuracy"]
+        first = first or perplexity
+        more = f"{perplexity / first - 1:+.1%}" if keys else ""
+        cells = f"{perplexity:.2f}", more, f"{right:.3f}", f"{error:.3f}", "" if seconds is None else f"{seconds:.0f}"
+        print(f"| {form} | {' | '.join(cells)} |", flush=True)
+
+
+def write_tasks(folder: Path, characters: int = 80_000, questions: int = 200) -> None:
+    """Writes text.yml and next.jsonl."""
+    (folder / "text.txt").write_text("\n".join(topics.values())[:characters])
+    task = {"kind": "text", "dataset_type": "grain", "grain_file_type": "text", "context": 512, "joined": True}
+    (folder / "text.yml").write_text(json.dumps(task | {"grain_train_files": str(folder / "text.txt")}))
+    draw = random.Random(0)
+    sentences = [re.findall(r"[A-Z][^.`]{40,110}\.(?=\s)", re.sub(r"\s+", " ", text)) for text in topics.values()]
+    rows = []
+    for each in draw.choices([found for found in sentences if len(found) > 8], k=questions):
+        i = draw.randrange(3, len(each))
+        other = draw.choice(each[: i - 3] + each[i + 1 :])
+        rows.append({"question": each[i - 1], "choices": [each[i], other], "answer": 0})
+    (folder / "next.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def quantized(model: str, place: Path, keys: tuple[str, ...]) -> float:
+    """Returns the seconds in which `place` was quantized, now or by an earlier run."""
+    kept = place.with_suffix(".seconds")
+    if not kept.exists():
+        began = time.monotonic()
+        run("quantize", model, str(place), *keys, LENGTH)
+        kept.write_text(str(time.monotonic() - began))
+    return float(kept.read_text())
+
+
+def scores_of(model: str, folder: Path, name: str) -> dict[str, tuple[float, float]]:
+    """Returns each metric and its standard error, computed now or by an earlier run."""
+    results = folder / name / "results.json"
+    if not results.exists():
+        tasks = f"tasks={folder / 'text.yml'},{folder / 'next.jsonl'}"
+        run("evaluate", model, tasks, f"output={results.parent}", "per_device_batch_size=8", LENGTH)
+    return {score["metric"]: (score["value"], score["error"]) for score in json.loads(results.read_text())}
+
+
+def run(program: str, *words: str) -> None:
+    """Runs a program of the trainer, whose output goes to standard error."""
+    command = [sys.executable, "-m", f"trainer.{program}", *words]
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What needs the package reasoning-gym: it makes the questions of a data set, and judges answers with the data set's
+own verifier. Both run in other processes, which load neither JAX nor the package's configuration. They have
+PYTHONHASHSEED=0: the questions of five data sets depend on it."""
+
+import functools
+import inspect
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# What makes a text a program. Some verifiers do it with the answer.
+_EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
+
+
+def main(given: str) -> None:
+    """Prints the questions of the data set that `given` describes (see `_opened`), as JSON: an object with `problem`,
+    or with `rows` and `evaluates`, whether the verifier's module makes programs of texts."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    task, count = json.loads(given)
+    name, seed, size, settings = task
+    fields = [] if name not in DATASETS else [*inspect.signature(DATASETS[name][1]).parameters]
+    fields = [field for field in fields if field not in ("seed", "size")]
+    if not fields:
+        found: dict[str, Any] = {"problem": "dataset", "value": name, "choices": sorted(DATASETS)}
+    elif unknown := [field for field in settings if field not in fields]:
+        found = {"problem": "config", "value": unknown[0], "choices": fields}
+    else:
+        try:
+            opened = reasoning_gym.create_dataset(name, seed=seed, size=size, **settings)
+            rows = [(opened[i]["question"], opened[i]["answer"]) for i in range(min(size, count))]
+            modules = {
+                sys.modules[each.__module__] for each in type(opened).__mro__ if "reasoning_gym" in each.__module__
+            }
+            found = {"rows": rows, "evaluates": any(_EVALUATES.search(inspect.getsource(one)) for one in modules)}
+        except Exception as error:  # the package's checks are assertions, and its data sets can raise any
+            found = {"problem": "config", "value": f"{type(error).__name__}: {error}", "choices": []}
+    print(json.dumps(found))
+
+
+@functools.cache
+def _opened(task: str) -> Any:
+    """Returns the data set of a JSON list of name, seed, size and fields of its configuration."""
+    import reasoning_gym
+
+    name, seed, size, settings = json.loads(task)
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **settings)
+
+
+@functools.lru_cache(1)
+def _entry(task: str, index: int) -> Any:
+    return _opened(task)[index]
+
+
+def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
+    """Returns what the verifier says, from 0 to 1, of what stands in the last <answer> </answer>; of the whole
+    completion if there is none. Its arguments are those of a reward function."""
+    from reasoning_gym.utils import extract_answer
+
+    (completion,), (described,), (number,) = completions, task, index
+    answer = extract_answer(completion)
+    entry = _entry(described, number)
+    return float(_opened(described).score_answer(completion.strip() if answer is None else answer, entry))

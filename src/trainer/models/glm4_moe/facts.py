@@ -1,0 +1,11 @@
+"""What the first stage asks about GLM 4.5 to 4.7."""
+
+from trainer.config.family import OF_SOME, Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts(
+    "trainer.models.glm4_moe.family:FAMILY",
+    reads=("num_experts", "norm_topk_prob", *OF_SOME, "attention_bias", "partial_rotary_factor"),
+    fixes={"rope_interleave": False},
+    tensors=of_blocks,
+)

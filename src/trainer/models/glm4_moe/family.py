@@ -1,0 +1,50 @@
+"""GLM 4.5, 4.6 and 4.7 (GLM team 2025, arXiv:2508.06471): the experts of DeepSeek-V3, and Qwen2's attention, in which
+RoPE rotates the halves of the first half of each head. The large ones have `use_qk_norm`."""
+
+import functools
+
+from trainer.models.deepseek import family as deepseek
+from trainer.models.deepseek.block import Experts
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace
+from trainer.models.llama2.family import LAYOUTS
+from trainer.models.phi3.family import no_tokens
+from trainer.models.qwen2 import family as qwen2
+from trainer.models.qwen3.family import NORMS
+
+
+class Block(qwen2.Block, Experts):
+    """Qwen2's block with experts in place of the MLP."""
+
+
+_EACH = "decoder/layers/"
+_BLOCK = {
+    name.removeprefix(_EACH): layout
+    for name, layout in (LAYOUTS | qwen2.BIASES | NORMS).items()
+    if name.startswith(_EACH) and "/mlp/" not in name
+}
+# The published values of experts that config.json may leave out.
+EXPERTS = {
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1},
+    **{"rms_norm_eps": 1e-5},
+}
+FAMILY = Family(
+    functools.partial(deepseek.stacks, dense=qwen2.Block, sparse=Block),
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            deepseek.layouts(_BLOCK),
+            defaults=EXPERTS
+            | {"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "routed_scaling_factor": 1.0}
+            | {"attention_bias": False, "use_qk_norm": False},
+            partial=True,
+            sizes=deepseek.OF_EXPERTS | {"attention_bias": "attention_bias", "use_qk_norm": "use_qk_norm"},
+            implies=deepseek.BY_SIGMOID,
+            methods=("noaux_tc", "noaux_tc"),
+            write=no_tokens,
+        )
+    ],
+)

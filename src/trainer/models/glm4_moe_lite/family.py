@@ -1,0 +1,78 @@
+"""GLM 4.7 Flash (GLM team 2026): DeepSeek-V3's blocks. The norms of latents have an epsilon of their own."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from trainer.config.json_files import shown
+from trainer.config.keys import Config
+from trainer.layers.mla import PROJECTIONS
+from trainer.models.deepseek import block
+from trainer.models.deepseek import family as deepseek
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.glm4_moe.family import EXPERTS
+from trainer.models.huggingface import HuggingFace
+
+
+class DenseBlock(block.DenseBlock):
+    """DeepSeek's block. The norms of latents have the epsilon that they have in transformers."""
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        return super().make_attention(config, rngs, dtypes, norm_epsilon=1e-6, **given)
+
+
+class Block(DenseBlock, block.Block):
+    """The same with experts in place of the MLP."""
+
+
+_KINDS, _FIRST = "mlp_layer_types", "first_k_dense_replace"
+
+
+def _kinds(dense: int, layers: int) -> list[str]:
+    return ["dense"] * dense + ["sparse"] * (layers - dense)
+
+
+def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """transformers reads mlp_layer_types, and without them takes one dense layer."""
+    layers = said["num_hidden_layers"]
+    kinds = said.get(_KINDS) or _kinds(1, layers)
+    dense = kinds.count("dense")
+    if kinds != _kinds(dense, layers):
+        refused.append(f"{_KINDS}={shown(kinds)} (known: dense layers, then sparse ones, of {layers} layers)")
+    if said.get(_FIRST, dense) != dense:
+        refused.append(f"{_FIRST}={said[_FIRST]} with {dense} dense layers in {_KINDS}, or without {_KINDS}")
+    return {"first_num_dense_layers": dense}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    dense = config.first_num_dense_layers
+    return {_KINDS: _kinds(dense, config.base_num_decoder_layers), _FIRST: dense}
+
+
+FAMILY = Family(
+    functools.partial(deepseek.stacks, dense=DenseBlock, sparse=Block),
+    forward_flops_per_token,
+    projections=PROJECTIONS,
+    axes=deepseek.AXES,
+    hugging_face=[
+        HuggingFace(
+            "glm4_moe_lite",
+            "Glm4MoeLiteForCausalLM",
+            deepseek.LAYOUTS,
+            defaults={name: value for name, value in EXPERTS.items() if name != _FIRST}
+            | {"num_key_value_heads": 20, "routed_scaling_factor": 1.8},
+            sizes={ours: theirs for ours, theirs in deepseek.OF_LATENT.items() if theirs != _FIRST},
+            only={"rope_interleave": True},
+            read=_read,
+            write=_write,
+            fields=(_KINDS, _FIRST),
+            implies=deepseek.BY_SIGMOID,
+            latent=True,
+            methods=("noaux_tc", "noaux_tc"),
+        )
+    ],
+)

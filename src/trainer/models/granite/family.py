@@ -1,0 +1,22 @@
+"""Granite 3 (IBM 2024, Granite 3.0 Language Models): Llama's block. Embedded tokens, what each layer adds to the
+residual stream, scores and logits have factors of their own, as in muP (arXiv:2203.03466)."""
+
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace
+from trainer.models.llama2.family import LAYOUTS, stacks
+
+# config.json has the divisor of the logits, and the factor on scores itself.
+FACTORS = {name: name for name in ("embedding_multiplier", "residual_multiplier")}
+POWERS = {
+    "logits_multiplier": ("logits_scaling", -1.0),
+    "query_pre_attn_scalar": ("attention_multiplier", -2.0),
+}
+DEFAULTS = {"attention_multiplier": 1.0}  # not of the size of a head
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace("granite", "GraniteForCausalLM", LAYOUTS, defaults=DEFAULTS, sizes=FACTORS, powers=POWERS)
+    ],
+)

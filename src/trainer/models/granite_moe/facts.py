@@ -1,0 +1,6 @@
+"""What the first stage asks about Granite 3 with experts."""
+
+from trainer.config.family import MULTIPLIERS, Facts
+from trainer.config.tensors import of_blocks
+
+FACTS = Facts("trainer.models.granite_moe.family:FAMILY", reads=("num_experts", *MULTIPLIERS), tensors=of_blocks)

@@ -1,0 +1,67 @@
+"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. Queries grow with their position, as in
+Llama 4 (arXiv:2501.19399), from the length on from which YaRN scales."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from trainer.config.keys import Config
+from trainer.layers.stack import Stack
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.huggingface import HuggingFace
+from trainer.models.llama2 import block as llama2
+from trainer.models.llama2.family import LAYOUTS
+from trainer.ops.temperature import Temperature
+
+
+class Block(llama2.Block):
+    """Llama's block, whose queries grow with `temperature_tuning`."""
+
+    def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
+        """See `llama2.Block.make_attention`."""
+        if config.temperature_tuning:
+            grown = Temperature(config.temperature_tuning_scale, config.temperature_tuning_floor_scale)
+            given = {"temperature": grown, **given}
+        return super().make_attention(config, rngs, dtypes, **given)
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns one stack of equal blocks."""
+    return [Stack("layers", (Block,), config.base_num_decoder_layers)]
+
+
+def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    if rope.get("llama_4_scaling_beta") is None:
+        refused.append("RoPE without llama_4_scaling_beta")
+    original = rope.get("original_max_position_embeddings")  # transformers reads no other one
+    if original is None:
+        refused.append("RoPE without original_max_position_embeddings")
+    return {} if original is None else {"temperature_tuning_floor_scale": original}
+
+
+# The values of transformers' Ministral3Config.
+_SIZES = {
+    **{"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34},
+    **{"num_attention_heads": 32, "max_position_embeddings": 262_144, "bos_token_id": 1, "eos_token_id": 2},
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        HuggingFace(
+            "ministral3",
+            "Ministral3ForCausalLM",
+            LAYOUTS,
+            defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+            window="given",
+            ropes=("yarn",),
+            rope_sizes={"temperature_tuning_scale": "llama_4_scaling_beta"},
+            implies={"temperature_tuning": True},
+            read=_read,
+            nested={**_SIZES, "pad_token_id": 11},
+        )
+    ],
+)
