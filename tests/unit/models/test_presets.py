@@ -310,9 +310,10 @@ SCALES = {
     "deepseek3-671b": (2.5, 1, 40, 32, 1),
     "kimi-k2-1t": (2.827, 1, 32, 1, 1),
 }
-# GLM with experts. Published are the numbers of the Hub's metadata, with the module of multi-token prediction, which
-# repeats the embedding and the head. transformers' defaults are the sizes of the two smaller ones; those of the
-# largest, with which GLM-4.6 and 4.7 agree, are in Megatron Bridge.
+# GLM with experts: numbers with the module of multi-token prediction, which repeats the embedding and the head. Those
+# of GLM-4.5 (4.7 has the same) and 4.5-Air were found in other projects' tables; that of 4.7-Flash follows from its
+# sizes and was not found. The sizes of the two smaller ones are transformers' defaults, except for rope_theta; those
+# of the largest are in Megatron Bridge.
 GLM = {
     "glm4.5-355b": (5120, 96, 8, 1536, 160, 8, 92, 151552, 1e-5, 1000000, 1, 3, 12288, 358_337_791_296),
     "glm4.5-air-106b": (4096, 96, 8, 1408, 128, 8, 46, 151552, 1e-5, 1000000, 1, 1, 10944, 110_468_824_832),
