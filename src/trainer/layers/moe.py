@@ -135,7 +135,7 @@ class MoE(WithMatrices):
         real_bt = context.segments != 0
         # Cast before devices gather them: without the constraint, the cast would follow the gather.
         kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
-        kernels |= {name: getattr(self, name).get_value().astype(self.dtype) for name in self.biases}
+        kernels |= {name: getattr(self, name).get_value() for name in self.biases}
         values, axes, merged = self.product.split()
         held = kernels, values
         whole = {name: _axes_of(name) for name in kernels}, axes

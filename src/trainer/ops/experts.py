@@ -67,11 +67,17 @@ def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def with_bias(out: jax.Array, bias_ew: jax.Array, sizes: jax.Array | None) -> jax.Array:
-    """Adds to each row of a result of experts the bias of its expert. Rows past the last expert's have any bias."""
+    """Adds to each row of a result of experts the float32 bias of its expert. Rows past the last one's have any bias.
+
+    Adds in float32: the gradient of a bias is a sum over rows in the dtype of the addition. In bfloat16 it was wrong by
+    31 % with 4096 rows.
+    """
     if sizes is None:
-        return out + bias_ew[:, None]
-    expert_n = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(out))
-    return out + bias_ew.at[expert_n].get(mode="promise_in_bounds", indices_are_sorted=True)
+        own = bias_ew[:, None]
+    else:
+        expert_n = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(out))
+        own = bias_ew.at[expert_n].get(mode="promise_in_bounds", indices_are_sorted=True)
+    return (out.astype(jnp.float32) + own).astype(out.dtype)
 
 
 def _weighted(out_btkw: jax.Array, weight_btk: jax.Array) -> jax.Array:

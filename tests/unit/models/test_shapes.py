@@ -185,3 +185,26 @@ def test_experts_may_have_such_a_gate(sparse):
     wi_0, wi_1, wo = (matrix[expert] for matrix in matrices)
     hidden = jax.jit(clipped_gate)(*(np.einsum("bte,bteh->bth", x, matrix) for matrix in (wi_0, wi_1)))
     np.testing.assert_allclose(out, np.einsum("bth,bthe->bte", hidden, wo), atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{"sparse": True}, {"sparse": False}, {"sparse": False, "capacity_factor": 3.0}])
+def test_the_gradient_of_a_bias_of_experts_is_a_sum_in_float32(how):
+    """Sums of ones in bfloat16 end at 256. A token's only expert has the weight 1."""
+    dtypes = {"dtype": jnp.dtype("bfloat16"), "weight_dtype": jnp.dtype("float32")}
+    how = {"experts": 2, "chosen": 1, "score": softmax_of_chosen, "capacity_factor": -1.0, "bias": True, **how}
+    layer = MoE(4, 3, ("silu", "linear"), **how, rngs=nnx.Rngs(0), **dtypes)
+    x, ids = np.random.default_rng(0).normal(size=(3, 301, 4)).astype(np.float32), np.zeros((3, 301), np.int32)
+    graphdef, params = nnx.split(layer, nnx.Param)
+
+    @jax.jit
+    def gradients(params):
+        def total(params):
+            layer = nnx.merge(graphdef, params)
+            return layer(x, Context(ids, ids + 1, ids[:, 0], None)).astype(jnp.float32).sum()
+
+        return jax.grad(total)(params), nnx.merge(graphdef, params).gate(x, (None,) * 3)
+
+    found, logits = jax.device_get(gradients(params))
+    counts = np.bincount(logits.argmax(-1).ravel(), minlength=2)
+    assert counts.min() > 256
+    np.testing.assert_array_equal(found["wo_bias"].get_value(), np.repeat(counts[:, None], 4, axis=1))
