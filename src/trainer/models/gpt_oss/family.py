@@ -1,6 +1,7 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): experts in every layer, with biases and a clamped gate; every other layer
 attends within a window; each head has an attention sink."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ NAME = "GptOssMlp"
 ALPHA = 1.702  # makes x sigmoid(x) close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
+@functools.cache  # the same function in equal models, which NNX compares
 def clamped(limit: float) -> Combine:
     """Returns what computes the hidden units: (up + 1) gate sigmoid(ALPHA gate), of values clamped at `limit`."""
 
