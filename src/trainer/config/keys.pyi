@@ -57,6 +57,7 @@ class Config(Mapping[str, Any]):
     checkpoint_is_quantized: bool
     checkpoint_keep_period: int
     checkpoint_period: int
+    chunk_attn_window_size: int
     communication_overlapping_alpha: float
     compile_report_file: str
     compile_topology: str
@@ -111,6 +112,7 @@ class Config(Mapping[str, Any]):
     dump_hlo: bool
     dump_hlo_local_dir: str
     ema_decay: float
+    embedding_multiplier: float
     enable_checkpointing: bool
     enable_data_shuffling: bool
     enable_diloco: bool
@@ -196,6 +198,7 @@ class Config(Mapping[str, Any]):
     log_config: bool
     log_period: int
     logical_axis_rules: tuple[Any, ...]
+    logits_multiplier: float
     logits_proj_quant_calibration_method: str
     logits_via_embedding: bool
     lora_alpha: float
@@ -213,6 +216,7 @@ class Config(Mapping[str, Any]):
     max_waiting_prompts: int
     metrics_file: str
     mlp_activations: tuple[str, ...]
+    mlp_activations_limit: float
     mlpwi: str
     mlpwi_0: str
     mlpwi_1: str
@@ -294,6 +298,7 @@ class Config(Mapping[str, Any]):
     request_seconds: float
     reset_attention_mask: bool
     reset_optimizer: bool
+    residual_multiplier: float
     return_log_prob: bool
     reuse_example_batch: int
     reward_functions: tuple[str, ...]
@@ -359,6 +364,9 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    temperature_tuning: bool
+    temperature_tuning_floor_scale: int
+    temperature_tuning_scale: float
     token_file: str
     tokenize_eval_data: bool
     tokenize_train_data: bool
