@@ -47,8 +47,8 @@ class _Program:
         try:
             self._process = subprocess.Popen(
                 command,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env={"PATH": os.defpath, "HOME": folder, "OPENBLAS_NUM_THREADS": "1"},

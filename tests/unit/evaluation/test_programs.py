@@ -149,7 +149,7 @@ def test_problems_are_scored(tmp_path, monkeypatch, capsys):
         opened(eval_tasks_allow_code=True).run(Model([LOOP] * 3, interrupted=True))
     assert time.monotonic() - began < 10
     monkeypatch.setattr(programs, "_NAMESPACES", ["--no-such"])
-    with pytest.raises(UserError, match="cannot be run within the limits: .* namespaces: false runs programs without"):
+    with pytest.raises(UserError, match=r"cannot be run within the limits: .* namespaces: false runs programs without"):
         opened(eval_tasks_allow_code=True)
     for row, said in (
         (PROBLEM | {"test": 3}, "line 1: test: needed: a text"),
