@@ -24,7 +24,7 @@ _FAILED, _ENDED, _OTHER, _LONG = "a test failed", "ended its process", "returned
 _RAISES = "the test raised an exception"
 _RAISED = [name for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, BaseException)]
 # What becomes of a program. A reward function returns a number: the place here.
-REASONS = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
+REASONS: tuple[str, ...] = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
 REASONS += tuple(f"raised {name}" for name in sorted(_RAISED))
 LIMITS = {"seconds": 5, "memory_mb": 1024, "file_mb": 16, "processes": 16, "namespaces": True}
 _LARGEST = 1 << 20  # bytes of a value
