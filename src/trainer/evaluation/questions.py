@@ -25,7 +25,10 @@ class QuestionsTask:
 
     Attributes:
       name: of its scores.
+      found: what a sample calls what was found in its answer.
     """
+
+    found = "found"
 
     def __init__(self, spec: Spec, config: Config, limit: int, say: Say):
         """`limit`: the most questions; -1: all.
@@ -102,7 +105,7 @@ class QuestionsTask:
                 "answer": answer.text,
                 "end": answer.end,
                 "expected": row.get("answer"),
-                **({} if text is None else {"found": text}),
+                **({} if text is None else {self.found: text}),
                 metric: value,
             }
             for (_, row), prompt, answer, text, value in zip(self._rows, prompts, answers, found, values, strict=True)

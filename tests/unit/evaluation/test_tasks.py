@@ -378,7 +378,7 @@ from reasoning_gym import evaluated, factory
 
 
 def test_a_data_set_of_reasoning_gym_judges_answers(tmp_path, monkeypatch):
-    """With a package of its interface; docs/benchmarks/evaluation.md has the real one."""
+    """With a package of its interface; docs/guides/evaluation.md says what ran with the real one."""
     package = tmp_path / "reasoning_gym"
     package.mkdir()
     (package / "__init__.py").write_text(GYM)

@@ -1,0 +1,148 @@
+"""Tasks whose answers are programs, in the form of HumanEval: the tests of a problem call the function that the model
+wrote. It runs in a process of its own (program_child.py), and the tests here, in a process of reward functions. Between
+both go only numbers, texts, and lists of them: a program passes by returning what the tests expect, and in no other
+way. This module loads neither JAX nor the package's configuration."""
+
+import ast
+import builtins
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PASSED, LATE = "passed", "took too long"
+_FAILED, _ENDED, _OTHER, _LONG = "a test failed", "ended its process", "returned no plain value", "returned too much"
+_RAISES = "the test raised an exception"
+_RAISED = [name for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, BaseException)]
+# What becomes of a program. A reward function returns a number: the place here.
+REASONS: tuple[str, ...] = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
+REASONS += tuple(f"raised {name}" for name in sorted(_RAISED))
+LIMITS = {"seconds": 5, "memory_mb": 1024, "file_mb": 16, "processes": 16, "namespaces": True}
+_LARGEST = 1 << 20  # bytes of a value
+_NAMESPACES = ["--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
+
+
+class _Failed(BaseException):  # no test catches it
+    """A program did not return a value. The argument is the reason."""
+
+
+class _Program:
+    """A process with a program. `close` ends it."""
+
+    def __init__(self, source: str, name: str, limits: Mapping[str, Any], folder: str):
+        self._ours, theirs = socket.socketpair()
+        self._deadline, self._rest = time.monotonic() + limits["seconds"], b""
+        command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("program_child.py")), json.dumps(limits)]
+        if limits["namespaces"]:
+            command = [shutil.which("unshare") or "unshare", *_NAMESPACES, "--", *command]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"PATH": os.defpath, "HOME": folder, "OPENBLAS_NUM_THREADS": "1"},
+            )
+        except OSError:
+            self._ours.close()
+            raise _Failed(_ENDED) from None
+        finally:
+            theirs.close()
+        self._source, self._name = source, name
+
+    def load(self) -> None:
+        """Defines the function. Like a call, it raises _Failed."""
+        self._reply(json.dumps([self._source, self._name]))
+
+    def __call__(self, *by_place: Any, **by_name: Any) -> Any:
+        """Returns what the function does."""
+        return self._reply(repr((by_place, by_name)))
+
+    def _reply(self, line: str) -> Any:
+        try:
+            self._wait()
+            self._ours.sendall(line.encode() + b"\n")
+            while b"\n" not in self._rest:
+                self._wait()
+                received = self._ours.recv(65536)
+                self._rest += received
+                if not received:
+                    raise _Failed(_ENDED)
+                if len(self._rest) > _LARGEST:
+                    raise _Failed(_LONG)
+        except TimeoutError:
+            raise _Failed(LATE) from None
+        except OSError:
+            raise _Failed(_ENDED) from None
+        text, self._rest = self._rest.split(b"\n", 1)
+        if text.startswith(b"!"):
+            reason = f"raised {text[1:].decode(errors='replace')}"
+            raise _Failed(reason if reason in REASONS else "raised an exception")
+        try:
+            return ast.literal_eval(text.decode())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise _Failed(_OTHER) from None
+
+    def _wait(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._ours.settimeout(left)
+
+    def close(self) -> None:
+        """Ends the process; with namespaces, all that it started, too."""
+        with contextlib.suppress(OSError):  # without namespaces, the process leads a group
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        self._ours.close()
+
+
+def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[str, Any]) -> str:
+    """Returns what becomes of the program `prompt` + `completion`, one of REASONS.
+
+    Args:
+      test: source text that defines check(candidate).
+      name: of the function in the program.
+      limits: LIMITS, and as `hidden` the path of a file that the program does not see.
+    """
+    try:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
+        ):
+            program.load()
+            # A test may call other functions of the prompt.
+            named: dict[str, Any] = {"__name__": "test"}
+            exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
+            named[name] = program
+            exec(compile(test, "test", "exec"), named)
+            named["check"](program)
+    except _Failed as failed:
+        return str(failed)
+    except AssertionError:
+        return _FAILED
+    except Exception:  # as when it compares a text with a number
+        return _RAISES
+    return PASSED
+
+
+def judge(
+    completions: Sequence[str],
+    question: Sequence[str],
+    test: Sequence[str],
+    entry_point: Sequence[str],
+    limits: Sequence[Mapping[str, Any]],
+) -> float:
+    """Returns the place in REASONS. Its arguments are those of a reward function."""
+    return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))
