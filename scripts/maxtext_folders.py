@@ -110,14 +110,15 @@ GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, 
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
 GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
 GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
-# Its block is always so here.
+# Keys that blocks have always here.
 GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # What our keys say in place of these.
 OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
 }
-NOT_OURS = (*AS_V3, *GPT_OSS_ALWAYS, "inhomogeneous_layer_cycle_interval", "scan_layers")
+ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
+NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -273,7 +274,7 @@ def configured(keys: dict[str, Any], **more: Any) -> Any:
     from trainer.config.resolve import resolve
 
     keys = keys | OURS.get(keys["decoder_block"], {}) | more
-    words = [f"{name}={value}" for name, value in keys.items() if name not in NOT_OURS]
+    words = [f"{name}={value}" for name, value in keys.items() if is_ours(name, keys)]
     words += ["dataset_type=synthetic", "dtype=float32", "weight_dtype=float32", "max_target_length=8"]
     words += [f"{name}={value}" for name, value in flags_of("nnx").items()]
     return resolve(load(["maxtext.yml", *words]).config, device_count=1, platform="cpu")
@@ -323,6 +324,11 @@ def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: A
     return [np.asarray(program(params, rest, it, tokens), np.float32) for it in tables]
 
 
+def is_ours(name: str, keys: dict[str, Any]) -> bool:
+    """Returns whether the key `name` of a case may be given here."""
+    return name not in NOT_OURS and name not in ALWAYS.get(keys["decoder_block"], {})
+
+
 def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
     """Exports the checkpoint for MaxText, and returns the keys with which MaxText loads it."""
     from trainer import export
@@ -332,7 +338,7 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
     config = configured(keys)
     scan = f"scan_layers={str(keys['scan_layers']).lower()}"
     said = io.StringIO()
-    given = [name for name in keys | OURS.get(keys["decoder_block"], {}) if name in config and name not in NOT_OURS]
+    given = [name for name in keys | OURS.get(keys["decoder_block"], {}) if name in config and is_ours(name, keys)]
     given = [name for name in given if no_effect_of(config, name) is None]
     model = [f"{name}={to_flow(config[name])}" for name in given]
     with contextlib.redirect_stdout(said):
