@@ -69,12 +69,13 @@ def _read(path):
 
 
 def test_hostile_programs_neither_pass_nor_harm(tmp_path, limits, monkeypatch):
-    assert outcome(PROMPT, RIGHT, TEST, "total", limits) == "passed"
+    assert outcome(PROMPT, RIGHT, TEST, "total", limits | {"seconds": 30}) == "passed"
     found = {}
     with subprocess.Popen(["sleep", "60"]) as sleeping:
-        for body in HOSTILE:
+        for body, reason in HOSTILE.items():
+            some = limits | {"seconds": 1 if reason == "took too long" else 30}
             program = body.replace("FOLDER", str(tmp_path)).replace("PARENT", str(sleeping.pid))
-            found[body] = outcome(PROMPT, program, TEST, "total", limits)
+            found[body] = outcome(PROMPT, program, TEST, "total", some)
         assert sleeping.poll() is None
         sleeping.kill()
     assert found == HOSTILE
@@ -85,7 +86,8 @@ def test_hostile_programs_neither_pass_nor_harm(tmp_path, limits, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(link))
     without = limits | {"namespaces": False}
     for body, reason in {RIGHT: "passed", LOOP: "took too long", "    return len(bytearray(1 << 30))\n": None}.items():
-        assert outcome(PROMPT, body, TEST, "total", without) == (reason or "raised MemoryError")
+        some = without | {"seconds": 1 if body == LOOP else 30}
+        assert outcome(PROMPT, body, TEST, "total", some) == (reason or "raised MemoryError")
     deadline = time.monotonic() + 5
     while running() and time.monotonic() < deadline:
         time.sleep(0.05)
