@@ -148,6 +148,7 @@ def test_the_old_form_says_the_same(case, old):
         ("phi3-short", {"rope_parameters": ROPE | {"attention_factor": 1.0}}, {"rope_attention_scaling": False}),
         ("phi3-short", {"rope_parameters": ROPE | {"factor": 2.0}}, {"rope_factor": 2.0}),
         ("granite", {"attention_multiplier": "absent"}, {"query_pre_attn_scalar": 1.0}),
+        ("granite-moe", {"embedding_multiplier": "absent"}, {"embedding_multiplier": 1.0}),
         ("granite", {"logits_scaling": 8, "residual_multiplier": None}, {"logits_multiplier": 0.125}),
         ("granite4", {"layer_types": ["attention"] * 2, "init_method": "mup"}, {"base_mlp_dim": 12}),
         ("ministral3", {"rope_parameters": GROWN}, {"temperature_tuning_floor_scale": 8, "rope_factor": 2.0}),

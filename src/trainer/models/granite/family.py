@@ -12,7 +12,8 @@ POWERS = {
     "logits_multiplier": ("logits_scaling", -1.0),
     "query_pre_attn_scalar": ("attention_multiplier", -2.0),
 }
-DEFAULTS = {"attention_multiplier": 1.0}  # not of the size of a head
+# transformers takes 1 for each factor that is absent; that on scores is then not of the size of a head.
+DEFAULTS = dict.fromkeys((*FACTORS, "attention_multiplier"), 1.0)
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
