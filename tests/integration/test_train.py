@@ -327,7 +327,13 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     stages = gpt3 | {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
     split = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1, "sharding_tolerance": 0.05}
     split |= {"decoder_block": "qwen2", "attention_bias": True}
-    for keys in (streaming, experts, latent, alternating | quantized, stored, lora, stages, split, *others):
+    shapes = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "shared_experts": 1}
+    chunked = shapes | {"decoder_block": "llama4", "chunk_attn_window_size": 4, "temperature_tuning": True}
+    chunked |= {"nope_layer_interval": 2, "base_num_decoder_layers": 2}
+    clamped = shapes | {"decoder_block": "gpt_oss", "mlp_activations_limit": 0.5, "sliding_window_size": 8}
+    del clamped["shared_experts"]
+    blocks = (experts, latent, alternating | quantized, chunked, clamped)
+    for keys in (streaming, *blocks, stored, lora, stages, split, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys in (stages, split) else 1])
         token_order(run.config)
         state, *rest = run.abstract_args()

@@ -38,7 +38,7 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
     Raises:
       UserError: data are not there, or the tokenizer is not that a task needs.
     """
-    limit, found = config.eval_tasks_limit, list[Task]()
+    limit, allow_code, found = config.eval_tasks_limit, config.eval_tasks_allow_code, list[Task]()
     for spec in specs:
         if spec.kind == TEXT:
             from trainer.evaluation.text import TextTask
@@ -52,7 +52,7 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
             from trainer.evaluation.questions import QuestionsTask
 
             if spec.kind == GYM:
-                spec = with_questions(spec, limit, config.eval_tasks_allow_code)
+                spec = with_questions(spec, limit, allow_code)
             found.append(QuestionsTask(spec, config, limit, say))
         elif spec.kind == PROGRAMS:
             from trainer.evaluation.programs_task import ProgramsTask

@@ -47,7 +47,10 @@ HOSTILE = {
     "    import os; os.kill(PARENT, 9); return sum(xs)\n": "raised ProcessLookupError",
     "    import os; os.kill(os.getppid(), 9); os.kill(-1, 9); return 3\n": "raised ProcessLookupError",
     "    import ctypes; return 3 + ctypes.CDLL(None).mount(b'', b'/', b'', 4128, None)\n": "a test failed",
-    "    import os\n    while True:\n        try: os.fork()\n        except OSError: pass\n": "took too long",
+    # For root, the number of processes has no small limit, so this is not a fork bomb: it would slow down other tests.
+    "    import os, time\n    for _ in range(30):\n        try:\n"
+    "            if not getattr(os, 'fork')(): time.sleep(60)\n"
+    "        except OSError: pass\n    return 3\n": "a test failed",
 }
 
 
