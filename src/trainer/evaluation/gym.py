@@ -22,7 +22,7 @@ def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
     """Returns the task as one of questions that a function judges. `limit`: the most of them; -1: all.
 
     Args:
-      allow_code: whether the verifier may make programs of answers.
+      allow_code: whether the verifier may evaluate answers as code.
 
     Raises:
       UserError: there is no such data set or field, or the data set does not take a value.
@@ -58,8 +58,8 @@ def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
         raise UserError(visible(f"{spec.path}: {field}: {value}{there if choices else ''}"))
     if found["evaluates"] and not allow_code:
         raise UserError(
-            f"{spec.path}: the verifier of {name} runs texts as programs, so what the model writes may do "
-            "on this machine all that you may; eval_tasks_allow_code=true accepts that"
+            f"{spec.path}: the verifier of {name} evaluates answers as code, so what the model writes can do "
+            "all that you can do on this machine; eval_tasks_allow_code=true accepts that"
         )
     rows = [
         (i + 1, {"question": question, "answer": answer, "task": json.dumps(task), "index": i})

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# What makes a text a program. Some verifiers do it with the answer.
+# Calls that evaluate a text. Some verifiers evaluate the answer with them.
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 def main(given: str) -> None:
     """Prints the questions of the data set that `given` describes (see `_opened`), as JSON: an object with `problem`,
-    or with `rows` and `evaluates`, whether the verifier's module makes programs of texts."""
+    or with `rows` and `evaluates`, whether the verifier's module evaluates texts."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -56,8 +56,8 @@ def _entry(task: str, index: int) -> Any:
 
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
-    """Returns what the verifier says, from 0 to 1, of what stands in the last <answer> </answer>; of the whole
-    completion if there is none. Its arguments are those of a reward function."""
+    """Returns the verifier's score, from 0 to 1, of the text in the last <answer> </answer>, or of the whole completion
+    without one. Its arguments are those of a reward function."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

@@ -1,7 +1,6 @@
 """Tasks whose answers are programs, in the form of HumanEval: the tests of a problem call the function that the model
 wrote. It runs in a process of its own (program_child.py), and the tests here, in a process of reward functions. Between
-both go only numbers, texts, and lists of them: a program passes by returning what the tests expect, and in no other
-way. This module loads neither JAX nor the package's configuration."""
+the two, only numbers, texts, and lists of them are exchanged: a program passes only by returning what the tests expect. This module loads neither JAX nor the package's configuration."""
 
 import ast
 import builtins
@@ -23,7 +22,7 @@ PASSED, LATE = "passed", "took too long"
 _FAILED, _ENDED, _OTHER, _LONG = "a test failed", "ended its process", "returned no plain value", "returned too much"
 _RAISES = "the test raised an exception"
 _RAISED = [name for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, BaseException)]
-# What becomes of a program. A reward function returns a number: the place here.
+# The outcomes of a program. A reward function returns a number, so `judge` returns an index into these.
 REASONS: tuple[str, ...] = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
 REASONS += tuple(f"raised {name}" for name in sorted(_RAISED))
 LIMITS = {"seconds": 5, "memory_mb": 1024, "file_mb": 16, "processes": 16, "namespaces": True}
@@ -109,7 +108,7 @@ class _Program:
 
 
 def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[str, Any]) -> str:
-    """Returns what becomes of the program `prompt` + `completion`, one of REASONS.
+    """Runs the program `prompt` + `completion` against `test`. Returns one of REASONS.
 
     Args:
       test: source text that defines check(candidate).
@@ -144,5 +143,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the place in REASONS. Its arguments are those of a reward function."""
+    """Returns the index of the outcome in REASONS. Its arguments are those of a reward function."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

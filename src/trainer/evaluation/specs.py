@@ -27,6 +27,8 @@ _SCORES = ("exact", "pattern", "function")
 _DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
 _DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _NAME = re.compile(r"[\w.+-]+")
+# Of tasks in which the model writes answers.
+_ASKED = {"kind": Field(str), "prompt": Field(str), "max_tokens": Field(int, low=1), "until": Field(list, item=str)}
 _FIELDS: dict[str, dict[str, Field]] = {
     TEXT: {
         "kind": Field(str),
@@ -35,34 +37,25 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "count": Field(str),
         "joined": Field(bool),
     },
-    QUESTIONS: {
-        "kind": Field(str),
+    QUESTIONS: _ASKED
+    | {
         "file": Field(str),
-        "prompt": Field(str),
         "delimiter": Field(str),
         "score": Field(str),
         "pattern": Field(str),
         "function": Field(str),
         "ignore_case": Field(bool),
-        "max_tokens": Field(int, low=1),
-        "until": Field(list, item=str),
     },
-    GYM: {
-        "kind": Field(str),
+    GYM: _ASKED
+    | {
         "dataset": Field(str),
         "seed": Field(int, low=0),
         "size": Field(int, low=1),
         "config": Field(dict),
-        "prompt": Field(str),
-        "max_tokens": Field(int, low=1),
-        "until": Field(list, item=str),
     },
-    PROGRAMS: {
-        "kind": Field(str),
+    PROGRAMS: _ASKED
+    | {
         "file": Field(str),
-        "prompt": Field(str),
-        "max_tokens": Field(int, low=1),
-        "until": Field(list, item=str),
         "seconds": Field(int, low=1),
         "memory_mb": Field(int, low=64),
         "file_mb": Field(int, low=1),

@@ -71,9 +71,29 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     keys |= hf.implies
     keys |= _latent_keys(said, refused) if hf.latent else {}
     keys |= _group_keys(hf, said, refused) if any(hf.methods) else {}
+    keys |= {"decoder_block": block, **_block_keys(hf, said, sizes, refused)}
+    keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
+    if hf.latent:
+        keys["attention_type"] = TYPE
+        if keys.get("rope_type") == "yarn":
+            keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
+    _drop_idle(keys, hf)
+    refused += [
+        f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
+        for name, key in schema().keys.items()
+        if name in keys and (problem := check(key, keys[name]))
+    ]
+    if refused:
+        raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
+    return keys
+
+
+def _block_keys(
+    hf: HuggingFace, said: Mapping[str, Any], sizes: Mapping[str, str], refused: list[str]
+) -> dict[str, Any]:
+    """Returns the keys of heads, norms, activations and the output. `sizes`: what `_sizes` returned."""
     heads = said["num_attention_heads"]
-    keys |= {
-        "decoder_block": block,
+    keys: dict[str, Any] = {
         "base_num_kv_heads": said.get("num_key_value_heads") or heads,
         "logits_via_embedding": bool(said.get("tie_word_embeddings", False)),
         "normalization_layer_epsilon": float(said[hf.epsilon]),
@@ -90,29 +110,21 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
         keys["mlp_activations"] = (activations[activation], "linear")
     else:
         refused.append(f"{hf.activation}={shortened(activation or 'null')} (known: {', '.join(activations)})")
-    keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
+    return keys
+
+
+def _drop_idle(keys: dict[str, Any], hf: HuggingFace) -> None:
+    """Removes keys that have no effect beside the others."""
     if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may say so
         keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
-    if hf.latent:
-        keys["attention_type"] = TYPE
-        if keys.get("rope_type") == "yarn":
-            keys["mscale"] = float((said.get("rope_scaling") or said["rope_parameters"]).get("mscale_all_dim") or 0)
     if "num_experts" in hf.sizes and not dense_layers(
         Config({"first_num_dense_layers": 0, "interleave_moe_layer_step": 1, **keys})
     ):
         keys.pop("base_mlp_dim", None)  # no layer has an MLP
     if keys.get("interleave_moe_layer_step") == 1:
         del keys["interleave_moe_layer_step"]
-    refused += [
-        f"{name}={keys[name]}: {problem}; allowed: {key.allowed}"
-        for name, key in schema().keys.items()
-        if name in keys and (problem := check(key, keys[name]))
-    ]
-    if refused:
-        raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
-    return keys
 
 
 def _check_types(data: Mapping[str, Any], where: str, hf: HuggingFace | None = None) -> None:
