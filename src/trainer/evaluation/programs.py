@@ -1,6 +1,7 @@
 """Tasks whose answers are programs, in the form of HumanEval: the tests of a problem call the function that the model
 wrote. It runs in a process of its own (program_child.py), and the tests here, in a process of reward functions. Between
-the two, only numbers, texts, and lists of them are exchanged: a program passes only by returning what the tests expect. This module loads neither JAX nor the package's configuration."""
+the two, only numbers, texts, and lists of them are exchanged: a program passes only by returning what the tests expect.
+This module loads neither JAX nor the package's configuration."""
 
 import ast
 import builtins

@@ -403,7 +403,7 @@ def test_a_data_set_of_reasoning_gym_judges_answers(tmp_path, monkeypatch):
         "smus": r"dataset: smus: there is no such one in reasoning-gym.*allowed: evaluated, sums",
         "sums\nconfig: {lwo: 3}": r"config: lwo: there is no such one in reasoning-gym.*allowed: low",
         "sums\nconfig: {low: 9}": r"config: AssertionError: low must be below 5",
-        "evaluated": r"runs texts as programs.*eval_tasks_allow_code=true accepts that",
+        "evaluated": r"evaluates answers as code.*eval_tasks_allow_code=true accepts that",
     }.items():
         (tmp_path / "wrong.yml").write_text(text + body)
         with pytest.raises(UserError, match=said):
