@@ -50,9 +50,10 @@ def begun(folder):
 
 
 def interrupted_once(process, log):
-    """Sends Ctrl-C, which must end the process within seconds, by the signal: a loop in a shell ends, too."""
+    """Sends Ctrl-C to a stopped process, which must end within seconds, by the signal: a shell's loop ends, too."""
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     assert process.wait(60) == -signal.SIGINT, log.read_text()
     assert time.monotonic() - started < 20  # a second or two on an idle machine
     said = log.read_text()
@@ -64,10 +65,10 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
+    process.send_signal(signal.SIGSTOP)  # so that it cannot reach the evaluation meanwhile
     code, output = train(tmp_path, "run_name=run-0001", **LONGER)
-    if process.poll() is None:  # it was alive all the time
-        assert code == 2
-        assert "run_name=run-0001: another process is running in runs/run-0001" in output
+    assert code == 2
+    assert "run_name=run-0001: another process is running in runs/run-0001" in output
     interrupted_once(process, log)
     first = int(newest(run).name)
     assert 12 < first < 100

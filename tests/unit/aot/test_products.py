@@ -22,7 +22,7 @@ def test_places_that_meet_an_element(dilation):
 
 
 def test_two_million_rows_take_no_table_of_their_pairs():
-    started = time.perf_counter()
+    started = time.process_time()
     rows = 2_097_151  # an int64 table of all pairs would take 32 TiB
     assert _valid_positions(rows, rows, rows, 1, rows - 1, 1, 1) == rows * (rows + 1) // 2
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5

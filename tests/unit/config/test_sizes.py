@@ -70,11 +70,11 @@ def stage_2(*words: str) -> str:
 
 
 def test_the_nearest_number_of_heads_is_found_at_once():
-    started = time.perf_counter()
+    started = time.process_time()
     message = refused("base_num_query_heads=2147483646", "base_num_kv_heads=1073741824")
     assert "nearest: base_num_kv_heads=1073741823" in message
     assert "nearest: base_num_kv_heads=1" in refused("base_num_query_heads=2147483647", "base_num_kv_heads=4")
-    assert time.perf_counter() - started < 2  # counting to 2**31 would take minutes
+    assert time.process_time() - started < 2  # counting to 2**31 would take minutes
 
 
 @pytest.mark.parametrize(
