@@ -194,8 +194,7 @@ class ChatEncoder(Encoder):
 
 
 def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
-    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template from now
-    on.
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template.
 
     Raises:
       UserError: the template or the formatting function is not there, or not valid.

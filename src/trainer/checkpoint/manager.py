@@ -53,8 +53,7 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints in a run's folder. A context manager that waits for the last save when it
-    exits."""
+    """Saves and lists the checkpoints of a run. A context manager that waits for the last save when it exits."""
 
     def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
         """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
@@ -94,8 +93,7 @@ class CheckpointManager:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may
-        donate their buffers.
+        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.

@@ -94,8 +94,7 @@ def answers_question(words: Sequence[str], usage: str) -> bool:
 
 
 def prints_usage(command: str, words: Sequence[str]) -> bool:
-    """Prints the usage of a command of `_COMMANDS` if its words ask for it, without a section. Returns whether they
-    do."""
+    """Prints the usage of one of `_COMMANDS` if its words ask for it, without a section. Returns whether they do."""
     asked = question(words)
     if asked is None or asked.section != "":
         return False

@@ -23,8 +23,7 @@ class Setting:
 
 @dataclass
 class Reader:
-    """Reads settings according to the schema. Collects errors, and the keys whose values could not be read
-    (`broken`)."""
+    """Reads settings by the schema. Collects errors, and the keys whose values could not be read (`broken`)."""
 
     schema: Schema
     mistakes: list[str] = field(default_factory=list)

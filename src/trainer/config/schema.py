@@ -53,8 +53,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of base.yml. `kind` is the type of its value, `item` the type of a list's items (object: any type), `doc`
-    the comment above the key."""
+    """One key of base.yml. `item` is the type of a list's items (object: any), `doc` the comment above the key."""
 
     name: str
     default: Any

@@ -23,8 +23,7 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in the files of a tokenizer's folder, which it looks up as transformers does; None if there
-    is none.
+    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none.
 
     Raises:
       UserError: a file is damaged, or has no default among several named templates.

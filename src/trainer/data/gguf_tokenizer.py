@@ -148,8 +148,7 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE by rank that build tokens in the order of their scores, as transformers derives them
-    from a sentencepiece model.
+    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them.
 
     Raises:
       UserError: the tokens have more characters than any published ones.

@@ -78,8 +78,7 @@ def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
 
 
 def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
-    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: the number of bytes of it up to the end
-    of each token."""
+    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: its bytes up to each token's end."""
     widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
     char_of_byte = np.repeat(np.arange(len(text)), widths)
     stops = np.asarray(ends, np.int64)

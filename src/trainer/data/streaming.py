@@ -59,8 +59,7 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's records, and a function from the state of their iterator to the number of its pass over
-    this process's share."""
+    """Returns this process's records, and a function from their iterator's state to its pass over this share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -100,8 +99,7 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from their beginning, epoch after epoch. With a seed, each epoch has its own order
-    of files.
+    """Records of files read from their beginning, epoch after epoch; with a seed in another order each time.
 
     `shares` are nested (index, count) pairs: first for the processes, then for the workers of a process. A level
     divides the files if there is at least one for each member, otherwise the records.
@@ -186,8 +184,7 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Shuffled(grain.IterDataset):
-    """Shuffles the records within one window at a time. A window ends at the end of its epoch. Without a seed, records
-    keep their order."""
+    """Shuffles the records of one window at a time, which ends with its epoch. Without a seed, keeps their order."""
 
     def __init__(self, parent: _Files, seed: int | None, window: int):
         super().__init__(parent)

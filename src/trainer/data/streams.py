@@ -194,8 +194,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises UserError if `position` comes from a stream with another identity. The message has the first
-    difference."""
+    """Raises UserError if `position` is of a stream with another identity; it has the first difference."""
     if position is None:
         return
     then = position["identity"]

@@ -67,8 +67,7 @@ def _check(path: Path, packed: int, unpacked: int) -> None:
 
 
 def _page_size(header: bytes) -> int:
-    """Returns the unpacked size of a Parquet page: the second field of its header, which has numbers as Thrift's
-    compact protocol writes them."""
+    """Returns the unpacked size of a Parquet page: field 2 of its header, in Thrift's compact protocol."""
     numbers: list[int] = []
     at = 0
     while len(numbers) < 2:

@@ -123,8 +123,7 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores and is not part of the
-    weights."""
+    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores, not part of the weights."""
 
     def __init__(
         self,
@@ -219,8 +218,7 @@ class Attention(nnx.Module):
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
-        size."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of its size."""
         size = min(length, self.scores.ring) if self.scores.ring else length
         empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)

@@ -189,8 +189,7 @@ def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]
 
 
 def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
-    """Returns whether a run that resumes nothing keeps the existing metrics under other names, instead of writing them
-    again.
+    """Returns whether a run that resumes nothing keeps existing metrics under other names; else it writes them again.
 
     Args:
       path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.

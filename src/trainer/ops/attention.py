@@ -107,8 +107,7 @@ def attend(
     sinks: jax.Array | None,
     sums: jnp.dtype | None,
 ) -> jax.Array:
-    """Computes attention: [b, t, h, d]. Keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 -
-    rate)."""
+    """Computes attention: [b, t, h, d]. `keep_bhts`: the weights to keep (None: all), scaled by 1 / (1 - rate)."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)

@@ -74,8 +74,7 @@ def by_sigmoid(
     groups: int = 1,
     kept: int = 1,
 ) -> Routing:
-    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids alone (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2).
+    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
 
     Only experts of `kept` of the `groups` can be chosen: of the groups whose two largest sums add up to most. The bias
     gets no gradient.

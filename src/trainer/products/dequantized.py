@@ -81,8 +81,7 @@ class Storage:
         return qarray.HowToQuantize(qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method)
 
     def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
-        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to the nearest. The scales of AWQ
-        are 1."""
+        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to nearest. AWQ's scales are 1."""
         found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
         inputs = value.shape[: value.ndim - len(kernel.out_shape)]
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found

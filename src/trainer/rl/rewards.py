@@ -160,8 +160,7 @@ class Rewards:
             self._workers.append(_Worker(self._functions))
 
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
-        """Waits for workers that are at work, for `_LOOK_SECONDS` at most, and yields those that have ended their task,
-        with the task.
+        """Waits for busy workers, at most `_LOOK_SECONDS`, and yields those that have ended their task, with the task.
 
         They are idle again, or are no longer workers if they died or took too long.
         """

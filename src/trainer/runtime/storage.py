@@ -99,6 +99,5 @@ def user_cache() -> Path:
 
 
 def mirror(path: Any) -> Path:
-    """Returns the local folder where the files of a bucket's folder are written before they are copied to the
-    bucket."""
+    """Returns the local folder where a bucket's files are written before they are copied to the bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

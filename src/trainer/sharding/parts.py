@@ -93,8 +93,7 @@ def _whole(axes: Axes, parameter: Any) -> tuple[int, ...]:
 
 
 def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
-    """Returns the possible axes of an array of `shape`, made from an array of shape `whole` with `axes`; [] if it does
-    not fit.
+    """Returns possible axes of an array of `shape`, made from one of shape `whole` with `axes`; [] if it does not fit.
 
     The array may lack axes, except those of STACKED, or have length 1 in them, and then the axis has no name. It keeps
     the other axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come

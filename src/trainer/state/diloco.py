@@ -30,8 +30,7 @@ INNER = "inner_state"
 
 
 class DiLoCoTrainState(NamedTuple):
-    """A train state of DiLoCo. `inner_state` is a `TrainTree` in the canonical form, and the native train state of the
-    combination in the native form."""
+    """A train state of DiLoCo; `inner_state` is a `TrainTree`, or in the native form the combination's state."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16

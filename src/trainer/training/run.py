@@ -176,8 +176,7 @@ class Run(NamedTuple):
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the train state and of `frozen` as plain data: mesh axes larger than 1, rows,
-        totals, warnings."""
+        """Returns the shardings of state and `frozen` as plain data: mesh axes above 1, rows, totals, warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]

@@ -61,8 +61,7 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the state that the run begins with, and what its objective reads beside it. Lines passed to `say` name
-    the source of the state.
+    """Returns the state that the run begins with, and what its objective reads beside it. `say` gets its source.
 
     Args:
       manager: the run's own checkpoints, which take precedence over every other source; None if there are none.

@@ -32,8 +32,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens, or over the weight of its own
-    term; it is NaN if that weight is 0."""
+    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens or its term's weight; NaN if 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
@@ -216,8 +215,7 @@ def _accumulated(
 
 
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """Returns a gradient in float32 with the storage sharding of its parameter; on a TPU in the layout with the least
-    padding.
+    """Returns a gradient in float32, sharded as its parameter is stored; on a TPU in the layout with least padding.
 
     Otherwise XLA keeps the layout of the product that computed the gradient. That layout doubles the size of the
     gradient of a matrix with 64 columns per device.

@@ -1,18 +1,16 @@
 """Checks of the keys of attention, other than those of multi-head latent attention (`latent_keys`)."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.dump import to_flow
 from trainer.config.family import BLOCK_KEYS, lacks, readers
-from trainer.config.key_rows import Check, Inert, refused
+from trainer.config.key_rows import Check, Inert, Problem, refused
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 
 
-def _only_some(key: str) -> Callable[[Any], str | None]:
+def _only_some(key: str) -> Problem:
     def problem(config: Config) -> str | None:
         if to_flow(config[key]) == to_flow(schema().keys[key].default) or not lacks(config, key):
             return None

@@ -1,5 +1,4 @@
-"""The keys of context parallelism, which splits the tokens of a row over devices: their checks, and settings without
-effect."""
+"""The keys of context parallelism, which splits the tokens of a row over devices, and their checks."""
 
 import math
 from collections.abc import Callable

@@ -354,8 +354,7 @@ INERT = (
 
 
 def without_rows(words: Iterable[str]) -> dict[str, int]:
-    """Returns the default of max_target_length for a command without rows: one that the learned positions in `words`,
-    key=value, allow."""
+    """Returns max_target_length for a command without rows, within the learned positions in `words`, key=value."""
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default
     if "max_target_length" in given or not positions.isdecimal():

@@ -69,8 +69,7 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
-    """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
-    the key.
+    """Returns the options with which XLA compiles training and generation for `platform`; {} without the key.
 
     XLA's CPU backend gives sums, and the operations around them, to a library if there are enough elements, and the
     library sums in another order. With the option it computes only products.

@@ -126,8 +126,7 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns the most documents in a row of the data of a resolved `config`, for a kernel that reads them as lengths;
-    None if it does not, or not so many."""
+    """Returns the most documents in a row of the data, resolved, that a kernel reads as lengths; None if it cannot."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None

@@ -106,8 +106,7 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 
 def drifts(config: Config) -> list[str]:
-    """Returns one line for each reason why log-probabilities of rollouts are not those of the first update after
-    them."""
+    """Returns one line for each reason why the first update has other log-probabilities than its rollouts."""
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"

@@ -63,8 +63,7 @@ def tiles_of(config: Config) -> Tiles:
 
 
 def wrong_tiles(values: Config, shares: int) -> list[str]:
-    """Returns one line for each size that the kernel rejects for queries of a share of max_target_length, a multiple of
-    128. `shares`: the number of shares."""
+    """Returns one line for each size that the kernel rejects for queries of one of `shares` equal shares of a row."""
     length = values.max_target_length // shares
     given = tiles_of(values)
     fitted = given.fitted(length)
