@@ -8,7 +8,7 @@ type, choices, range, meaning. A key without a row must not change on resume, an
 import re
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.config.keys import Config
 
