@@ -13,7 +13,6 @@ written last and deleted first.
 import concurrent.futures
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -140,9 +139,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is KeyboardInterrupt and self._ending is not None and not self._ending.done():
             self._say(
                 f"interrupted: waiting for the checkpoint of update {self.latest}, which is being written; Ctrl-C "

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -104,9 +103,7 @@ class Rollouts:
             self._stack.enter_context(self._rewards)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._stream.close()
 
