@@ -19,11 +19,7 @@ _BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
 
 
 def check_unpacked(path: Path) -> None:
-    """Checks a file by its ending; others pass.
-
-    Raises:
-      UserError: it would become far larger than it is.
-    """
+    """Checks a file by its ending; others pass. Raises UserError if it would become far larger than it is."""
     import pyarrow
     import pyarrow.parquet
 
@@ -40,11 +36,8 @@ def check_unpacked(path: Path) -> None:
 
 def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
     """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if values are repeated that can
-    be large. `columns`: the first words of those that are read; None for all.
-
-    Raises:
-      UserError: see `check_unpacked`.
-    """
+    be large. `columns`: the first words of those that are read; None for all. Raises UserError: see
+    `check_unpacked`."""
     largest = 1
     with path.open("rb") as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):

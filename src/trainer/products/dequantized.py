@@ -63,11 +63,8 @@ class Storage:
     awq: bool = False
 
     def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
-        """Returns how Qwix quantizes `kernel`, with `stacked` axes in front of it.
-
-        Raises:
-          UserError: a block fits an axis badly.
-        """
+        """Returns how Qwix quantizes `kernel`, with `stacked` axes in front of it. Raises UserError if a block fits an
+        axis badly."""
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
         tiles: dict[int, int] = {}
@@ -87,11 +84,8 @@ class Storage:
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
 
     def of_inputs(self, kernel: Kernel) -> int:
-        """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all.
-
-        Raises:
-          UserError: see `how`.
-        """
+        """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all. Raises UserError: see
+        `how`."""
         if not self.block[0]:
             return 0
         tiles, first = self.how(kernel).tiled_axes, bool(kernel.groups)

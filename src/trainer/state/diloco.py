@@ -117,21 +117,14 @@ class DiLoCoCodec:
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns the canonical form of a native state: a permutation of its leaves.
-
-        Raises:
-          ValueError: the state is canonical already.
-        """
+        """Returns the canonical form of a native state: a permutation of its leaves. Raises ValueError if the state is
+        canonical already."""
         if isinstance(native.inner_state, TrainTree):
             raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))
 
     def pack(self, tree: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns the inverse of `unpack`.
-
-        Raises:
-          ValueError: the state is native already.
-        """
+        """Returns the inverse of `unpack`. Raises ValueError if the state is native already."""
         if not isinstance(tree.inner_state, TrainTree):
             kind = type(tree.inner_state).__name__
             raise ValueError(f"pack: this DiLoCoTrainState is native already, its inner_state is of type {kind}")
