@@ -89,11 +89,8 @@ class Codec(Protocol):
 
 
 class StateCodec:
-    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`.
-
-    Attributes:
-      abstract: the native train state, with a ShapeDtypeStruct at each leaf.
-    """
+    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`. `abstract`: the
+    native train state, with a ShapeDtypeStruct at each leaf."""
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model

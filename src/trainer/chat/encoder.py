@@ -256,11 +256,8 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Prompts:
-    """Renders prompts as the user's message of a conversation, for generation.
-
-    Attributes:
-      own_template: whether the model has a template, so that it probably answers conversations.
-    """
+    """Renders prompts as the user's message of a conversation, for generation. `own_template`: whether the model has a
+    template, so that it probably answers conversations."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,18 +176,19 @@ class Attention(nnx.Module):
         if sinks and not KERNELS[op].sinks:
             raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
 
-        dtypes: dict[str, Any] = {"dtype": dtype, "weight_dtype": weight_dtype}
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across, chunked)
         self.rope, self.temperature = rope, temperature
-        self._add_projections(width, dense_maker(bias, **dtypes, rngs=rngs))
+        self._add_projections(width, dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs))
         self.has_sinks = sinks
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
         self.norms_heads, self.over_heads = qk_norm_epsilon is not None, qk_norm_over_heads
         self.norm_rotated = qk_norm_rotated
         if qk_norm_epsilon is not None:
-            norm = functools.partial(RMSNorm, epsilon=qk_norm_epsilon, offset=qk_norm_offset, **dtypes)
+            norm = functools.partial(
+                RMSNorm, epsilon=qk_norm_epsilon, offset=qk_norm_offset, dtype=dtype, weight_dtype=weight_dtype
+            )
             self.query_norm = norm(head_dim * heads if qk_norm_over_heads else head_dim)
             self.key_norm = norm(head_dim * kv_heads if qk_norm_over_heads else head_dim)
 

@@ -93,11 +93,7 @@ class Storage:
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
         """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis
-        each, with a scale for each output.
-
-        Args:
-          awq_scale: [*groups, in].
-        """
+        each, with a scale for each output. `awq_scale`: [*groups, in]."""
         groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
         counts = [
             size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))

@@ -25,9 +25,6 @@ def compile_anew(devices: Sequence[jax.Device]) -> None:
 
 
 def is_mixed_up(compiled: Any, kind: str, number: int) -> bool:
-    """Returns whether XLA may mix up the data of devices if it loads the program `compiled` from a file.
-
-    Args:
-      kind, number: of its devices.
-    """
+    """Returns whether XLA may mix up the data of devices if it loads the program `compiled` from a file. `kind`,
+    `number`: of its devices."""
     return kind == "cpu" and number > 1 and " collective-permute(" in compiled.as_text()

@@ -121,11 +121,8 @@ class _Running:
 
 
 class Front:
-    """Accepts requests for `model`, in one event loop.
-
-    Attributes:
-      state: STARTING until the programs are compiled, then READY; DRAINING and FAILED accept nothing.
-    """
+    """Accepts requests for `model`, in one event loop. `state`: STARTING until the programs are compiled, then READY;
+    DRAINING and FAILED accept nothing."""
 
     def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
         """`say`: see `Service`."""
