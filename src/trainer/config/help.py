@@ -117,15 +117,9 @@ def explanation(name: str) -> str:
     UserError if there is no such key."""
     key = schema().keys.get(plain_name(name))
     if key is not None:
-        lines = [*(f"  {line}".rstrip() for line in key.doc.splitlines())]
-        return "\n".join(
-            [
-                f"{name}  (section {key.section})",
-                *lines,
-                f"  allowed: {key.allowed}",
-                f"  default: {to_flow(key.default)}",
-            ]
-        )
+        doc = [f"  {line}".rstrip() for line in key.doc.splitlines()]
+        values = [f"  allowed: {key.allowed}", f"  default: {to_flow(key.default)}"]
+        return "\n".join([f"{name}  (section {key.section})", *doc, *values])
     verdict = verdicts.find(name)
     if verdict is None:
         near = nearest(name, schema().keys) or nearest(name, verdicts.verdicts())

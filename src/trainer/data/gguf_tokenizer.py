@@ -129,10 +129,7 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*before, from_spaces]},
         "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
+        "decoder": {"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": {
             **{"type": "BPE", "unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
             **{"vocab": dict(ids), "merges": merges_of(mergeable, ids, str(header.path))},

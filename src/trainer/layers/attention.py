@@ -256,12 +256,7 @@ class Attention(nnx.Module):
             return norm(x_bthd)
         return norm(x_bthd.reshape(*x_bthd.shape[:2], -1)).reshape(x_bthd.shape)
 
-    def __call__(
-        self,
-        x_bte: jax.Array,
-        cache: Cache | None,
-        context: Context,
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
         With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is

@@ -1,12 +1,11 @@
 """Checks of the keys of attention, other than those of multi-head latent attention (`latent_keys`)."""
 
-import math
-
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.dump import to_flow
 from trainer.config.family import BLOCK_KEYS, lacks, readers
 from trainer.config.key_rows import Check, Inert, Problem, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import divisors
 from trainer.config.schema import schema
 
 
@@ -23,8 +22,7 @@ def _heads(config: Config) -> str | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    divisors = {d for n in range(1, math.isqrt(heads) + 1) if heads % n == 0 for d in (n, heads // n)}
-    best = min(divisors, key=lambda n: abs(n - kv_heads))
+    best = min(divisors(heads), key=lambda n: abs(n - kv_heads))
     return f"the number of query heads must be a multiple of the key-value heads; nearest: base_num_kv_heads={best}"
 
 

@@ -7,10 +7,7 @@ from trainer.config.keys import Config
 
 _KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints", "keep_best_metric")
 _SAVED = (
-    "checkpoint_period",
-    "save_checkpoint_on_start",
-    "save_checkpoint_on_completion",
-    "async_checkpointing",
+    *("checkpoint_period", "save_checkpoint_on_start", "save_checkpoint_on_completion", "async_checkpointing"),
     *_KEPT,
 )
 

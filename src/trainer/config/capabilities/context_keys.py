@@ -9,6 +9,7 @@ from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
 from trainer.config.key_rows import Check, Inert, Resume, Row, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import around, divisors, multiples_around
 from trainer.config.rules import make_rules
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
@@ -71,14 +72,8 @@ def _length(config: Config) -> str | None:
     if not unmet:
         return None
     most = [shown for count, shown in unmet.items() if all(other % count for other in unmet if other != count)]
-    nearest = nearest_multiples(length, math.lcm(*wholes))
+    nearest = multiples_around(length, math.lcm(*wholes))
     return f"a row is cut into equal parts, {' and '.join(most)}; nearest: {nearest}"
-
-
-def nearest_multiples(number: int, step: int) -> str:
-    """Returns the multiples of `step` on both sides of `number`, in words."""
-    below = number // step * step
-    return " or ".join(str(n) for n in (below, below + step) if n)
 
 
 def _heads(config: Config) -> str | None:
@@ -87,10 +82,8 @@ def _heads(config: Config) -> str | None:
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _sizes(config)[axis]) == 0:
         return None  # `resolve` reports heads that the rule does not divide
-    fitting = [size for size in range(1, heads // shards + 1) if heads // shards % size == 0]
-    near = [*[size for size in fitting if size < n][-1:], *[size for size in fitting if size > n][:1]]
     local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
-    nearest = " or ".join(map(str, near))
+    nearest = around(n, divisors(heads // shards))
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
 
 
@@ -161,10 +154,7 @@ _OF_ORDER: tuple[Check, ...] = (
         f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}",
     ),
 )
-CHECKS: tuple[Check, ...] = (
-    *only_if(splits_rows, _OF_PARTS),
-    *only_if(token_order, _OF_ORDER),
-)
+CHECKS: tuple[Check, ...] = (*only_if(splits_rows, _OF_PARTS), *only_if(token_order, _OF_ORDER))
 
 
 def _one_size(axis: str) -> Callable[[Config], bool]:

@@ -31,16 +31,8 @@ _NEEDED = {
 }
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
-    "data_cache_directory",
-    "tokenizer_path",
-    "tokenizer_type",
-    "add_bos",
-    "add_eos",
-    "packing",
-    "grain_packing_type",
-    "max_segments_per_seq",
-    "use_truncation",
-    "enable_data_shuffling",
+    *("data_cache_directory", "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "packing"),
+    *("grain_packing_type", "max_segments_per_seq", "use_truncation", "enable_data_shuffling"),
 )
 # A weight of a mixture. Fractions are exact, so 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
@@ -220,11 +212,7 @@ ROWS = (
     Row(("dataset_path", "grain_train_mixture_config_path", "hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
     Row(("grain_train_files", "hf_train_files"), step=False, path=Place.GLOBS),
     Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
-    Row(
-        ("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"),
-        Resume.AROUND,
-        step=False,
-    ),
+    Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory",), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.GLOBS),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),

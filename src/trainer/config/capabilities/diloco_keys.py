@@ -111,13 +111,9 @@ _STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_pe
 _OF_STREAMING = ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha")
 ROWS = (
     Row(
-        ("diloco_sync_period", "enable_streaming_diloco", "use_sequential_layers", *_OF_STREAMING[:2]),
-        Resume.TIMETABLE,
+        ("diloco_sync_period", "enable_streaming_diloco", "use_sequential_layers", *_OF_STREAMING[:2]), Resume.TIMETABLE
     ),
-    Row(
-        ("diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype", _OF_STREAMING[2]),
-        Resume.UPDATE,
-    ),
+    Row(("diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype", _OF_STREAMING[2]), Resume.UPDATE),
 )
 CHECKS: tuple[Check, ...] = (
     (("logical_axis_rules",), _rules_of_islands),

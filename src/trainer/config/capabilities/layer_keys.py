@@ -70,31 +70,19 @@ CHECKS: tuple[Check, ...] = (
 )
 INERT = (
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
-    Inert(
-        ("rope_factor", "original_max_position_embeddings"),
-        lambda c: c.rope_type == "default",
-        "rope_type=default",
-    ),
+    Inert(("rope_factor", "original_max_position_embeddings"), lambda c: c.rope_type == "default", "rope_type=default"),
     Inert(
         ("rope_low_freq_factor", "rope_high_freq_factor"),
         lambda c: c.rope_type != "llama3.1",
         "rope_type is not llama3.1",
     ),
-    Inert(
-        ("beta_fast", "beta_slow", "rope_truncate"),
-        lambda c: c.rope_type != "yarn",
-        "rope_type is not yarn",
-    ),
+    Inert(("beta_fast", "beta_slow", "rope_truncate"), lambda c: c.rope_type != "yarn", "rope_type is not yarn"),
     Inert(
         ("rope_attention_scaling",),
         lambda c: c.rope_type not in ("longrope", "yarn"),
         "rope_type is not longrope or yarn",
     ),
-    Inert(
-        ("rope_short_factor", "rope_long_factor"),
-        lambda c: c.rope_type != "longrope",
-        "rope_type is not longrope",
-    ),
+    Inert(("rope_short_factor", "rope_long_factor"), lambda c: c.rope_type != "longrope", "rope_type is not longrope"),
     Inert(
         ("temperature_tuning_scale", "temperature_tuning_floor_scale"),
         lambda c: not c.temperature_tuning,

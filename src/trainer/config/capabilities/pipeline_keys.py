@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
 from trainer.config.key_rows import Check, Inert, Resume, Row, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import multiples_around
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
@@ -123,8 +124,7 @@ def _microbatches(config: Config) -> str | None:
     given, count, least = config.num_pipeline_microbatches, stages(config), fewest(config)
     if given == -1 or (given % count == 0 and given >= least):
         return None
-    below = given // count * count
-    fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
+    fitting = multiples_around(given, count) if given // count * count >= least else str(least)
     twice = (
         f", at least {least}, since a result arrives an iteration later"
         if config.pipeline_delay_activation_forwarding

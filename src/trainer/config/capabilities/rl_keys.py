@@ -9,6 +9,7 @@ from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
 from trainer.config.key_rows import Check, Inert, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import multiples_around
 
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (
@@ -42,8 +43,8 @@ def _rounds(key: str) -> Check:
         every, count = config.rl_num_iterations, config[key]
         if count <= 0 or count % every == 0 or (key == "steps" and config.num_batches > 0):
             return None
-        fitting = " or ".join(str(n) for n in (count // every * every, (count // every + 1) * every) if n)
-        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {fitting}"
+        nearest = multiples_around(count, every)
+        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {nearest}"
 
     return (key, "rl_num_iterations"), problem
 

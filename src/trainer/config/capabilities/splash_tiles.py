@@ -1,10 +1,10 @@
 """The tile sizes of splash attention: the keys sa_*, and the values that the kernel accepts."""
 
-import math
 from typing import NamedTuple
 
 from trainer.config.key_rows import Inert, Resume, Row
 from trainer.config.keys import Config
+from trainer.config.numbers import around, divisors
 
 LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
@@ -81,22 +81,13 @@ def wrong_tiles(values: Config, shares: int) -> list[str]:
             continue
         lines.append(
             f"{KEYS[name]}={getattr(given, name)}: splash attention needs a multiple of {LANES} that divides {what}; "
-            f"nearest: {_nearest(size, whole)}"
+            f"nearest: {around(size, (LANES * part for part in divisors(whole // LANES)))}"
         )
     return lines
 
 
 def _largest(whole: int) -> int:
     return next((size for size in _CHOICES if whole % size == 0), whole)
-
-
-def _nearest(size: int, whole: int) -> str:
-    lanes = whole // LANES
-    small = [part for part in range(1, math.isqrt(lanes) + 1) if lanes % part == 0]
-    fitting = sorted({LANES * part for factor in small for part in (factor, lanes // factor)})
-    below = [part for part in fitting if part < size]
-    above = [part for part in fitting if part > size]
-    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 ROWS = (Row(tuple(KEYS.values()), Resume.LAYOUT),)
