@@ -14,9 +14,8 @@ def divisors(*numbers: int) -> list[int]:
 def around(number: int, fitting: Iterable[int]) -> str:
     """Returns the numbers of `fitting`, in order, that are next below and above `number`, in words: "2 or 4"."""
     others = [*fitting]
-    return " or ".join(
-        str(n) for n in (*[n for n in others if n < number][-1:], *[n for n in others if n > number][:1])
-    )
+    below, above = [n for n in others if n < number], [n for n in others if n > number]
+    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 def multiples_around(number: int, step: int) -> str:

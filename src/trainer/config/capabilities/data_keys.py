@@ -195,16 +195,10 @@ def _trained_vocabulary(config: Config) -> str | None:
 ROWS = (
     Row(
         (
-            *(
-                "dataset_type",
-                "data_pipeline",
-                "train_split",
-                "train_data_columns",
-                "held_out_share",
-                "grain_file_type",
-            ),
-            *("grain_worker_count", "grain_shuffle_buffer_size", "tokenizer_type", "add_bos", "add_eos", "packing"),
-            *("tokenize_train_data", "grain_packing_type", "max_segments_per_seq", "use_truncation"),
+            *("dataset_type", "data_pipeline", "train_split", "train_data_columns", "held_out_share"),
+            *("grain_file_type", "grain_worker_count", "grain_shuffle_buffer_size", "tokenizer_type", "add_bos"),
+            *("add_eos", "packing", "tokenize_train_data", "grain_packing_type", "max_segments_per_seq"),
+            "use_truncation",
             *("reuse_example_batch", "enable_data_shuffling", "data_shuffle_seed"),
         ),
         step=False,
