@@ -274,14 +274,12 @@ class Prompts:
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
-        """Returns the tokens of the conversation up to where the assistant begins. Raises UserError if the template
-        cannot render it."""
+        """Returns the conversation's tokens up to the answer. Raises UserError if the template cannot render it."""
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
-        """Returns the tokens of the conversation in the first column of `record`, a list of messages or the text of the
-        user, up to where the assistant begins. Raises UserError if it is no conversation, or the template cannot render
-        it."""
+        """Returns the tokens of the conversation, or the user's text, in the first column of `record`, up to where the
+        assistant begins. Raises UserError if it is no conversation, or the template cannot render it."""
         value = record.values[0]
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))

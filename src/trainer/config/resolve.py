@@ -139,8 +139,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each batch size that does not give all shards of the batch, or of each microbatch of a
-    pipeline, the same whole number of rows."""
+    """Returns one line for each batch size that does not give all shards, of microbatches if any, equal whole rows."""
     keys = ["per_device_batch_size"]
     if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")

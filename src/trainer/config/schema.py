@@ -111,8 +111,7 @@ def plain_name(name: str) -> str:
 
 
 def parse(text: str) -> Schema:
-    """Returns the schema in `text`. Raises ValueError if a line does not have the required form, or a default
-    contradicts its comment."""
+    """Returns the schema in `text`. Raises ValueError if a line is malformed, or a default contradicts its comment."""
     defaults = yaml.load(text, Loader=LOADER)
     result = Schema({})
     section = ""

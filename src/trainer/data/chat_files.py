@@ -38,8 +38,7 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template of a file: text, or JSON with a field chat_template. Raises UserError if there is no such
-    file, or no template in it."""
+    """Returns the template of a file: text, or JSON with chat_template. Raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):

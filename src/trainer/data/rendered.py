@@ -60,8 +60,7 @@ def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields the parts of a text, each with its start and whether it is the name of a special token, which a name from
-    a message is not."""
+    """Yields parts of a text, each with its start and whether it is a special token's name, not from a message."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 

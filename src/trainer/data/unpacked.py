@@ -35,9 +35,8 @@ def check_unpacked(path: Path) -> None:
 
 
 def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
-    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if values are repeated that can
-    be large. `columns`: the first words of those that are read; None for all. Raises UserError: see
-    `check_unpacked`."""
+    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if large values may be repeated.
+    `columns`: the first words of those that are read; None for all. Raises UserError: see `check_unpacked`."""
     largest = 1
     with path.open("rb") as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):

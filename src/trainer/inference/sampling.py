@@ -40,8 +40,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or of several sequences, and their seeds. Raises UserError: names each value that is not
-    allowed."""
+    """Checks settings of one or several sequences, and seeds. Raises UserError: names each that is not allowed."""
     temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {

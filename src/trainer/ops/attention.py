@@ -36,8 +36,7 @@ class Mask(NamedTuple):
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
-        """Returns the mask with which a `window` of `size` becomes a chunk: a query sees only keys of its own chunk of
-        `size` positions of its document.
+        """Returns the mask with which a `window` of `size` is a chunk: queries see only their own chunk of a document.
 
         Each document becomes two segments: its even and its odd chunks. The window keeps two even ones apart.
         """

@@ -138,7 +138,6 @@ def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]. For sigmoid
-    scores see `load_balance`."""
+    """The entropy of the softmax over experts in nats, summed over a row's real tokens: [b]. See `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

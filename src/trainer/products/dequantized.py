@@ -63,8 +63,7 @@ class Storage:
     awq: bool = False
 
     def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
-        """Returns how Qwix quantizes `kernel`, with `stacked` axes in front of it. Raises UserError if a block fits an
-        axis badly."""
+        """Returns how Qwix quantizes `kernel`, after `stacked` axes. Raises UserError if a block fits an axis badly."""
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
         tiles: dict[int, int] = {}

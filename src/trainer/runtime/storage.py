@@ -73,8 +73,7 @@ def remove_tree(path: Any) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Returns why the local folder `path` cannot be created or written, judging by the permissions of existing folders;
-    None if it can."""
+    """Returns why the local folder `path` cannot be created or written, by permissions on the way; None if it can."""
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return os.strerror(errno.ENOTDIR)

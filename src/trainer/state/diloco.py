@@ -117,8 +117,7 @@ class DiLoCoCodec:
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns the canonical form of a native state: a permutation of its leaves. Raises ValueError if the state is
-        canonical already."""
+        """Returns a native state in the canonical form, its leaves permuted. Raises ValueError if it is canonical."""
         if isinstance(native.inner_state, TrainTree):
             raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))

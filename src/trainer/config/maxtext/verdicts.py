@@ -106,8 +106,7 @@ def empty_value(name: str) -> Any:
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns what to use instead of a `value` of MaxText that the key `name` of base.yml does not accept; "" if it is
-    none of MaxText's."""
+    """Returns what to use for MaxText's `value` of key `name`, which base.yml refuses; "" if it is not MaxText's."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
