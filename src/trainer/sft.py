@@ -25,11 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains as the command line says, or, with --show N, prints the first N records with `show`.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Trains, or, with --show N, prints the first N records with `show`. Raises UserError if it cannot."""
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)
@@ -71,11 +67,7 @@ def _check(config: Config) -> None:
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     """Sets keys that nothing gives, see `train.Kind`: the tokenizer of the model that the run starts from, the columns
-    of the data, and the length of a row.
-
-    Raises:
-      UserError: they cannot be read.
-    """
+    of the data, and the length of a row. Raises UserError if they cannot be read."""
     from trainer.chat.from_data import taken
 
     config = loaded.config

@@ -37,8 +37,7 @@ class Conversation(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """Two answers to a prompt: as whole conversations, which begin with `prompt` messages of the prompt, or as whole
-    texts, which begin with it.
+    """Two answers to a prompt, as whole conversations or texts. They begin with `prompt`: messages, or the text.
 
     It is empty if a prompt or an answer is.
     """
@@ -96,11 +95,8 @@ class Formatter:
 
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
     """Returns the conversation of a record, without messages if it is empty; and how many characters of it were
-    replaced by U+FFFD: lone surrogates, and noncharacters that templates get as marks.
-
-    Raises:
-      UserError: names the record, and what it holds instead.
-    """
+    replaced by U+FFFD: lone surrogates, and noncharacters that templates get as marks. Raises UserError: names the
+    record, and what it holds instead."""
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
         named = reader.formatted(named, formatter, _CONVERSATION)
@@ -232,8 +228,7 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content as text or None, and other fields that are not
-        None."""
+        """Returns a message as templates read it: a role, content as text or None, other fields that are not None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}

@@ -55,8 +55,7 @@ class TemplateFailed(UserError):
 
 
 class _NoContent(jinja2.Undefined):
-    """A content of null or none at all, as of messages that only call tools. It `is none`, and prints nothing, not the
-    word None."""
+    """A content of null or none at all, as of messages that only call tools: it `is none`, and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -127,11 +126,8 @@ class Template:
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
-        """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn.
-
-        Raises:
-          TemplateFailed: with the reason.
-        """
+        """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn. Raises
+        TemplateFailed: with the reason."""
         said = [_in_parts(message) for message in messages] if self._takes_parts else messages
         return self._render([_without_null(message) for message in said], tools, prompt)
 

@@ -23,8 +23,7 @@ _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names`, and for state that belongs to one: its path
-    ends with the path of the parameter."""
+    """Returns a canonical train state with None for the parameters `names` and for state whose path ends with one."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
@@ -129,11 +128,8 @@ def check_base(
     instead: str = "the unchanged base",
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of them has are not compared. `what`, `instead`: how a message names the base.
-
-    Raises:
-      UserError: names the first that differs.
-    """
+    of them has are not compared. `what`, `instead`: how a message names the base. Raises UserError: names the first
+    that differs."""
     if not base.digests:
         return
     here, there = digests(found), base.digests

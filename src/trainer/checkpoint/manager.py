@@ -13,7 +13,6 @@ written last and deleted first.
 import concurrent.futures
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -53,8 +52,7 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints in a run's folder. A context manager that waits for the last save when it
-    exits."""
+    """Saves and lists the checkpoints of a run. A context manager that waits for the last save when it exits."""
 
     def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
         """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
@@ -94,12 +92,8 @@ class CheckpointManager:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may
-        donate their buffers.
-
-        Raises:
-          UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
-        """
+        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers. Raises
+        UserError if this checkpoint or the previous one could not be written. Committed checkpoints are intact."""
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         if self._identity is not None and not self.directory.exists():
@@ -142,9 +136,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is KeyboardInterrupt and self._ending is not None and not self._ending.done():
             self._say(
                 f"interrupted: waiting for the checkpoint of update {self.latest}, which is being written; Ctrl-C "
@@ -225,11 +217,8 @@ class SavedCheckpoints:
 
 
 def inspect(path: Any) -> Sidecar:
-    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N.
-
-    Raises:
-      UserError: a file of the checkpoint is damaged (names the first one), or MaxText wrote the checkpoint.
-    """
+    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N. Raises UserError if a file of the
+    checkpoint is damaged (names the first one), or MaxText wrote the checkpoint."""
 
     from_first(lambda: refuse_maxtexts(path))
     agreed(lambda: verify(path, jax.process_index(), jax.process_count()))
@@ -286,10 +275,7 @@ def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
 
 def newest(path: Any) -> Any:
     """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None.
-
-    Raises:
-      UserError: see `check_folder`.
-    """
+    Raises UserError: see `check_folder`."""
     if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
         check_folder(path)
         return path

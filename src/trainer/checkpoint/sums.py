@@ -1,5 +1,4 @@
-"""Checksums of a checkpoint's files. They are written before the checkpoint is committed and verified before it is
-read.
+"""Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
 The arrays on disk have no checksum of their own: without these, a changed byte would silently change a parameter. For
 files in a bucket only sizes are compared, because the store has its own checksums. Several processes share the work:
@@ -57,11 +56,8 @@ def write_sums(
 
 
 def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
-    """Verifies the checksums of this process's share of a checkpoint's files, in threads.
-
-    Raises:
-      UserError: a file is missing or changed; the message names one.
-    """
+    """Verifies the checksums of this process's share of a checkpoint's files, in threads. Raises UserError if a file is
+    missing or changed; the message names one."""
     try:
         sums = {name: (_integer(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
     except (ValueError, TypeError) as error:

@@ -1,5 +1,4 @@
-"""Compares programs of several configurations with the first one, or with a record of it, on the same parameters and
-batch."""
+"""Compares programs of several configurations with the first, or with a record of it, from equal state and batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -118,10 +117,7 @@ def record_program(
     side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool, build: Build = build
 ) -> None:
     """Builds the side's program, measures it, and writes a record of it to `path`; see `record` and `compare_programs`.
-
-    Raises:
-      UserError: the side does not fit the devices, or the file exists or cannot be written.
-    """
+    Raises UserError if the side does not fit the devices, or the file exists or cannot be written."""
     with Writer(path, _IDLE, arrays=arrays) as writer:
         program = build_side(side, devices, build)
         _check_common([side], program.run.rows, [program])
@@ -176,8 +172,7 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the smallest number of rows that each side can shard like its microbatches; if the left side is recorded,
-    the rows of the record."""
+    """Returns the fewest rows that all sides can shard like their microbatches; those of the record if there is one."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(

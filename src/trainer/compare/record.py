@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from trainer.compare import measure
 from trainer.compare.measure import Measured, Shared, Snapshot
 from trainer.compare.reference import Reference, Step
-from trainer.compare.summary import Part, Summary, digest, summarize
+from trainer.compare.summary import LayerSummary, Summary, digest, summarize
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import combination
@@ -51,11 +51,8 @@ class Writer:
     """
 
     def __init__(self, path: Path, idle: Collection[str], *, arrays: bool):
-        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays.
-
-        Raises:
-          UserError: the file exists, or its folder does not.
-        """
+        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays. Raises
+        UserError if the file exists, or its folder does not."""
         if path.exists():
             raise UserError(f"record={path}: this file exists; remove it, or give another name")
         if not path.absolute().parent.is_dir():
@@ -200,11 +197,7 @@ class Record:
         return rows
 
     def reference(self) -> Reference:
-        """Returns the reference with the recorded values.
-
-        Raises:
-          UserError: the record is damaged.
-        """
+        """Returns the reference with the recorded values. Raises UserError if the record is damaged."""
         about = self._about
         return self._checked(
             lambda: Reference(
@@ -242,7 +235,9 @@ class Record:
         return Measured(arrays, facts)
 
     def _summary(self, tensor: str, entry: Mapping[str, Any]) -> Summary:
-        parts = tuple(Part(str(digest), float(most), float(rms), int(odd)) for digest, most, rms, odd in entry["parts"])
+        parts = tuple(
+            LayerSummary(str(digest), float(most), float(rms), int(odd)) for digest, most, rms, odd in entry["parts"]
+        )
         layers = None if entry["layers"] is None else tuple(map(int, entry["layers"]))
         if len(parts) != (1 if layers is None else len(layers)):
             raise ValueError("layers")

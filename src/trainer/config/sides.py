@@ -36,8 +36,7 @@ class Side:
 def load_sides(
     argv: Sequence[str], environment: Mapping[str, str] | None = None, models: ModelReader = lambda sides: Begun.end
 ) -> list[Side]:
-    """Returns the left side, then the right sides in the order of the command line. If no word names a side, returns
-    one side with the name "".
+    """Returns the left side, then the right sides in their order; one side with the name "" if no word names one.
 
     Within a side, later words override earlier ones, and its own words override those for all sides. `environment`: see
     `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.
@@ -77,12 +76,8 @@ def load_against(
     left: Side, given: Mapping[str, Any], argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[Side]:
     """Returns the recorded side `left`, then the right sides of the command line. Each of these begins with the keys
-    that were given for the recorded side, `given`.
-
-    Raises:
-      UserError: the errors of the first side that has any; words for the left side; another yml than base.yml; or code
-        that only the record names.
-    """
+    that were given for the recorded side, `given`. Raises UserError: the errors of the first side that has any; words
+    for the left side; another yml than base.yml; or code that only the record names."""
     shared, lefts, right, names = _split(argv)
     yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
     if lefts or LEFT in names:

@@ -79,8 +79,7 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions have wraparound links: those of size 16 in 2D, and all dimensions of a 3D torus of 4x4x4
-        cubes."""
+        """Which dimensions have wraparound links: those of size 16 in 2D, and all of a 3D torus of 4x4x4 cubes."""
         if len(self.shape) == 2:
             return (self.shape[0] == 16, self.shape[1] == 16, False)
         torus = all(side % 4 == 0 for side in self.shape)

@@ -23,12 +23,8 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in the files of a tokenizer's folder, which it looks up as transformers does; None if there
-    is none.
-
-    Raises:
-      UserError: a file is damaged, or has no default among several named templates.
-    """
+    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none. Raises
+    UserError if a file is damaged, or has no default among several named templates."""
     own, more = folder / TEMPLATE_FILE, folder / TEMPLATES
     files = {_DEFAULT: own} if own.is_file() else {}
     files |= {path.stem: path for path in sorted(more.glob("*.jinja")) if path.is_file()} if more.is_dir() else {}
@@ -42,11 +38,7 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template of a file: text, or JSON with a field chat_template.
-
-    Raises:
-      UserError: there is no such file, or no template in it.
-    """
+    """Returns the template of a file: text, or JSON with chat_template. Raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):

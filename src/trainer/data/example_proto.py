@@ -9,12 +9,8 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Returns the values of each feature, with names in alphabetical order: bytes for a single string, a list of bytes,
-    or an array of int64 or float32.
-
-    Raises:
-      ValueError: `data` is not such a message.
-    """
+    """Returns features by name, alphabetically: bytes for one string, a list of bytes, or an int64 or float32 array.
+    Raises ValueError if `data` is not such a message."""
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 

@@ -32,11 +32,7 @@ _ANOTHER = "; name another with tokenizer_path"
 
 
 def special_ids(header: GgufHeader) -> dict[str, int]:
-    """Returns the special tokens by role (bos_token, eos_token, ...).
-
-    Raises:
-      UserError: one is not a token.
-    """
+    """Returns the special tokens by role (bos_token, eos_token, ...). Raises UserError if one is not a token."""
     own = _OF_PIECES if header.values.get(KIND) == PIECES else {}
     found = {role: header.get(key, int, own.get(role)) for role, key in ROLES.items()}
     count = len(header.get(f"{OWN}tokens", list, []))
@@ -54,11 +50,8 @@ def begins(header: GgufHeader) -> bool:
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
-    """Returns tokenizer.json, tokenizer_config.json and the chat templates.
-
-    Raises:
-      UserError: the tokenizer is damaged, or of a kind that is not known.
-    """
+    """Returns tokenizer.json, tokenizer_config.json and the chat templates. Raises UserError if the tokenizer is
+    damaged, or of a kind that is not known."""
     kind = header.get(KIND, str, NO_TOKENIZER)
     if kind == NO_TOKENIZER:
         raise UserError(f"{header.path}: there is no tokenizer in it{_ANOTHER}")
@@ -136,10 +129,7 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*before, from_spaces]},
         "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
+        "decoder": {"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": {
             **{"type": "BPE", "unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
             **{"vocab": dict(ids), "merges": merges_of(mergeable, ids, str(header.path))},
@@ -148,12 +138,8 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE by rank that build tokens in the order of their scores, as transformers derives them
-    from a sentencepiece model.
-
-    Raises:
-      UserError: the tokens have more characters than any published ones.
-    """
+    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them. Raises
+    UserError if the tokens have more characters than any published ones."""
     if sum(map(len, scores)) > PIECES_CHARACTERS or max(map(len, scores), default=0) > PIECE_CHARACTERS:
         raise UserError(
             f"{where}: tokens of more than {PIECE_CHARACTERS:,} characters, or {PIECES_CHARACTERS:,} together"

@@ -68,8 +68,7 @@ class Dense(WithMatrices):
         self.kernel.set_value(stored(self.product, self.kernel.get_value()))
 
     def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
-        """Returns the kernel in `dtype`, [*in, *out]; None if the product computes something else than the product with
-        an array."""
+        """Returns the kernel in `dtype`, [*in, *out]; None if the product is not that with one array."""
         kernel = self.kernel.get_value()
         if self.product is product:
             return kernel.astype(dtype)

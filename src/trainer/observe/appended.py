@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import UserError
@@ -19,11 +18,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints, for the message about a full disk.
-
-        Raises:
-          UserError: the file cannot be written.
-        """
+        """`resumes`: whether the run saves checkpoints, for the message about a full disk. Raises UserError if the file
+        cannot be written."""
         self._path, self._resumes, self._say = path, resumes, say
         with disk_errors(path, resumes):
             self._open()
@@ -60,9 +56,7 @@ class AppendedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

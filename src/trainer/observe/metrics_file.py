@@ -15,8 +15,7 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """Returns a row of metrics.jsonl in the format of MaxText's `metrics_file`, with DiLoCo's `diloco/...` added.
-    Numbers are floats.
+    """Returns a row of metrics.jsonl as MaxText's `metrics_file` has it, in floats, with DiLoCo's `diloco/...` added.
 
     Args:
       row: a row of a step, of an evaluation, or of one by tasks.
@@ -82,11 +81,8 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
-        """Checks that the file is writable, without creating anything.
-
-        Raises:
-          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains something else.
-        """
+        """Checks that the file is writable, without creating anything. Raises UserError if it is not writable, is one
+        of the run's own files in `run_dir`, or contains something else."""
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
             raise UserError(f"metrics_file={path}: the run writes that file itself; choose another path")

@@ -43,14 +43,7 @@ _SECTIONS = {
     ),
     "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
     "QK-Clip": ("max_logit", "clipped_heads"),
-    "Routers": (
-        "moe_lb_loss",
-        "router_z_loss",
-        "router_entropy",
-        "expert_load",
-        "tokens_per_expert",
-        "dropped_tokens",
-    ),
+    "Routers": ("moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "tokens_per_expert", "dropped_tokens"),
 }
 # Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)

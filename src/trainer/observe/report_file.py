@@ -15,8 +15,7 @@ from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
-    """Keeps the data of the page, so that writing it takes the same time after any number of steps. Only the newest
-    completions are read again.
+    """Keeps the data of the page, so that writing it takes as long after any number of steps. Rereads only rollouts.
 
     A failure to write the page is reported, once for each reason, and does not end the run.
     """

@@ -5,7 +5,6 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from trainer.config.errors import UserError
@@ -47,9 +46,7 @@ class RunDir(NamedTuple):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -192,8 +189,7 @@ def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]
 
 
 def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
-    """Returns whether a run that resumes nothing keeps the existing metrics under other names, instead of writing them
-    again.
+    """Returns whether a run that resumes nothing keeps existing metrics under other names; else it writes them again.
 
     Args:
       path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.

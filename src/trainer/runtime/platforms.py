@@ -61,8 +61,7 @@ def prepare_to_compile(topology: str) -> None:
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier number of
-    devices."""
+    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier number."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
 

@@ -49,11 +49,7 @@ class Parameter(NamedTuple):
 
 
 _NO, _YES, _ANY_TEXT = Parameter(neutral=(False,)), Parameter(neutral=(True,)), Parameter(neutral=Field(str))
-STREAM_OPTIONS = {
-    "include_usage": Parameter(Field(bool)),
-    "include_obfuscation": _NO,
-    "continuous_usage_stats": _NO,
-}
+STREAM_OPTIONS = {"include_usage": Parameter(Field(bool)), "include_obfuscation": _NO, "continuous_usage_stats": _NO}
 COMMON = {
     "model": Parameter(Field(str)),
     "stream": Parameter(Field(bool)),
@@ -166,11 +162,8 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so.
-
-    Raises:
-      ApiError: names every parameter that is wrong or not supported.
-    """
+    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so. Raises ApiError: names
+    every parameter that is wrong or not supported."""
     given, wrong = _acted_on(given, CHAT if chat else COMPLETIONS)
     if not wrong:
         for check in (_stops, _streaming, _limits, _biases, _chat if chat else _prompts):

@@ -32,8 +32,7 @@ class BatchSource(Protocol):
     metrics: dict[str, float]  # of the batch that was taken last, for its row of metrics
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """Returns the next batch, of `run.rows` rows or as many as some of its microbatches have, and the position in
-        the data after it.
+        """Returns the next batch, of `run.rows` rows or those of some of its microbatches, and the position after it.
 
         `state()` returns the native train state, for a source whose batches depend on it. A source that takes long may
         return None as soon as `interrupted()`.
@@ -78,11 +77,8 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
 
 def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
     """Checks that no row of a batch has one of the tokens `images`, which are given with the fields of config.json that
-    name them: the model has no tower here, so nothing would stand in their place.
-
-    Raises:
-      UserError: names a row and its token.
-    """
+    name them: the model has no tower here, so nothing would stand in their place. Raises UserError: names a row and its
+    token."""
     for name in ("inputs", "targets") if images else ():
         found = np.isin(batch[name], list(images)) & (batch[f"{name}_segmentation"] > 0)
         if found.any():
@@ -94,12 +90,9 @@ def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:
-    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective.
-
-    Raises:
-      UserError: names every field that is missing or has the wrong shape or dtype. In that case it also names the
-        additional fields, which are allowed.
-    """
+    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective. Raises UserError:
+    names every field that is missing or has the wrong shape or dtype. In that case it also names the additional fields,
+    which are allowed."""
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]

@@ -14,8 +14,7 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: one pytree, which is not donated, differentiated, selected, mapped over islands
-    or saved. It is () unless the objective declares it.
+    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint has; () unless declared.
 
     Attributes:
       abstract: shapes with shardings.
@@ -32,11 +31,8 @@ class FrozenArrays(NamedTuple):
 
 
 def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArrays:
-    """Returns what `objective` declares, with the shardings that `rules` give.
-
-    Raises:
-      UserError: the shape of an array does not fit the mesh and the rules.
-    """
+    """Returns what `objective` declares, with the shardings that `rules` give. Raises UserError if the shape of an
+    array does not fit the mesh and the rules."""
     declared = frozen_of(objective)
     if declared is None:
         return FrozenArrays()

@@ -156,8 +156,7 @@ class _Loop:
         return self._structure.unflatten(self._leaves)
 
     def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
-        """Returns the next batch and its position; None if the run was interrupted meanwhile. If the source fails, the
-        state is saved."""
+        """Returns the next batch and its position; None if interrupted. If the source fails, the state is saved."""
         with self._saved_if_it_fails():
             return batches.take(lambda: self.state, lambda: self._preemption.requested)
 
@@ -262,8 +261,7 @@ class _Loop:
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`. The run leaves no checkpoint, so the same command does not resume it and
-        report a finished run."""
+        """Stops a run that is `untrained`, without a checkpoint: the same command reports no finished run."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 

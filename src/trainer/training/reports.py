@@ -71,13 +71,7 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
     """Returns the file that the key metrics_file names: a list of one in the first process if the key is set, else [].
-
-    Args:
-      path, name: of the run's folder.
-
-    Raises:
-      UserError: the file is not writable.
-    """
+    `path`, `name`: of the run's folder. Raises UserError if the file is not writable."""
     found = []
 
     def check() -> None:

@@ -99,11 +99,8 @@ class Run(NamedTuple):
         return state, self.abstract_batch(self.rows), self.frozen.abstract
 
     def check_arguments(self) -> None:
-        """Refuses parameters that compiled programs do not take.
-
-        Raises:
-          UserError: integers of 4 bits on CPUs: JAX compares the layouts of arguments, and finds different ones.
-        """
+        """Refuses parameters that compiled programs do not take. Raises UserError: integers of 4 bits on CPUs: JAX
+        compares the layouts of arguments, and finds different ones."""
         leaves = by_name(self._params).items()
         names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
         if names and self.mesh.devices.flat[0].platform == "cpu":
@@ -176,8 +173,7 @@ class Run(NamedTuple):
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the train state and of `frozen` as plain data: mesh axes larger than 1, rows,
-        totals, warnings."""
+        """Returns the shardings of state and `frozen` as plain data: mesh axes above 1, rows, totals, warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]

@@ -1,6 +1,6 @@
 """The keys of ahead-of-time compilation."""
 
-from trainer.config.key_rows import Check, Place, Resume, Row
+from trainer.config.key_rows import Check, Place, Resume, Row, refused
 from trainer.config.keys import Config
 from trainer.config.topologies import find_topology
 
@@ -10,15 +10,6 @@ def _topology(config: Config) -> str | None:
     return topology if isinstance(topology, str) else None
 
 
-def _slices(config: Config) -> str | None:
-    simulated = config.compile_topology.startswith("cpu-")
-    return (
-        "simulated CPU devices have no slices: give cpu-N with the total number"
-        if simulated and config.compile_topology_num_slices > 1
-        else None
-    )
-
-
 ROWS = (
     Row(("compile_topology", "compile_topology_num_slices"), Resume.AROUND, step=False),
     Row(("compile_report_file",), Resume.AROUND, step=False, path=Place.ANY),
@@ -26,5 +17,9 @@ ROWS = (
 )
 CHECKS: tuple[Check, ...] = (
     (("compile_topology",), _topology),
-    (("compile_topology", "compile_topology_num_slices"), _slices),
+    refused(
+        ("compile_topology", "compile_topology_num_slices"),
+        lambda c: c.compile_topology.startswith("cpu-") and c.compile_topology_num_slices > 1,
+        "simulated CPU devices have no slices: give cpu-N with the total number",
+    ),
 )
