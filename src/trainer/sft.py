@@ -67,7 +67,11 @@ def _check(config: Config) -> None:
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     """Sets keys that nothing gives, see `train.Kind`: the tokenizer of the model that the run starts from, the columns
-    of the data, and the length of a row. Raises UserError if they cannot be read."""
+    of the data, and the length of a row.
+
+    Raises:
+      UserError: they cannot be read.
+    """
     from trainer.chat.from_data import taken
 
     config = loaded.config

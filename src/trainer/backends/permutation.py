@@ -17,8 +17,11 @@ class Permutation:
     """
 
     def __init__(self, native: Any, canonical: Any, rename: Callable[[Path], Path] = lambda path: path):
-        """`rename` maps a path of `native` to the path of the same leaf in `canonical`. Raises ValueError if the two
-        trees have different paths; the message lists the paths that only one of them has."""
+        """`rename` maps a path of `native` to the path of the same leaf in `canonical`.
+
+        Raises:
+          ValueError: the two trees have different paths; the message lists the paths that only one of them has.
+        """
         self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
         self._canonical: Any
         native_leaves, self._native = jax.tree_util.tree_flatten_with_path(native)

@@ -19,8 +19,11 @@ MODELS = {
 
 
 def make_model(config: Config) -> Model:
-    """Returns the model of the combination of a resolved configuration. Raises UserError if a block or the family's
-    rules for products are invalid."""
+    """Returns the model of the combination of a resolved configuration.
+
+    Raises:
+      UserError: a block or the family's rules for products are invalid.
+    """
     module, _, name = MODELS[combination(config)].partition(":")
     model: Model = getattr(importlib.import_module(module), name)(config)
     check_products(config, list(by_name(model.abstract[0])))

@@ -143,8 +143,12 @@ class _Texts(NamedTuple):
 
 
 def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) -> _Texts:
-    """Returns the batches with the first layer's input. Raises UserError if every token is padding, or the hidden
-    states before and after a layer need more than half of the host's memory."""
+    """Returns the batches with the first layer's input.
+
+    Raises:
+      UserError: every token is padding, or the hidden states before and after a layer need more than half of the
+        host's memory.
+    """
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     embed = _module(lambda rngs: make_embedder(config, rngs), read("token_embedder", None))
     table = functools.cache(

@@ -122,8 +122,11 @@ class _Reader:
 
 
 def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped. Raises
-    UserError if the disk has no room for it."""
+    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped.
+
+    Raises:
+      UserError: the disk has no room for it.
+    """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:

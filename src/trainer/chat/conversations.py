@@ -95,8 +95,11 @@ class Formatter:
 
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
     """Returns the conversation of a record, without messages if it is empty; and how many characters of it were
-    replaced by U+FFFD: lone surrogates, and noncharacters that templates get as marks. Raises UserError: names the
-    record, and what it holds instead."""
+    replaced by U+FFFD: lone surrogates, and noncharacters that templates get as marks.
+
+    Raises:
+      UserError: names the record, and what it holds instead.
+    """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
         named = reader.formatted(named, formatter, _CONVERSATION)

@@ -67,8 +67,11 @@ class ChatEncoder(Encoder):
         }
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """See `Encoder.encode`. Skips conversations without a target that is learnt. Raises UserError: names a record
-        that is not a conversation, or that the template cannot render."""
+        """See `Encoder.encode`. Skips conversations without a target that is learnt.
+
+        Raises:
+          UserError: names a record that is not a conversation, or that the template cannot render.
+        """
         examples = self.examples(records, counts)
         return [
             example and self.document(example, counts, record)
@@ -191,8 +194,11 @@ class ChatEncoder(Encoder):
 
 
 def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
-    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template. Raises
-    UserError if the template or the formatting function is not there, or not valid."""
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template.
+
+    Raises:
+      UserError: the template or the formatting function is not there, or not valid.
+    """
     assert tokenizer is not None
     template, formatter = open_template(config, tokenizer), open_formatter(config)
     continues = not config.use_truncation or (config.packing and config.grain_packing_type == "concat_then_split")
@@ -302,8 +308,11 @@ class Prompts:
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text. Raises
-    UserError if it is neither text nor messages."""
+    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
+
+    Raises:
+      UserError: it is neither text nor messages.
+    """
     if chat is not None:
         return record.values[0], chat.tokens_of(record)
     value = record.values[0]

@@ -83,7 +83,10 @@ def taken(
 
 def _conventional(config: Config) -> list[str]:
     """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them, if the default is there.
-    Raises UserError if the data do not have the default column either."""
+
+    Raises:
+      UserError: the data do not have the default column either.
+    """
     there: Sequence[str] = ()
     try:
         source = open_source(ConfigDict({**config, COLUMNS[0]: ["\0"]}))

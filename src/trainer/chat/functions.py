@@ -8,8 +8,11 @@ from typing import Any
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Returns the function package.module:function, or package.module.function. Raises ImportError: the message says
-    what is wrong and what to do."""
+    """Returns the function package.module:function, or package.module.function.
+
+    Raises:
+      ImportError: the message says what is wrong and what to do.
+    """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = importlib.import_module(module)

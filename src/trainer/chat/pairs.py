@@ -54,8 +54,11 @@ class PairEncoder(ChatEncoder):
         return super().identity | {"pairs": _FORMAT}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """See `Encoder.encode`. Skips pairs that teach nothing, or do not fit a row. Raises UserError: names a record
-        that is no pair, or that the template cannot render."""
+        """See `Encoder.encode`. Skips pairs that teach nothing, or do not fit a row.
+
+        Raises:
+          UserError: names a record that is no pair, or that the template cannot render.
+        """
         pairs = zip(self.pairs(records, counts), records, strict=True)
         return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
 
@@ -239,7 +242,10 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
 
 def pair_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> PairEncoder:
     """Returns the encoder of pairs for `data.open_dataset`. The tokenizer is saved with its template from now on.
-    Raises UserError if the template or the formatting function is not there, or not valid."""
+
+    Raises:
+      UserError: the template or the formatting function is not there, or not valid.
+    """
     assert tokenizer is not None
     return PairEncoder(
         tokenizer,

@@ -23,7 +23,11 @@ _COLOUR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 def conversations(config: Config, count: int, say: Say) -> None:
     """Prints the first `count` conversations of the training data, with what is learnt in colour, or in guillemets if
-    standard output is not a terminal; then notes on them to `say`. Raises UserError: as the run would."""
+    standard output is not a terminal; then notes on them to `say`.
+
+    Raises:
+      UserError: as the run would.
+    """
 
     def shown(encoder: ChatEncoder, record: Record, counts: Counts) -> str:
         (example,) = encoder.examples([record], counts)

@@ -126,8 +126,11 @@ class Template:
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
-        """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn. Raises
-        TemplateFailed: with the reason."""
+        """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn.
+
+        Raises:
+          TemplateFailed: with the reason.
+        """
         said = [_in_parts(message) for message in messages] if self._takes_parts else messages
         return self._render([_without_null(message) for message in said], tools, prompt)
 

@@ -37,7 +37,10 @@ def turns(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str], first: int = 0
 ) -> Turns:
     """Returns what is learnt of a conversation from message `first` on. `markers` matches tokens that can end a turn.
-    Raises TemplateFailed if the template cannot render the conversation."""
+
+    Raises:
+      TemplateFailed: the template cannot render the conversation.
+    """
     template = template.of(tools)
     whole = template.render(messages, tools)
     placed: list[Range] = []

@@ -128,8 +128,11 @@ def check_base(
     instead: str = "the unchanged base",
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of them has are not compared. `what`, `instead`: how a message names the base. Raises UserError: names the first
-    that differs."""
+    of them has are not compared. `what`, `instead`: how a message names the base.
+
+    Raises:
+      UserError: names the first that differs.
+    """
     if not base.digests:
         return
     here, there = digests(found), base.digests

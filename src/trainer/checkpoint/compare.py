@@ -13,8 +13,11 @@ _UNSAVED = ("uint4", "uint2")  # dtypes that TensorStore, with which Orbax write
 
 
 def check_dtypes(tree: Any) -> None:
-    """Refuses a train state that cannot be saved, before the run that would save it. Raises UserError: names the first
-    array with a dtype that no checkpoint can have."""
+    """Refuses a train state that cannot be saved, before the run that would save it.
+
+    Raises:
+      UserError: names the first array with a dtype that no checkpoint can have.
+    """
     if odd := {name: leaf.dtype for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED}:
         name, dtype = next(iter(odd.items()))
         more = f", and {len(odd) - 1} more arrays are" if len(odd) > 1 else ""

@@ -92,8 +92,11 @@ class CheckpointManager:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers. Raises
-        UserError if this checkpoint or the previous one could not be written. Committed checkpoints are intact."""
+        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers.
+
+        Raises:
+          UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
+        """
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         if self._identity is not None and not self.directory.exists():
@@ -217,8 +220,11 @@ class SavedCheckpoints:
 
 
 def inspect(path: Any) -> Sidecar:
-    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N. Raises UserError if a file of the
-    checkpoint is damaged (names the first one), or MaxText wrote the checkpoint."""
+    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N.
+
+    Raises:
+      UserError: a file of the checkpoint is damaged (names the first one), or MaxText wrote the checkpoint.
+    """
 
     from_first(lambda: refuse_maxtexts(path))
     agreed(lambda: verify(path, jax.process_index(), jax.process_count()))
@@ -275,7 +281,10 @@ def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
 
 def newest(path: Any) -> Any:
     """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None.
-    Raises UserError: see `check_folder`."""
+
+    Raises:
+      UserError: see `check_folder`.
+    """
     if (path / STATE).is_dir() and path not in _uncommitted(path.parent):
         check_folder(path)
         return path

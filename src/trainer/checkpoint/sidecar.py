@@ -129,6 +129,9 @@ def read_metrics(folder: Any) -> dict[str, float]:
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
-    """Returns the keys of the resolved configuration with which the checkpoint `where` was saved. Raises UserError: its
-    config.yml is not a configuration."""
+    """Returns the keys of the resolved configuration with which the checkpoint `where` was saved.
+
+    Raises:
+      UserError: its config.yml is not a configuration.
+    """
     return read_saved(sidecar.config, f"{where}/{CONFIG}")

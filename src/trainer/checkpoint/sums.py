@@ -56,8 +56,11 @@ def write_sums(
 
 
 def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
-    """Verifies the checksums of this process's share of a checkpoint's files, in threads. Raises UserError if a file is
-    missing or changed; the message names one."""
+    """Verifies the checksums of this process's share of a checkpoint's files, in threads.
+
+    Raises:
+      UserError: a file is missing or changed; the message names one.
+    """
     try:
         sums = {name: (_integer(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
     except (ValueError, TypeError) as error:

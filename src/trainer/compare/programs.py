@@ -117,7 +117,10 @@ def record_program(
     side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool, build: Build = build
 ) -> None:
     """Builds the side's program, measures it, and writes a record of it to `path`; see `record` and `compare_programs`.
-    Raises UserError if the side does not fit the devices, or the file exists or cannot be written."""
+
+    Raises:
+      UserError: the side does not fit the devices, or the file exists or cannot be written.
+    """
     with Writer(path, _IDLE, arrays=arrays) as writer:
         program = build_side(side, devices, build)
         _check_common([side], program.run.rows, [program])

@@ -51,8 +51,11 @@ class Writer:
     """
 
     def __init__(self, path: Path, idle: Collection[str], *, arrays: bool):
-        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays. Raises
-        UserError if the file exists, or its folder does not."""
+        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays.
+
+        Raises:
+          UserError: the file exists, or its folder does not.
+        """
         if path.exists():
             raise UserError(f"record={path}: this file exists; remove it, or give another name")
         if not path.absolute().parent.is_dir():
@@ -197,7 +200,11 @@ class Record:
         return rows
 
     def reference(self) -> Reference:
-        """Returns the reference with the recorded values. Raises UserError if the record is damaged."""
+        """Returns the reference with the recorded values.
+
+        Raises:
+          UserError: the record is damaged.
+        """
         about = self._about
         return self._checked(
             lambda: Reference(

@@ -120,8 +120,11 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """Returns `argv`, or the arguments of the process. Prints a line for each key that is given with two values. Raises
-    UserError if the arguments are not UTF-8."""
+    """Returns `argv`, or the arguments of the process. Prints a line for each key that is given with two values.
+
+    Raises:
+      UserError: the arguments are not UTF-8.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     # Python represents bytes that are not UTF-8 as lone surrogates.
     bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]

@@ -85,8 +85,11 @@ def families() -> Mapping[str, str]:
 
 
 def imported(path: str, decoder_block: str) -> Any:
-    """Returns what an import path `module:NAME` names. Messages begin with `decoder_block`. Raises UserError if there
-    is no such module or name, or importing the module fails."""
+    """Returns what an import path `module:NAME` names. Messages begin with `decoder_block`.
+
+    Raises:
+      UserError: there is no such module or name, or importing the module fails.
+    """
     module, _, attribute = path.partition(":")
     try:
         found = importlib.import_module(module)

@@ -21,8 +21,11 @@ _NAMES = {flags: name for name, flags in COMBINATIONS.items()}
 
 
 def combination(config: Mapping[str, Any]) -> str:
-    """Returns the name of the combination that `config` selects. Raises UserError if the three flags match no row of
-    the table; the message names the flag to change."""
+    """Returns the name of the combination that `config` selects.
+
+    Raises:
+      UserError: the three flags match no row of the table; the message names the flag to change.
+    """
     if problem := unsupported(config):
         raise UserError(problem)
     return _NAMES[_flags(config)]

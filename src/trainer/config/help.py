@@ -57,7 +57,11 @@ class Question(NamedTuple):
 
 
 def question(argv: Sequence[str]) -> Question | None:
-    """Returns the question in a command line; None if it asks none. Raises UserError if --explain names no key."""
+    """Returns the question in a command line; None if it asks none.
+
+    Raises:
+      UserError: --explain names no key.
+    """
     for i, word in enumerate(argv):
         option, equals, text = word.partition("=")
         before, after = list(argv[:i]), list(argv[i + 1 :])
@@ -78,8 +82,11 @@ def _is_plain(word: str) -> bool:
 
 
 def answers_question(words: Sequence[str], usage: str) -> bool:
-    """Prints what a command line asks: `usage`, a section of keys or a key. Returns whether it asks anything. Raises
-    UserError if there is no such section or key."""
+    """Prints what a command line asks: `usage`, a section of keys or a key. Returns whether it asks anything.
+
+    Raises:
+      UserError: there is no such section or key.
+    """
     if (asked := question(words)) is None:
         return False
     print(explanation(asked.key) if asked.key else help_text(asked.section) if asked.section else usage)
@@ -97,7 +104,11 @@ def prints_usage(command: str, words: Sequence[str]) -> bool:
 
 def help_text(section: str = "", command: str = "train") -> str:
     """Returns the usage of `command` with the names of all keys by section, or the text of base.yml about one section
-    or every section ("all"). Raises UserError if there is no such section."""
+    or every section ("all").
+
+    Raises:
+      UserError: there is no such section.
+    """
     if not section:
         options, does = _COMMANDS[command]
         lines = "".join(f"{name:<17}{text}\n" for name, text in _OPTIONS.items() if name in options)
@@ -113,8 +124,11 @@ def help_text(section: str = "", command: str = "train") -> str:
 
 
 def explanation(name: str) -> str:
-    """Returns the text of base.yml about the key `name`, or the verdict on MaxText's key with that name. Raises
-    UserError if there is no such key."""
+    """Returns the text of base.yml about the key `name`, or the verdict on MaxText's key with that name.
+
+    Raises:
+      UserError: there is no such key.
+    """
     key = schema().keys.get(plain_name(name))
     if key is not None:
         doc = [f"  {line}".rstrip() for line in key.doc.splitlines()]

@@ -69,8 +69,11 @@ class Field:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, with values of any type. Raises UserError if the file cannot be read, is not
-    an object, is larger than JSON_BYTES or nested deeper than JSON_DEPTH."""
+    """Returns the JSON object in a file, with values of any type.
+
+    Raises:
+      UserError: the file cannot be read, is not an object, is larger than JSON_BYTES or nested deeper than JSON_DEPTH.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(JSON_BYTES + 1)

@@ -78,8 +78,11 @@ class Loaded:
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Sets keys that nothing gives to `values`, which come from the model and the data of the run. Raises UserError
-        if they contradict other keys."""
+        """Sets keys that nothing gives to `values`, which come from the model and the data of the run.
+
+        Raises:
+          UserError: they contradict other keys.
+        """
         for name, value in values.items():
             setattr(self.config, name, value)
         self.sources.update(dict.fromkeys(values, "the model and the data"))
@@ -199,7 +202,10 @@ class Begun:
 
     def end(self, described: Description | None = None) -> Loaded:
         """Returns the configuration with the model `described` in the place of a preset; None: `path` describes none.
-        Raises UserError: lists all errors, one line each."""
+
+        Raises:
+          UserError: lists all errors, one line each.
+        """
         return self.loaded or self._end(described)
 
     def _end(self, described: Description | None = None, *, imports: bool = True) -> Loaded:
@@ -276,8 +282,11 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question; for a key also its value on each side of `load_sides` of the other words. Raises
-    UserError if there is no such section or key; or, after the text about the key, the configuration has errors."""
+    """Prints the answer to a question; for a key also its value on each side of `load_sides` of the other words.
+
+    Raises:
+      UserError: there is no such section or key; or, after the text about the key, the configuration has errors.
+    """
     if asked.section is not None:
         print(help_text(asked.section))
         return

@@ -56,8 +56,11 @@ def flatten(node: yaml.MappingNode) -> None:
 
 
 def construct(node: yaml.Node) -> Any:
-    """Returns `node`, from `compose`, as null, true, false, numbers, text, lists and dicts. Raises ValueError if a node
-    has another tag, such as a date, or a value that does not fit its tag."""
+    """Returns `node`, from `compose`, as null, true, false, numbers, text, lists and dicts.
+
+    Raises:
+      ValueError: a node has another tag, such as a date, or a value that does not fit its tag.
+    """
     for child in _walk(node):
         if child.tag not in _PLAIN_TAGS or (isinstance(child, yaml.ScalarNode) and not _fits(child)):
             raise _not_plain(child)
@@ -70,8 +73,12 @@ def construct(node: yaml.Node) -> Any:
 
 
 def check_tag(node: yaml.Node) -> None:
-    """Checks that `node` may be read from its text or its children. Raises ValueError if it has an explicit tag outside
-    plain YAML, such as !!binary. An implicit tag is allowed, for example the timestamp tag of 2001-01-01."""
+    """Checks that `node` may be read from its text or its children.
+
+    Raises:
+      ValueError: it has an explicit tag outside plain YAML, such as !!binary. An implicit tag is allowed, for example
+        the timestamp tag of 2001-01-01.
+    """
     if node.tag not in _PLAIN_TAGS and not (isinstance(node, yaml.ScalarNode) and _fits(node)):
         raise _not_plain(node)
 

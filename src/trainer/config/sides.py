@@ -76,8 +76,12 @@ def load_against(
     left: Side, given: Mapping[str, Any], argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[Side]:
     """Returns the recorded side `left`, then the right sides of the command line. Each of these begins with the keys
-    that were given for the recorded side, `given`. Raises UserError: the errors of the first side that has any; words
-    for the left side; another yml than base.yml; or code that only the record names."""
+    that were given for the recorded side, `given`.
+
+    Raises:
+      UserError: the errors of the first side that has any; words for the left side; another yml than base.yml; or code
+        that only the record names.
+    """
     shared, lefts, right, names = _split(argv)
     yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
     if lefts or LEFT in names:

@@ -41,8 +41,11 @@ def read_text(key: Key, text: str) -> Any:
 
 
 def read_node(key: Key, node: yaml.Node) -> Any:
-    """Returns the value of `key` in a YAML file. A scalar is parsed from its text, so that `1e-3` is a number. Raises
-    ValueError: says why the node is not a value of the key's type."""
+    """Returns the value of `key` in a YAML file. A scalar is parsed from its text, so that `1e-3` is a number.
+
+    Raises:
+      ValueError: says why the node is not a value of the key's type.
+    """
     check_tag(node)
     if key.kind is list:
         return _list(key, node)

@@ -29,8 +29,11 @@ class Beside(NamedTuple):
 
 def read_beside(file: Path) -> Beside:
     """Returns what lies beside the tokenizer `file`. Of the special tokens that both files name,
-    special_tokens_map.json decides if tokenizer_config.json has no added_tokens_decoder, as in transformers. Raises
-    UserError if a file is damaged, too large, or names something else than a token."""
+    special_tokens_map.json decides if tokenizer_config.json has no added_tokens_decoder, as in transformers.
+
+    Raises:
+      UserError: a file is damaged, too large, or names something else than a token.
+    """
     folder = file.parent
     parts = tokenizer_parts(folder)
     if file.name not in VOCABULARIES:  # another tokenizer may lie there, too

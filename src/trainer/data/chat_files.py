@@ -23,8 +23,11 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none. Raises
-    UserError if a file is damaged, or has no default among several named templates."""
+    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none.
+
+    Raises:
+      UserError: a file is damaged, or has no default among several named templates.
+    """
     own, more = folder / TEMPLATE_FILE, folder / TEMPLATES
     files = {_DEFAULT: own} if own.is_file() else {}
     files |= {path.stem: path for path in sorted(more.glob("*.jinja")) if path.is_file()} if more.is_dir() else {}

@@ -10,7 +10,10 @@ import numpy as np
 
 def parse_example(data: bytes) -> dict[str, Any]:
     """Returns features by name, alphabetically: bytes for one string, a list of bytes, or an int64 or float32 array.
-    Raises ValueError if `data` is not such a message."""
+
+    Raises:
+      ValueError: `data` is not such a message.
+    """
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2
 

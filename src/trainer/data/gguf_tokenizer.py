@@ -32,7 +32,11 @@ _ANOTHER = "; name another with tokenizer_path"
 
 
 def special_ids(header: GgufHeader) -> dict[str, int]:
-    """Returns the special tokens by role (bos_token, eos_token, ...). Raises UserError if one is not a token."""
+    """Returns the special tokens by role (bos_token, eos_token, ...).
+
+    Raises:
+      UserError: one is not a token.
+    """
     own = _OF_PIECES if header.values.get(KIND) == PIECES else {}
     found = {role: header.get(key, int, own.get(role)) for role, key in ROLES.items()}
     count = len(header.get(f"{OWN}tokens", list, []))
@@ -50,8 +54,11 @@ def begins(header: GgufHeader) -> bool:
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
-    """Returns tokenizer.json, tokenizer_config.json and the chat templates. Raises UserError if the tokenizer is
-    damaged, or of a kind that is not known."""
+    """Returns tokenizer.json, tokenizer_config.json and the chat templates.
+
+    Raises:
+      UserError: the tokenizer is damaged, or of a kind that is not known.
+    """
     kind = header.get(KIND, str, NO_TOKENIZER)
     if kind == NO_TOKENIZER:
         raise UserError(f"{header.path}: there is no tokenizer in it{_ANOTHER}")
@@ -138,8 +145,11 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them. Raises
-    UserError if the tokens have more characters than any published ones."""
+    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them.
+
+    Raises:
+      UserError: the tokens have more characters than any published ones.
+    """
     if sum(map(len, scores)) > PIECES_CHARACTERS or max(map(len, scores), default=0) > PIECE_CHARACTERS:
         raise UserError(
             f"{where}: tokens of more than {PIECE_CHARACTERS:,} characters, or {PIECES_CHARACTERS:,} together"

@@ -152,7 +152,10 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
 
 def check_features(folder: Path) -> None:
     """Checks that the features of a TFDS dataset are TFDS's own, because TFDS would import the module of any other.
-    Raises UserError if features.json names a class of another package, or is not JSON."""
+
+    Raises:
+      UserError: features.json names a class of another package, or is not JSON.
+    """
     path = folder / "features.json"
     if not path.is_file():
         return  # TFDS itself reports what is missing

@@ -85,8 +85,11 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
-    """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file. Raises UserError
-    if one is too large, or the tokenizer of a GGUF file is not known."""
+    """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file.
+
+    Raises:
+      UserError: one is too large, or the tokenizer of a GGUF file is not known.
+    """
     if is_gguf(place):
         header = read_gguf(place)
         return tokenizer_files(header) if header.values.get(KIND, NO_TOKENIZER) != NO_TOKENIZER else {}

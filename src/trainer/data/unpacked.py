@@ -19,7 +19,11 @@ _BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
 
 
 def check_unpacked(path: Path) -> None:
-    """Checks a file by its ending; others pass. Raises UserError if it would become far larger than it is."""
+    """Checks a file by its ending; others pass.
+
+    Raises:
+      UserError: it would become far larger than it is.
+    """
     import pyarrow
     import pyarrow.parquet
 

@@ -8,7 +8,10 @@ from trainer.weights.open import open_source
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a sequence: the tokenizer's, and those that the model's folder names, if it is there.
-    Raises UserError if the folder is damaged."""
+
+    Raises:
+      UserError: the folder is damaged.
+    """
     tokens = [] if tokenizer.eos is None else [tokenizer.eos]
     path = config.load_parameters_path
     if path and ("://" in path or local_path(path).exists()):

@@ -223,8 +223,11 @@ class Engine:
         return self.bulk_insert(prefix, decode_state, [slot])
 
     def bulk_insert(self, prefix: Prefix, decode_state: DecodeState, slots: Sequence[int]) -> DecodeState:
-        """Returns `decode_state`, which is donated, with sequence i of `prefix` in slot `slots[i]`. Raises ValueError
-        if there is not one slot for each sequence."""
+        """Returns `decode_state`, which is donated, with sequence i of `prefix` in slot `slots[i]`.
+
+        Raises:
+          ValueError: there is not one slot for each sequence.
+        """
         count = prefix.sequences.tokens.size
         valid = all(0 <= slot < self.max_concurrent_decodes for slot in slots)
         if len(slots) != count or len(set(slots)) < count or not valid:

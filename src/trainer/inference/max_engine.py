@@ -135,7 +135,10 @@ class MaxEngine(Engine):
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.
-        Raises UserError if there is no tokenizer."""
+
+        Raises:
+          UserError: there is no tokenizer.
+        """
         config = self.config
         path, settings = config.tokenizer_path, {"add_bos": config.add_bos, "add_eos": config.add_eos}
         if not path and config.tokenizer_type != "bytes" and config.load_parameters_path:

@@ -31,8 +31,11 @@ def tokens_of(
     say: Callable[[str], None],
     chat: Chat | None = None,
 ) -> list[int]:
-    """Returns the tokens of `prompt` after the tokens `begin`, or those of `chat`. Raises UserError if there are no
-    tokens, or more than `longest`."""
+    """Returns the tokens of `prompt` after the tokens `begin`, or those of `chat`.
+
+    Raises:
+      UserError: there are no tokens, or more than `longest`.
+    """
     text, replaced = mended(prompt)
     if replaced:
         say(f"prompt: lone surrogates are replaced by U+FFFD: {replaced}")

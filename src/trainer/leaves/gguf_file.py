@@ -71,7 +71,10 @@ class GgufHeader(NamedTuple):
 
 def read_gguf(path: Path) -> GgufHeader:
     """Returns the header of the file `path`, which may be a link: the user names it, and Ollama's have other names.
-    Raises UserError if it is not a GGUF file that can be read, or is damaged."""
+
+    Raises:
+      UserError: it is not a GGUF file that can be read, or is damaged.
+    """
     if not path.is_file():  # a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
     try:

@@ -26,8 +26,11 @@ ITEMS = "items"  # the name of the tree in a checkpoint of MaxText
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Returns shape and dtype of every leaf of an Orbax tree, by its path with slashes. Raises UserError if the tree is
-    damaged, or parts of it are missing."""
+    """Returns shape and dtype of every leaf of an Orbax tree, by its path with slashes.
+
+    Raises:
+      UserError: the tree is damaged, or parts of it are missing.
+    """
     from orbax.checkpoint import v1 as ocp
 
     def as_dict(node: Any) -> Any:
@@ -47,8 +50,11 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """Returns the custom metadata of the checkpoint that has the Orbax tree at `path`; {} if there are none. Raises
-    UserError if the file is damaged."""
+    """Returns the custom metadata of the checkpoint that has the Orbax tree at `path`; {} if there are none.
+
+    Raises:
+      UserError: the file is damaged.
+    """
     file = path.parent / COMPOSITE
     found = read_object(file).get("custom_metadata") if file.exists() else None
     return found if isinstance(found, dict) else {}
@@ -63,7 +69,10 @@ def _address(path: Path) -> dict[str, Any]:
 
 def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are those of `headers`.
-    Raises UserError if the tree is damaged, now or when a leaf is read."""
+
+    Raises:
+      UserError: the tree is damaged, now or when a leaf is read.
+    """
     from orbax.checkpoint import v1 as ocp
 
     headers(path)  # reports damage
@@ -91,7 +100,10 @@ def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.n
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Reads one leaf with the dtype and sharding of `abstract`. Every process reads the chunks that its slices overlap.
-    Raises UserError if the leaf is damaged."""
+
+    Raises:
+      UserError: the leaf is damaged.
+    """
     return _load(path, name, abstract)
 
 

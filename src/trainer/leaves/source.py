@@ -137,9 +137,12 @@ class Source(Protocol):
         """Returns which of these weights of a model of `config` the checkpoint has, at least in part."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order. Raises
-        UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
-        modules of multi-token prediction than `config`."""
+        """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.
+
+        Raises:
+          UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
+            modules of multi-token prediction than `config`.
+        """
 
 
 def check_tensors(
@@ -148,8 +151,11 @@ def check_tensors(
     where: str,
     dtypes: Collection[str] = DTYPES,
 ) -> None:
-    """Compares the shape of each tensor found with the wanted shape, and its dtype with `dtypes`. Raises UserError:
-    lists all differences, one per line."""
+    """Compares the shape of each tensor found with the wanted shape, and its dtype with `dtypes`.
+
+    Raises:
+      UserError: lists all differences, one per line.
+    """
     lines = []
     for name, (shape, dtype) in found.items():
         if name in wanted and shape != wanted[name]:

@@ -18,8 +18,11 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints, for the message about a full disk. Raises UserError if the file
-        cannot be written."""
+        """`resumes`: whether the run saves checkpoints, for the message about a full disk.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         self._path, self._resumes, self._say = path, resumes, say
         with disk_errors(path, resumes):
             self._open()

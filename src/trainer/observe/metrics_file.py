@@ -81,8 +81,11 @@ class MetricsFile:
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
-        """Checks that the file is writable, without creating anything. Raises UserError if it is not writable, is one
-        of the run's own files in `run_dir`, or contains something else."""
+        """Checks that the file is writable, without creating anything.
+
+        Raises:
+          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains something else.
+        """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
             raise UserError(f"metrics_file={path}: the run writes that file itself; choose another path")

@@ -111,8 +111,11 @@ class Record:
 
 
 def read_run(folder: Path) -> Record:
-    """Returns the record of a run. Raises UserError if the folder has no metrics.jsonl, or one of its files is
-    damaged."""
+    """Returns the record of a run.
+
+    Raises:
+      UserError: the folder has no metrics.jsonl, or one of its files is damaged.
+    """
     metrics = folder / METRICS_FILE
     check_folder(folder, (METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, STARTS_FILE, GOODPUT_FILE))
     if not metrics.is_file():

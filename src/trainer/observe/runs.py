@@ -68,8 +68,11 @@ def open_run(
 
 def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
     """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lock.
-    Raises UserError: like `open_run`. However, it does not test whether a bucket is writable, and of a local folder it
-    checks only the permissions."""
+
+    Raises:
+      UserError: like `open_run`. However, it does not test whether a bucket is writable, and of a local folder it
+        checks only the permissions.
+    """
     base = folder(base_output_directory)
     if run_name:
         path = _place_of(base, run_name, resumes)
@@ -113,7 +116,10 @@ def _in_use(path: Any) -> bool:
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
     """Returns the folders of runs that a command with these keys may resume, the newest first. They may not exist.
-    Raises UserError if the name is outside `base_output_directory`."""
+
+    Raises:
+      UserError: the name is outside `base_output_directory`.
+    """
     base = folder(base_output_directory)
     if run_name:
         return [_place_of(base, run_name, True)]

@@ -19,8 +19,11 @@ DUAL_CHUNK_SWAP, STRIPED = "dual_chunk_swap", "striped"
 
 
 def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
-    """Returns the true index of the token at each place, int64 [length], for rows that `n` devices split. Raises
-    ValueError if the length is not a multiple of 2n (`dual_chunk_swap`) or n (`striped`)."""
+    """Returns the true index of the token at each place, int64 [length], for rows that `n` devices split.
+
+    Raises:
+      ValueError: the length is not a multiple of 2n (`dual_chunk_swap`) or n (`striped`).
+    """
     chunks = {DUAL_CHUNK_SWAP: 2 * n, STRIPED: n}[strategy]
     if length % chunks:
         raise ValueError(f"{strategy} over {n} devices: {chunks} does not divide {length} tokens")

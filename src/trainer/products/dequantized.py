@@ -83,8 +83,11 @@ class Storage:
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
 
     def of_inputs(self, kernel: Kernel) -> int:
-        """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all. Raises UserError: see
-        `how`."""
+        """Returns how many inputs of `kernel`, merged into one axis, share a scale; 0: all.
+
+        Raises:
+          UserError: see `how`.
+        """
         if not self.block[0]:
             return 0
         tiles, first = self.how(kernel).tiled_axes, bool(kernel.groups)

@@ -216,7 +216,11 @@ class _How:
         return product(left, right, sizes)
 
     def _check_sum(self, left: Any, right: Any, dimensions: Any) -> None:
-        """Refuses sums of so many products of integers that int32 may overflow. Raises UserError: says how many."""
+        """Refuses sums of so many products of integers that int32 may overflow.
+
+        Raises:
+          UserError: says how many.
+        """
         limit = {"int8": MOST_INT8, "int4": MOST_INT8 * 256}.get(self.recipe.forward)
         terms = prod(left.shape[axis] for axis in dimensions[0][0])
         for operand, axes in zip((left, right), dimensions[0], strict=True):
@@ -359,7 +363,11 @@ def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: An
 
 
 def _per_part(tokens: int, parts: int) -> int:
-    """Returns the number of tokens of a part. Raises UserError if parts would be unequal, or too small."""
+    """Returns the number of tokens of a part.
+
+    Raises:
+      UserError: parts would be unequal, or too small.
+    """
     if tokens % parts or tokens // parts < LEAST_PER_SCALE:
         raise UserError(
             f"quantization_local_shard_count={parts}: a microbatch has {tokens} tokens; it must have a multiple of "

@@ -116,8 +116,11 @@ class Rewards:
             self._workers.pop().kill()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Returns the rewards of `samples`, in their order. Raises UserError: names the first sample that failed, the
-        function and the reason."""
+        """Returns the rewards of `samples`, in their order.
+
+        Raises:
+          UserError: names the first sample that failed, the function and the reason.
+        """
         waiting = collections.deque(range(len(samples)))
         scored: dict[int, Scored] = {}
         failed: dict[int, str] = {}

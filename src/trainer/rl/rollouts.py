@@ -290,8 +290,11 @@ class Rollouts:
 
 
 def engine_of(run: Run, sequences: int) -> Engine:
-    """Returns the engine that generates with the parameters of `run`, on its mesh. Raises UserError if the model cannot
-    generate text, or not on this mesh."""
+    """Returns the engine that generates with the parameters of `run`, on its mesh.
+
+    Raises:
+      UserError: the model cannot generate text, or not on this mesh.
+    """
     config, at_once = run.config, run.config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
     return engine_of_run(run, max(slots, config.rl_num_generations), return_log_prob=True)

@@ -28,8 +28,11 @@ def is_first() -> bool:
 
 
 def from_first(fn: Callable[[], T]) -> T:
-    """Calls `fn` only in process 0, and returns its result, which must be JSON-serializable, in every process. Raises
-    UserError: `fn` raised it."""
+    """Calls `fn` only in process 0, and returns its result, which must be JSON-serializable, in every process.
+
+    Raises:
+      UserError: `fn` raised it.
+    """
     if _count() == 1:
         return fn()
     value: Any = None
@@ -47,7 +50,10 @@ def from_first(fn: Callable[[], T]) -> T:
 
 def agreed(fn: Callable[[], T]) -> T:
     """Calls `fn`, waits until it has returned in all processes, and returns its result. `fn` must not wait for others.
-    Raises UserError: `fn` raised it in one of the processes."""
+
+    Raises:
+      UserError: `fn` raised it in one of the processes.
+    """
     if _count() == 1:
         return fn()
     value: Any = None

@@ -122,7 +122,10 @@ def _lives(number: int) -> bool:
 
 def replace_file(path: Path, data: str | bytes) -> None:
     """Writes `data` beside `path` and renames it. A link at `path` is replaced. On an error nothing is left behind.
-    Raises OSError if the file cannot be written."""
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     # Other processes may write the same file. A name of 255 bytes leaves no room for an ending.
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a process that had this number and was killed

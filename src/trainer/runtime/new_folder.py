@@ -47,8 +47,11 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `path`, which gets this name at the end. After an error it is removed. Raises
-    UserError if it cannot be created."""
+    """Yields an empty folder next to `path`, which gets this name at the end. After an error it is removed.
+
+    Raises:
+      UserError: it cannot be created.
+    """
     partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
     with closed_at_interrupt(lambda: _discard(partial)):
         try:
@@ -62,7 +65,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
     """Yields the path of a file next to `path`, which gets this name at the end, on disk. After an error it is removed.
-    Raises UserError: its folder cannot be created."""
+
+    Raises:
+      UserError: its folder cannot be created.
+    """
     partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
     with closed_at_interrupt(lambda: partial.unlink(missing_ok=True)):
         try:

@@ -18,8 +18,11 @@ COMMITTED = "commit_success.txt"
 
 
 def folder(text: str) -> Any:
-    """Returns the path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket. Raises UserError if the path is
-    remote but not gs://, or the package for buckets is missing."""
+    """Returns the path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket.
+
+    Raises:
+      UserError: the path is remote but not gs://, or the package for buckets is missing.
+    """
     if "://" not in text:
         return local_path(text)
     if not text.startswith("gs://"):

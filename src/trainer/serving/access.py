@@ -26,8 +26,11 @@ def is_local(host: str) -> bool:
 
 
 def read_tokens(path: str, host: str) -> list[str]:
-    """Returns the tokens of the file `path`, one in each line, or that of the environment. Raises UserError if the file
-    cannot be read, a token is not one, or there is none although others reach `host`."""
+    """Returns the tokens of the file `path`, one in each line, or that of the environment.
+
+    Raises:
+      UserError: the file cannot be read, a token is not one, or there is none although others reach `host`.
+    """
     where = f"token_file={path}" if path else VARIABLE
     text = os.environ.get(VARIABLE, "")
     if path:
@@ -56,8 +59,11 @@ class Access:
         self._digests = [_digest(token.encode()) for token in tokens]
 
     def owner(self, authorization: str | None, host: str | None) -> str:
-        """Returns a name for the token of a request, "" without tokens. Raises ApiError: 401 for a wrong token; 403 for
-        a server without tokens to which a page of another site leads."""
+        """Returns a name for the token of a request, "" without tokens.
+
+        Raises:
+          ApiError: 401 for a wrong token; 403 for a server without tokens to which a page of another site leads.
+        """
         if not self._digests:
             name = re.sub(r":\d*$", "", host or "").strip("[]")
             if name not in _LOCAL_NAMES and not is_local(name):

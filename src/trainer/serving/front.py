@@ -172,8 +172,11 @@ class Front:
         return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
-        """Returns the choices of a request, which begin as soon as there are slots. Raises ApiError if too many wait,
-        or a value is not allowed."""
+        """Returns the choices of a request, which begin as soon as there are slots.
+
+        Raises:
+          ApiError: too many wait, or a value is not allowed.
+        """
         self.check_ready()
         most, count = self.model.config.max_waiting_prompts, len(prompts) * query.n
         if count > most:

@@ -162,8 +162,11 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so. Raises ApiError: names
-    every parameter that is wrong or not supported."""
+    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so.
+
+    Raises:
+      ApiError: names every parameter that is wrong or not supported.
+    """
     given, wrong = _acted_on(given, CHAT if chat else COMPLETIONS)
     if not wrong:
         for check in (_stops, _streaming, _limits, _biases, _chat if chat else _prompts):

@@ -47,8 +47,12 @@ class Reader(NamedTuple):
     adapters: Mapping[str, int]
 
     def read(self, body: bytes, chat: bool) -> Read:
-        """Returns the request in a body, and the tokens of its prompts. Raises ApiError if the body is no request, its
-        model is not there, its prompts cannot be made, or there are no tokens or too many."""
+        """Returns the request in a body, and the tokens of its prompts.
+
+        Raises:
+          ApiError: the body is no request, its model is not there, its prompts cannot be made, or there are no tokens
+            or too many.
+        """
         found = query(read_json(body), chat=chat, default=self.default)
         self.adapter(found.model)
         try:

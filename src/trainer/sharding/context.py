@@ -118,7 +118,11 @@ def sum_dtype(x: jax.Array) -> jnp.dtype | None:
 
 
 def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by the logical names of its axes. Raises UserError: see `rules.named_sharding`."""
+    """Returns `x`, sharded by the logical names of its axes.
+
+    Raises:
+      UserError: see `rules.named_sharding`.
+    """
     at = sharding_of(names, x.shape)
     return x if at is None else jax.lax.with_sharding_constraint(x, at)
 

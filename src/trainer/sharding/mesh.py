@@ -17,8 +17,11 @@ from trainer.sharding.capability import hardware, slice_count
 
 
 def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of `config`, resolved or not, over `devices`; None: all devices of all processes. Raises
-    UserError if the configuration does not fit the devices. Reports all mistakes at once."""
+    """Returns the mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
+
+    Raises:
+      UserError: the configuration does not fit the devices. Reports all mistakes at once.
+    """
     devices = jax.devices() if devices is None else devices
     return make_mesh(resolve(config, **hardware(devices)), devices)
 

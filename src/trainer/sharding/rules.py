@@ -57,8 +57,11 @@ def named_sharding(
     rules: Rules,
     what: str = "an array",
 ) -> NamedSharding:
-    """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`. Raises UserError: see
-    `spec`; or the product of an axis's mesh axes does not divide its size, and its name is no `Tiles`."""
+    """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`.
+
+    Raises:
+      UserError: see `spec`; or the product of an axis's mesh axes does not divide its size, and its name is no `Tiles`.
+    """
     partition = spec(names, rules, what, shape)
     entries = []
     for name, size, axes in zip(names, shape, map(axes_of, partition), strict=True):

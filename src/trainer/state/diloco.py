@@ -123,7 +123,11 @@ class DiLoCoCodec:
         return native._replace(inner_state=self.inner.unpack(native.inner_state))
 
     def pack(self, tree: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns the inverse of `unpack`. Raises ValueError if the state is native already."""
+        """Returns the inverse of `unpack`.
+
+        Raises:
+          ValueError: the state is native already.
+        """
         if not isinstance(tree.inner_state, TrainTree):
             kind = type(tree.inner_state).__name__
             raise ValueError(f"pack: this DiLoCoTrainState is native already, its inner_state is of type {kind}")

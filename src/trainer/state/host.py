@@ -51,8 +51,11 @@ def fetcher(config: Config, shardings: TrainTree) -> Fetch:
 
 
 def check_host_memory(config: Config, memory_kinds: list[str]) -> None:
-    """Refuses the offloading keys if the devices have no pinned host memory. Raises UserError: names the keys that are
-    set."""
+    """Refuses the offloading keys if the devices have no pinned host memory.
+
+    Raises:
+      UserError: names the keys that are set.
+    """
     given = [f"{key}=true" for key in KEYS.values() if config[key]]
     if given and HOST not in memory_kinds:
         has = ", ".join(sorted(memory_kinds)) or "none that is known"

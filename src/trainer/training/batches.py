@@ -77,8 +77,11 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
 
 def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
     """Checks that no row of a batch has one of the tokens `images`, which are given with the fields of config.json that
-    name them: the model has no tower here, so nothing would stand in their place. Raises UserError: names a row and its
-    token."""
+    name them: the model has no tower here, so nothing would stand in their place.
+
+    Raises:
+      UserError: names a row and its token.
+    """
     for name in ("inputs", "targets") if images else ():
         found = np.isin(batch[name], list(images)) & (batch[f"{name}_segmentation"] > 0)
         if found.any():
@@ -90,9 +93,12 @@ def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:
-    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective. Raises UserError:
-    names every field that is missing or has the wrong shape or dtype. In that case it also names the additional fields,
-    which are allowed."""
+    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective.
+
+    Raises:
+      UserError: names every field that is missing or has the wrong shape or dtype. In that case it also names the
+        additional fields, which are allowed.
+    """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
     problems = [f"no {name} ({_words(array)})" for name, array in wanted.items() if name not in batch]

@@ -20,8 +20,11 @@ Say = Callable[[str], None]
 
 
 def loaded_step(run: Run, say: Say) -> Any:
-    """Returns the step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`. Raises UserError
-    if the file cannot be read, or holds a different step."""
+    """Returns the step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`.
+
+    Raises:
+      UserError: the file cannot be read, or holds a different step.
+    """
     if not run.config.compiled_trainstep_file:
         return None
     path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
@@ -34,7 +37,11 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
     """Compiles the step and returns it. Says whether saving more for the backward pass would fit. `place` is the run's
-    folder, which the message at SIGTERM or Ctrl-C names. Raises UserError if `dump_hlo_local_dir` is not writable."""
+    folder, which the message at SIGTERM or Ctrl-C names.
+
+    Raises:
+      UserError: `dump_hlo_local_dir` is not writable.
+    """
     found: list[Path] = []
 
     def find_folder() -> None:

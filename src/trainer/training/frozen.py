@@ -31,8 +31,11 @@ class FrozenArrays(NamedTuple):
 
 
 def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArrays:
-    """Returns what `objective` declares, with the shardings that `rules` give. Raises UserError if the shape of an
-    array does not fit the mesh and the rules."""
+    """Returns what `objective` declares, with the shardings that `rules` give.
+
+    Raises:
+      UserError: the shape of an array does not fit the mesh and the rules.
+    """
     declared = frozen_of(objective)
     if declared is None:
         return FrozenArrays()

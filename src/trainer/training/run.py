@@ -99,8 +99,11 @@ class Run(NamedTuple):
         return state, self.abstract_batch(self.rows), self.frozen.abstract
 
     def check_arguments(self) -> None:
-        """Refuses parameters that compiled programs do not take. Raises UserError: integers of 4 bits on CPUs: JAX
-        compares the layouts of arguments, and finds different ones."""
+        """Refuses parameters that compiled programs do not take.
+
+        Raises:
+          UserError: integers of 4 bits on CPUs: JAX compares the layouts of arguments, and finds different ones.
+        """
         leaves = by_name(self._params).items()
         names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
         if names and self.mesh.devices.flat[0].platform == "cpu":

@@ -72,8 +72,11 @@ def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
-    """Returns the patterns of `learning_rate_groups` with their factors. Raises ValueError if an item is not
-    pattern=factor, with a regular expression and a number above 0."""
+    """Returns the patterns of `learning_rate_groups` with their factors.
+
+    Raises:
+      ValueError: an item is not pattern=factor, with a regular expression and a number above 0.
+    """
     groups = []
     for item in value:
         pattern, equals, text = item.rpartition("=")
