@@ -33,10 +33,10 @@ class Block(DenseBlock, block.Experts):
     @staticmethod
     def score(config: Config) -> Score:
         """See `ExpertBlock.score`. Groups count as in DeepSeek-V3."""
-        if config.n_routing_groups <= 1:
+        groups, kept = config.n_routing_groups, config.topk_routing_group
+        if groups <= 1:
             return block.Experts.score(config)
-        groups = {"groups": config.n_routing_groups, "kept": config.topk_routing_group}
-        score = functools.partial(softmax_in_groups, normalize=config.norm_topk_prob, **groups)
+        score = functools.partial(softmax_in_groups, normalize=config.norm_topk_prob, groups=groups, kept=kept)
         return times(score, config.routed_scaling_factor)
 
 
