@@ -56,6 +56,15 @@ def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> 
     return Routing(expert, _probability(logits, expert))
 
 
+def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups: int, kept: int) -> Routing:
+    """The largest probabilities of the softmax over all experts, among those of `kept` of the `groups`: those whose two
+    largest probabilities add up to most (Mistral 4). `normalize`: divide the weights of a token by their sum."""
+    score = jax.nn.softmax(logits, axis=-1)
+    _, expert = jax.lax.top_k(_of_best_groups(score, groups, kept, best=2), chosen)
+    weight = _probability(logits, expert)
+    return Routing(expert, weight / weight.sum(-1, keepdims=True) if normalize else weight)
+
+
 def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:
     """`score` [..., e], -inf for experts outside of the `kept` groups with the largest sum of their `best` scores."""
     by_group = score.reshape(*score.shape[:-1], groups, -1)

@@ -93,7 +93,7 @@ def _routing_groups(config: Config) -> str | None:
         return f"of {groups} groups a token can choose 1 to {groups}"
     if kept * (experts // groups) < config.num_experts_per_tok:
         return f"{kept} groups have {kept * (experts // groups)} experts, and a token chooses more"
-    if scores_by_sigmoid(config):
+    if scores_by_sigmoid(config) or not reads(config, "routed_score_func"):
         return "a group counts as its two best experts and has only one" if experts == groups else None
     if config.norm_topk_prob:
         return "with softmax scores, groups do not support norm_topk_prob=true"
