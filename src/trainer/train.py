@@ -26,6 +26,7 @@ from trainer.observe.goodput import COMPILATION, RESTORE, Timeline
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
+from trainer.runtime.supervision import pulse, supervise
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -77,11 +78,14 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     """
     if prints_usage(kind.command, words):
         return
-    timeline = Timeline()
+    tell = pulse()
+    timeline = Timeline(tell)
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
         kind.check(begun.config)
         _specs(kind, begun.config)
+    if begun.config.supervise and tell is None and DRY_RUN not in words:
+        raise SystemExit(supervise(f"trainer.{kind.command}", words, begun.config))
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -280,8 +284,8 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
         # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
-        folder = run_dir.path if is_first() else None
-        agreed(lambda: timeline.open(folder, run.config.enable_checkpointing, console.say))
+        saves = run.config.enable_checkpointing
+        agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
         if begin.updates < run.config.steps:
             with timeline.during(COMPILATION):
                 compiled = compiled or compiled_step(run, run_dir.folder, console.say)

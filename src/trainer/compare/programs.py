@@ -24,7 +24,7 @@ from trainer.compare.reference import (
 )
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config.capabilities.all_keys import keys_of
-from trainer.config.dump import PROCESSES, to_flow
+from trainer.config.dump import PROCESSES, SUPERVISION, to_flow
 from trainer.config.errors import UserError
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS, combination
@@ -59,7 +59,7 @@ _USED = {
     "override_model_config",
     *_COMMON,
 }
-_IDLE = frozenset((*keys_of(Resume.AROUND), *PROCESSES, "debug_sharding")) - _USED
+_IDLE = frozenset((*keys_of(Resume.AROUND), *PROCESSES, *SUPERVISION, "debug_sharding")) - _USED
 # In the order of a training step.
 MEASURES: tuple[Step, ...] = (measure.parameters, measure.activations, measure.gradients, measure.update)
 

@@ -28,7 +28,7 @@ _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "st
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
 _LATEST = 1e12  # seconds since 1970
-_WAITED = {"data_wait": DATA, "rollout_wait": ROLLOUTS}  # seconds of the step that ends at an event
+_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # seconds of the step that ends at an event
 
 
 class Goodput:
@@ -102,21 +102,24 @@ class Timeline:
     The events before `open` are kept in memory: the run has no folder yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
+        """`tell`: see `runtime.supervision.pulse`."""
         self.goodput = Goodput()
+        self._tell, self._phase = tell or (lambda word, text: None), START
         self._waiting: list[dict[str, Any]] | None = []
         self._file: AppendedFile | None = None
         self.started = time.perf_counter()
         self._offset = time.time() - self.started  # the machine's clock may be set while the run trains
         self._write({_JOB_START: self._now()})
 
-    def open(self, folder: Path | None, resumes: bool, say: Callable[[str], None]) -> None:
-        """Writes all events to the file in the run's `folder`, from now on immediately; None: writes nothing.
+    def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
+        """Writes all events to the file in the run's `folder`, from now on immediately, in a process that `writes`.
 
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
+        self._tell("folder", str(folder))
         waiting, self._waiting = self._waiting or [], None
-        if folder is None:
+        if not writes:
             return
         path = folder / GOODPUT_FILE
         with disk_errors(path, resumes):
@@ -131,20 +134,32 @@ class Timeline:
     def during(self, part: str) -> Iterator[None]:
         """Counts the time of the block as `part`, which is no step. Blocks are not nested."""
         self._write({_EVENT_START: self._now(), _EVENT: part})
+        self._tell("done", part)
         yield
         self._write({_EVENT_END: self._now(), _EVENT: part})
+        self._tell("done", self._phase)
 
     def step(self, step: int, **waited: float) -> None:
-        """Begins a step, and ends the one before, in which the run waited for `data_wait` or `rollout_wait` seconds."""
+        """Begins a step. In the step before, the run waited for `data_wait` or `rollouts_wait` seconds."""
         self._write({_STEP_START: self._now(), _STEP: step, **waited})
+        self._begins(f"step {step}")
+
+    def within(self, part: str) -> None:
+        """Tells the supervisor that a step waits for `part`; "": no longer."""
+        self._tell("in", part)
 
     def end(self) -> None:
         """Ends the steps of the run. Evaluations and saves may follow."""
         self._write({_EVENT_START: self._now(), _EVENT: END})
+        self._begins(END)
 
     def finish(self) -> None:
         """Marks the end of the run: no time counts until another process continues it."""
         self._write({_JOB_END: self._now()})
+
+    def _begins(self, phase: str) -> None:
+        self._phase = phase
+        self._tell("done", phase)
 
     def _now(self) -> float:
         return self._offset + time.perf_counter()

@@ -52,6 +52,7 @@ class Reports(NamedTuple):
     untested: bool = False  # whether it reported no evaluation of it by tasks
     profiler: Profiler | None = None
     during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
+    waiting: Callable[[bool], None] = lambda begins: None  # before and after the loop waits for a batch
 
 
 # Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
@@ -157,8 +158,11 @@ class _Loop:
 
     def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
         """Returns the next batch and its position; None if interrupted. If the source fails, the state is saved."""
+        self._reports.waiting(True)
         with self._saved_if_it_fails():
-            return batches.take(lambda: self.state, lambda: self._preemption.requested)
+            taken = batches.take(lambda: self.state, lambda: self._preemption.requested)
+        self._reports.waiting(False)
+        return taken
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:

@@ -151,10 +151,10 @@ def open_reports(
     evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
     tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
-    waiting = "rollout_wait" if config.reward_functions else "data_wait"
+    waits_for = "rollouts" if config.reward_functions else "data"
 
     def on_step(row: Any) -> None:
-        timeline.step(row["step"] + 1, **{waiting: row["data_wait"] * row["step_time"]})
+        timeline.step(row["step"] + 1, **{f"{waits_for}_wait": row["data_wait"] * row["step_time"]})
         if row["step"] + 1 == config.steps:
             timeline.end()
         written.write(tokens.add(row))
@@ -171,7 +171,12 @@ def open_reports(
         if warning := lacks_best(row, config):
             console.say(warning)
 
-    return Reports(on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler, timeline.during)
+    def waiting(begins: bool) -> None:
+        timeline.within(waits_for if begins else "")
+
+    return Reports(
+        on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler, timeline.during, waiting
+    )
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:

@@ -88,7 +88,7 @@ def test_a_process_records_its_events(tmp_path, monkeypatch):
     with Timeline() as timeline:
         with timeline.during("restore"):
             passes(3)
-        timeline.open(tmp_path, True, print)
+        timeline.open(tmp_path, True, True, print)
         timeline.step(0)
         passes(4)
         timeline.step(1, data_wait=1.0)
@@ -104,7 +104,7 @@ def test_a_process_records_its_events(tmp_path, monkeypatch):
 
 def test_only_one_process_writes(tmp_path):
     with Timeline() as timeline:
-        timeline.open(None, True, print)
+        timeline.open(tmp_path, False, True, print)
         timeline.step(0)
     assert timeline.goodput.seconds() == {}
     assert not list(tmp_path.iterdir())
