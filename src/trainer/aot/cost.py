@@ -1,8 +1,9 @@
 """FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
 The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which `cost_analysis()` of a
-compiled function reports, with two exceptions. XLA counts the body of a loop once; here it counts once per iteration.
-XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts.
+compiled function reports, with three exceptions. XLA counts the body of a loop once; here it counts once per iteration.
+XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts. XLA counts
+every row of a TPU's grouped product with every group; here it counts with its own.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
 - An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
   sine and similar functions are counted separately, as transcendentals. A reduction counts one operation per element
@@ -142,34 +143,37 @@ class _Counter:
         self.in_place = _IN_PLACE_FOR_XLA if rolled else _IN_PLACE
         self.notes: list[str] = []
         self.unknown: list[str] = []
-        self.known: dict[tuple[str, bool], Totals] = {}
+        self.known: dict[tuple[str, bool, int], Totals] = {}
 
-    def computation(self, name: str, fused: bool = False) -> Totals:
-        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory."""
-        if (name, fused) not in self.known:
-            totals = self.known[name, fused] = Totals()
+    def computation(self, name: str, fused: bool = False, groups: int = 1) -> Totals:
+        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory. `groups`:
+        of the grouped product that it is a part of."""
+        if (name, fused, groups) not in self.known:
+            totals = self.known[name, fused, groups] = Totals()
             computation = self.module.computations[name]
             for instruction in computation:
-                self._work(totals, computation, instruction, fused)
+                self._work(totals, computation, instruction, fused, groups)
                 if not fused:
                     self._traffic(totals, computation, instruction)
-        return self.known[name, fused]
+        return self.known[name, fused, groups]
 
-    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool) -> None:
+    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool, groups: int) -> None:
         """Adds an instruction's operations, and the totals of the computations that it calls."""
+        if groups > 1 and products.masks(computation, i, groups):
+            return
         if i.opcode in ELEMENTWISE:
             totals.flops += i.shape.elements
         elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
             totals.transcendentals += sum(shape.elements for shape in i.shapes)
         elif i.opcode in ("dot", "convolution"):
             left, right = (operand.shape for operand in computation.operands(i)[:2])
-            totals.multiply(
-                left.dtype, products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
-            )
+            flops = products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
+            totals.multiply(left.dtype, flops / groups)
         elif i.opcode in ("all-reduce", "all-reduce-start"):
             totals.flops += sum(shape.elements for shape in i.shapes)
         elif i.opcode == "fusion":
-            totals.add(self.computation(i.attribute("calls"), fused=True))
+            groups = groups if self.rolled else max(groups, products.groups(i))
+            totals.add(self.computation(i.attribute("calls"), True, groups))
         elif i.opcode in ("call", "async-start"):
             totals.add(self.computation(i.called[0], fused))
         elif i.opcode == "while":

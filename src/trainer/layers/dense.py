@@ -87,7 +87,8 @@ class Dense(WithMatrices):
         out = self.product(x, self.inputs, self.kernel.get_value(), early, context)
         out = sharding.for_product(out, rows, outputs)
         if self.adds_bias:
-            out = out + self.bias.get_value().astype(out.dtype)
+            # In float32: the gradient of the bias is a sum over rows in the dtype of the addition.
+            out = (out.astype(jnp.float32) + self.bias.get_value()).astype(out.dtype)
         return sharding.constrain(out, out_names)
 
 
