@@ -32,12 +32,12 @@ def to_flow(value: Any) -> str:
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
         return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind
-    return _quoted(value) if isinstance(value, str) else _dumped(value)
+    return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 
-@functools.lru_cache(maxsize=1024)  # the strings of a configuration are mostly defaults
-def _quoted(text: str) -> str:
-    return _dumped(text, style='"')
+@functools.lru_cache(maxsize=1024)  # the strings and numbers of a configuration are mostly defaults
+def _known(value: str | float) -> str:
+    return _dumped(value, style='"' if isinstance(value, str) else None)
 
 
 def _dumped(value: Any, style: str | None = None) -> str:

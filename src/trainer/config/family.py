@@ -1,5 +1,6 @@
 """What the first stage, without JAX, asks about a family of models."""
 
+import functools
 import importlib
 import sys
 import traceback
@@ -82,6 +83,7 @@ class Facts:
             raise UserError(f"Facts: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
+@functools.cache
 def families() -> Mapping[str, str]:
     """Returns the import path of each family's facts, by decoder_block. Named by string: models are above config."""
     return importlib.import_module("trainer.models").FAMILIES
@@ -132,7 +134,10 @@ def import_facts(decoder_block: str) -> None:
 def facts_of(config: Config) -> Facts | None:
     """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
     of something else, or nothing has imported its facts."""
-    block = config.decoder_block
+    return _facts(config.decoder_block)
+
+
+def _facts(block: str) -> Facts | None:
     module, _, name = families().get(block, block).partition(":")
     if block in families():
         importlib.import_module(module)
@@ -164,6 +169,7 @@ def has_sinks(config: Config) -> bool:
     return facts is not None and facts.sinks
 
 
+@functools.cache
 def readers(key: str) -> str:
     """Returns the families of this package that read `key`, as words."""
-    return ", ".join(name for name in families() if reads(Config({"decoder_block": name}), key))
+    return ", ".join(name for name in families() if (facts := _facts(name)) and key in facts.reads)

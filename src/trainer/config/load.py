@@ -214,10 +214,12 @@ class Begun:
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
         values = merge(merge(self._values, preset), given)
-        own = defaults_from_model(_config(values))
+        config = _config(values) if preset else self.config
+        own = defaults_from_model(config)
         values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
         sized = scaled(values)
-        config = _config(sized)
+        if own or sized is not values:
+            config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
         if code := self._foreign():  # before any of it is imported

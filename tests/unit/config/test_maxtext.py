@@ -18,7 +18,7 @@ from trainer.config.resolve import resolve
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 
-GROUPS = yaml.safe_load(verdicts.TABLE.read_text())["groups"]
+GROUPS = verdicts.table()["groups"]
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def test_another_value_is_an_error_that_says_what_to_use(word, message):
 @pytest.mark.parametrize("verdict", [it for it in verdicts.verdicts().values() if it.kind == verdicts.RENAMED])
 def test_what_a_renamed_key_advises_loads(verdict):
     """Uses a value that an earlier MaxText base.yml gave the old name."""
-    rows = yaml.safe_load(verdicts.TABLE.read_text())["earlier"].get(verdict.name, {})
+    rows = verdicts.table()["earlier"].get(verdict.name, {})
     value = next((value for values in rows.values() for value in values), schema().keys[verdict.to].default)
     reader = Reader(schema())
     assert reader.setting(verdict.to, str(value), "", functools.partial(read_text, text=str(value)))

@@ -24,7 +24,7 @@ IN_ORDER = "set context_parallel_load_balance=false"
 
 def parts(config: Config) -> int:
     """Returns over how many devices the tokens of a row are split. A size that is not known yet counts as 1."""
-    return math.prod(_sizes(config)[axis] for axis in AXES)
+    return math.prod(_size(config, axis) for axis in AXES)
 
 
 def splits_rows(config: Config) -> bool:
@@ -35,7 +35,7 @@ def splits_rows(config: Config) -> bool:
 def token_order(config: Config) -> tuple[str, int] | None:
     """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
     devices; see `ops.order`. None: they stay in order."""
-    n = _sizes(config)[CONTEXT]
+    n = _size(config, CONTEXT)
     # ulysses splits heads, all with the same work.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
@@ -48,13 +48,13 @@ def heads_axis(config: Config) -> str | None:
     return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    return {axis: max(1, size) for axis, size in mesh_axes(config).items()}
+def _size(config: Config, axis: str) -> int:
+    return max(1, int(config[ICI[axis]] * config[DCN[axis]]))
 
 
 def _product(config: Config, *axes: str) -> tuple[int, str]:
     """Returns how many parts mesh axes make together, also as text: "context 4 x tensor 2 = 8"."""
-    sizes = {axis: size for axis in axes if (size := _sizes(config)[axis]) > 1}
+    sizes = {axis: size for axis in axes if (size := _size(config, axis)) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
 
@@ -80,7 +80,7 @@ def _heads(config: Config) -> str | None:
     axis, key = heads_axis(config), "base_num_query_heads"
     rule = [name for name in make_rules(config.logical_axis_rules)["activation_heads"] if name not in AXES]
     (shards, over), heads = _product(config, *rule), config[key]
-    if not axis or heads % shards or heads // shards % (n := _sizes(config)[axis]) == 0:
+    if not axis or heads % shards or heads // shards % (n := _size(config, axis)) == 0:
         return None  # `resolve` reports heads that the rule does not divide
     local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
     nearest = around(n, divisors(heads // shards))
@@ -88,7 +88,7 @@ def _heads(config: Config) -> str | None:
 
 
 def _rules(config: Config) -> str | None:
-    rules, sizes = make_rules(config.logical_axis_rules), _sizes(config)
+    rules, sizes = make_rules(config.logical_axis_rules), mesh_axes(config)
 
     def split(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in rules[name] if sizes[axis] > 1)
@@ -115,7 +115,7 @@ _OF_PARTS: tuple[Check, ...] = (
     (("base_num_query_heads", "context_parallel_strategy"), _heads),
     refused(
         ("context_parallel_strategy", ICI[ULYSSES], DCN[ULYSSES]),
-        lambda c: _sizes(c)[ULYSSES] != 1 and c.context_parallel_strategy != "usp",
+        lambda c: _size(c, ULYSSES) != 1 and c.context_parallel_strategy != "usp",
         f"only the strategy usp uses the mesh axis {ULYSSES}; set context_parallel_strategy=usp, or use the axis "
         f"{CONTEXT}",
     ),
