@@ -23,7 +23,7 @@ from trainer.ops.paths import by_name
 from trainer.optim.average import averaged
 from trainer.optim.optimizer import make_optimizer, trainable
 from trainer.optim.rules import Rule, with_rules
-from trainer.sharding import hardware, make_mesh, on_mesh, spec
+from trainer.sharding import hardware, make_mesh, memory_kinds, on_mesh, spec
 from trainer.state.builders import set_named_sharding_nnx
 from trainer.state.host import Fetch, check_host_memory, fetcher, storage_shardings
 from trainer.state.init import init_state_fn
@@ -128,7 +128,7 @@ def _has_gradient(leaf: Any) -> bool:
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:
     """Returns `config`, resolved and checked for `devices`."""
     config = resolve(config, **hardware(devices))
-    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    check_offload(config, memory_kinds)
-    check_host_memory(config, memory_kinds)
+    kinds = memory_kinds(devices)
+    check_offload(config, kinds)
+    check_host_memory(config, kinds)
     return config

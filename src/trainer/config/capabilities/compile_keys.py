@@ -2,7 +2,7 @@
 
 from trainer.config.key_rows import Check, Place, Resume, Row, refused
 from trainer.config.keys import Config
-from trainer.config.topologies import find_topology
+from trainer.config.topologies import GPUS, find_topology
 
 
 def _topology(config: Config) -> str | None:
@@ -21,5 +21,11 @@ CHECKS: tuple[Check, ...] = (
         ("compile_topology", "compile_topology_num_slices"),
         lambda c: c.compile_topology.startswith("cpu-") and c.compile_topology_num_slices > 1,
         "simulated CPU devices have no slices: give cpu-N with the total number",
+    ),
+    refused(
+        ("compile_topology", "compiled_trainstep_file"),
+        lambda c: c.compile_topology.partition("-")[0] in GPUS and c.compiled_trainstep_file,
+        "a step that was compiled for GPUs without one is not saved: none has been loaded on a GPU yet, where its "
+        "kernels could be wrong or slow; leave compiled_trainstep_file out",
     ),
 )
