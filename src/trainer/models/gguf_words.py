@@ -70,7 +70,7 @@ _DEEPSEEK3 = _split(
 )
 WORDS: Mapping[str, Splitting] = {
     **dict.fromkeys(("gpt-2", "olmo"), Splitting([_GPT2])),
-    "smollm": Splitting(_DIGITS),
+    **dict.fromkeys(("smollm", "refact"), Splitting(_DIGITS)),  # Granite's is refact
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting(_LLAMA3, whole=True, begins=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_LLAMA3)),
     "qwen2": Splitting(_QWEN2, normalizer={"type": "NFC"}),
