@@ -83,6 +83,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     from trainer.evaluation.tasks import keep, open_tasks
     from trainer.inference.max_engine import MaxEngine
     from trainer.runtime.agreement import agreed, from_first, is_first
+    from trainer.weights.open import open_source
 
     def say(text: str) -> None:
         if is_first():
@@ -96,14 +97,17 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
         tokenizer = engine.get_tokenizer()
         chat = Prompts(loaded.config, tokenizer, say) if loaded.config.use_chat_template else None
         stop = [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())]
-        return engine, tokenizer, chat, stop, open_tasks(specs, loaded.config, tokenizer, say)
+        config = loaded.config
+        about = open_source(config.load_parameters_path, config.decoder_block, verify=False).about
+        images = {} if config.dataset_type == "synthetic" else about.images
+        return engine, tokenizer, chat, stop, images, open_tasks(specs, config, tokenizer, say)
 
-    engine, tokenizer, chat, stop, tasks = agreed(prepared)
+    engine, tokenizer, chat, stop, images, tasks = agreed(prepared)
     folder = output or Path(from_first(lambda: str(_new_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     params = engine.load_params(say=say, given=given, average=average)
     say(f"ready after {time.perf_counter() - started:.1f} s; scores, questions and answers go to {folder}")
-    model = EvaluatedModel(engine, params, tokenizer, stop, chat, say=say)
+    model = EvaluatedModel(engine, params, tokenizer, stop, chat, say=say, images=images)
     results = []
     for task in tasks:
         began = time.perf_counter()

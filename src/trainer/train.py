@@ -320,7 +320,8 @@ def _tasks(kind: Kind, run, dataset, begin, console):
         chat = tokenizer and kind.prompts(run.config, tokenizer, lambda line: None)
         eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
         stop = [*eos, *begin.about.ends, *(chat.stop_tokens() if chat else ())]
-        return RunTasks(run, _specs(kind, run.config), tokenizer, chat, stop, console.say)
+        images = {} if run.config.dataset_type == "synthetic" else begin.about.images
+        return RunTasks(run, _specs(kind, run.config), tokenizer, chat, stop, console.say, images)
 
     return agreed(opened)
 

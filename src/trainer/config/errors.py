@@ -18,7 +18,7 @@ from trainer.config.words import counted, visible
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _INTERRUPTED = 130  # the exit code after Ctrl-C: 128 + 2
 # The maximum size of a message.
 SCREEN_LINES, SCREEN_COLUMNS = 40, 160
@@ -127,7 +127,7 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Python represents bytes that are not UTF-8 as lone surrogates.
-    bad = [os.fsencode(word) for word in words if not word.isascii() and _SURROGATE.search(word)]
+    bad = [os.fsencode(word) for word in words if not word.isascii() and SURROGATE.search(word)]
     if bad:
         raise UserError(
             "\n  ".join(

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a file of a task
 _SEED = 1234  # of the shots, as in lm-eval's own program
 _RESAMPLES = 1000  # for the standard errors of metrics that are no means
-_NOT_SAMPLING = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
+_SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
 
 
 class HarnessTask:
@@ -62,7 +62,7 @@ class HarnessTask:
                 self._loaded: Any = manager.load([names[0] if spec.path else spec.name])
             except UserError:
                 raise
-            except Exception as error:  # the functions and templates of a task can raise any
+            except (Exception, SystemExit) as error:  # the functions and templates of a task can raise any
                 kind = type(error).__name__
                 raise UserError(f"{spec.path or spec.name}: lm-eval cannot open it: {kind}: {_shown(error)}") from error
         for name, task in self._loaded["tasks"].items():
@@ -90,7 +90,7 @@ class HarnessTask:
                     apply_chat_template=model.chat is not None,
                     fewshot_as_multiturn=model.chat is not None,
                 )
-        except Exception as error:  # the functions of a task can raise any
+        except (Exception, SystemExit) as error:  # the functions of a task can raise any
             if asked.answering or isinstance(error, UserError | Interrupted):
                 raise
             raise UserError(f"{self.name}: the task failed: {failure(error)}") from error
@@ -248,8 +248,7 @@ class InProcess(LM):
         """Returns what the model writes after each context. Contexts that are too long lose their beginning."""
         model, length = self._model, self._model.length
         found: dict[int, str] = {}
-        settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
-        drawn = [_sampling(given) for given in settings]
+        settings, drawn = zip(*(_generation(request.args[1]) for request in requests), strict=True)
         for sampling in dict.fromkeys(drawn):
             chosen = [i for i, one in enumerate(drawn) if one == sampling]
             limits = [settings[i]["max_gen_toks"] for i in chosen]
@@ -259,7 +258,8 @@ class InProcess(LM):
                     "max_target_length, or the task a smaller max_gen_toks"
                 )
             prompts = [
-                self._encode(requests[i].args[0])[limit - length :] for i, limit in zip(chosen, limits, strict=True)
+                (self._encode(requests[i].args[0]) or [self._begin()])[limit - length :]
+                for i, limit in zip(chosen, limits, strict=True)
             ]
             answers = model.answers(prompts, limits, [settings[i]["until"] for i in chosen], sampling)
             found.update(zip(chosen, (answer.text for answer in answers), strict=True))
@@ -287,13 +287,26 @@ class InProcess(LM):
             return self._model.pair(context, continuation, chat=False)
         tokens = self._model.tokenizer.encode(continuation)
         begin = self._begin()
-        return ([begin], tokens) if begin != tokens[0] else (tokens[:1], tokens[1:])
+        return (tokens[:1], tokens[1:]) if tokens[:1] == [begin] else ([begin], tokens)
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
-    """Returns how tokens are drawn. Raises UserError for a setting of transformers that is not known here."""
-    if unknown := [name for name in given if name not in _NOT_SAMPLING]:
-        raise UserError(f"generation_kwargs: {unknown[0]} is not supported; known: {', '.join(_NOT_SAMPLING)}")
-    if not given.get("do_sample"):
-        return Sampling(0.0)
-    return Sampling(float(given["temperature"]), int(given.get("top_k", 0)), float(given.get("top_p", 1.0)))
+def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
+    """Returns generation_kwargs as lm-eval completes them, and how tokens are drawn.
+
+    Raises:
+      UserError: a setting of transformers is not known here, or a value is not possible.
+    """
+    try:
+        settings: Mapping[str, Any] = normalize_gen_kwargs(dict(given))
+        drawn = (
+            float(settings.get("temperature", 1.0)),
+            int(settings.get("top_k", 0)),
+            float(settings.get("top_p", 1.0)),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"generation_kwargs: {error}") from error
+    if unknown := [name for name in settings if name not in _SETTINGS]:
+        raise UserError(f"generation_kwargs: {unknown[0]} is not supported; known: {', '.join(_SETTINGS)}")
+    if settings["max_gen_toks"] < 1 or not all(isinstance(text, str) for text in settings["until"]):
+        raise UserError("generation_kwargs: max_gen_toks is at least 1, and until a text or a list of texts")
+    return settings, Sampling(*drawn) if settings.get("do_sample") else Sampling(0.0)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,16 +37,18 @@ class RunTasks:
         chat: Chat | None,
         stop: Sequence[int],
         say: Say,
+        images: Mapping[int, str] = {},
     ):
         """Opens the tasks, so that what is missing is an error before the run begins.
 
         Args:
           stop: the tokens that end an answer.
+          images: see `About.images`.
 
         Raises:
           UserError: see `open_tasks` and `engine_of_run`.
         """
-        self._tokenizer, self._chat, self._stop, self._say = tokenizer, chat, stop, say
+        self._tokenizer, self._chat, self._stop, self._say, self._images = tokenizer, chat, stop, say, images
         self._tasks = open_tasks(specs, run.config, tokenizer, say)
         self._engine = engine_of_run(run, round(run.config.per_device_batch_size * run.mesh.size) or 1)
         self._variables = jax.jit(trained_variables(run))
@@ -68,7 +70,7 @@ class RunTasks:
         """
         started = time.perf_counter()
         params = self._engine.hold(*self._variables(state))
-        how = self._tokenizer, self._stop, self._chat, interrupted, self._say
+        how = self._tokenizer, self._stop, self._chat, interrupted, self._say, self._images
         model = EvaluatedModel(self._engine, params, *how)
         results: list[Result] = []
         failed = 0

@@ -5,7 +5,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,31 @@ class Interrupted(Exception):  # like KeyboardInterrupt, it is no error
 
 class TooLong(UserError):
     """A task takes more time than it may."""
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """A context in which `look` is called every half second, between any two lines of Python and within a regular
+    expression; what it raises ends the context. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ended = False
+
+    def looks(number: int, frame: Any) -> None:
+        if not ended:
+            look()
+
+    before = signal.signal(signal.SIGALRM, looks)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+    try:
+        try:
+            yield
+        finally:
+            ended = True
+    finally:  # also if `look` has raised in the other one
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Answer(NamedTuple):
@@ -60,6 +85,7 @@ class EvaluatedModel:
         chat: Chat | None = None,
         interrupted: Callable[[], bool] = lambda: False,
         say: Callable[[str], Any] = lambda line: None,
+        images: Mapping[int, str] = {},
     ):
         """
         Args:
@@ -69,8 +95,9 @@ class EvaluatedModel:
           interrupted: whether to raise Interrupted, the same in all processes; called after each batch, and while
             other code works.
           say: gets a line of progress at most every ten seconds.
+          images: see `About.images`.
         """
-        self._say, self._said = say, time.monotonic()
+        self._say, self._said, self._images = say, time.monotonic(), images
         self._engine, self._params, self._interrupted = engine, params, interrupted
         self._tokenizer, self.chat, self._stop = tokenizer, chat, frozenset(stop)
         self.length = int(engine.config.max_target_length)
@@ -130,27 +157,12 @@ class EvaluatedModel:
     @contextlib.contextmanager
     def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
         """A context in which other code works, which does not call `check_goes_on`: a timer does, unless the model is
-        `busy`. So it raises between any two lines of that code. Only in the main thread of a single process."""
-        if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        `busy`. See `looking`. Only in a single process."""
+        if jax.process_count() > 1:
             yield
             return
-
-        ended = False
-
-        def look(number: int, frame: Any) -> None:
-            if not ended and not busy():
-                self.check_goes_on()
-
-        before = signal.signal(signal.SIGALRM, look)
-        signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
-        try:
-            try:
-                yield
-            finally:
-                ended = True
-        finally:  # also if `look` has raised in the other one
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, before)
+        with looking(lambda: None if busy() else self.check_goes_on()):
+            yield
 
     def _passed(self, done: int, total: int, what: str) -> None:
         """Like `check_goes_on`, after `done` of `total`."""
@@ -165,7 +177,11 @@ class EvaluatedModel:
 
         Rows of about equal length are computed together, the longest first. Equal rows give equal bits wherever the
         shapes of their batches are equal.
+
+        Raises:
+          UserError: a token stands for an image.
         """
+        self._check_no_images(rows)
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         size = self._engine.max_concurrent_decodes
@@ -181,8 +197,11 @@ class EvaluatedModel:
         likely one. Contexts that are too long lose their beginning.
 
         Raises:
-          UserError: a continuation is longer than the model's positions.
+          UserError: a context or a continuation has no tokens, a continuation is longer than the model's positions, or
+            the parameters are such that a log-likelihood is NaN.
         """
+        if any(not before or not after for before, after in pairs):
+            raise UserError("a continuation, or what is before it, has no tokens")
         if long := [len(after) for _, after in pairs if len(after) > self.length]:
             raise UserError(
                 f"an answer has {max(long):,} tokens, at most {self.length:,} are possible: give max_target_length="
@@ -190,10 +209,13 @@ class EvaluatedModel:
             )
         rows = [[*before, *after][-(self.length + 1) :] for before, after in pairs]
         said = self.log_probs(rows)
-        return [
+        found = [
             (float(log_probs[-len(after) :].sum(dtype=np.float64)), bool(likeliest[-len(after) :].all()))
             for (log_probs, likeliest), (_, after) in zip(said, pairs, strict=True)
         ]
+        if any(math.isnan(value) for value, _ in found):
+            raise UserError("log-likelihoods are NaN, as of parameters that are: no answer is more likely than another")
+        return found
 
     def answers(
         self,
@@ -208,7 +230,11 @@ class EvaluatedModel:
           limits: the most tokens of each answer.
           until: texts that end each answer and do not belong to it.
           sampling: how tokens are drawn, with the prompt's number as seed; default: the most likely ones.
+
+        Raises:
+          UserError: a token stands for an image.
         """
+        self._check_no_images(prompts)
         scheduler = Scheduler(self._engine, self._params, fill=True)
         writers: dict[int, _Writer] = {}
         # The longest first, so that prompts of one length share a program while it is warm.
@@ -222,6 +248,14 @@ class EvaluatedModel:
                     scheduler.cancel(event.request)
             self._passed(sum(writer.ended for writer in writers.values()), len(prompts), "answers")
         return [writer.answer for writer in sorted(writers.values(), key=lambda writer: writer.index)]
+
+    def _check_no_images(self, texts: Sequence[Sequence[int]]) -> None:
+        for text in texts if self._images else ():
+            for token in self._images.keys() & set(text):
+                raise UserError(
+                    f"a text has the token {token}, which stands for an image ({self._images[token]}); only text can "
+                    "be evaluated: leave such questions and documents out"
+                )
 
 
 class _Writer:

@@ -1,6 +1,7 @@
 """Tasks of one's own questions: answers that the model writes, or choices of which it finds one most likely."""
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
-from trainer.evaluation.model import Answer, EvaluatedModel
+from trainer.evaluation.model import Answer, EvaluatedModel, looking
 from trainer.evaluation.scores import Result, mean
 from trainer.evaluation.specs import PROMPT, Spec, filled
 from trainer.rl.rewards import Rewards, Sample, Scored
@@ -17,7 +18,12 @@ from trainer.runtime.agreement import from_first
 _MAX_TOKENS = 256
 _TAKEN = ("prompts", "completions")  # names of other arguments of functions
 _PER_WORKER = 4  # answers that a function judges between two looks at whether the run ends
+_PART = 64  # the same of a regular expression
 Say = Callable[[str], None]
+
+
+class _Late(Exception):
+    """A regular expression takes too long."""
 
 
 class QuestionsTask:
@@ -122,9 +128,45 @@ class QuestionsTask:
                 self._say(f"{self.name}: the function took too long for {late} of {len(judged)} answers: they score 0")
             return "score", [one.reward for one in judged], [None] * len(answers)
         pattern = self._settings.get("pattern")
-        texts = [answer.text if pattern is None else _last(pattern, answer.text) for answer in answers]
+        texts: Sequence[str | None] = [answer.text for answer in answers]
+        if pattern is not None:
+            texts = self._by_pattern(pattern, answers, model)
         values = [float(self._matches(text, row)) for text, (_, row) in zip(texts, self._rows, strict=True)]
-        return ("exact_match" if pattern is None else "match"), values, [None if pattern is None else t for t in texts]
+        return (
+            ("exact_match" if pattern is None else "match"),
+            values,
+            [None if pattern is None else text for text in texts],
+        )
+
+    def _by_pattern(self, pattern: str, answers: Sequence[Answer], model: EvaluatedModel) -> list[str | None]:
+        """Returns what the regular expression finds in each answer, in the first process for all. One that takes as
+        long as a function may finds nothing."""
+        seconds, found, late = self._config.reward_worker_timeout_seconds, list[str | None](), 0
+
+        def find(text: str) -> tuple[str | None, bool]:
+            deadline = time.monotonic() + seconds
+
+            def look() -> None:
+                if jax.process_count() == 1:
+                    model.check_goes_on()
+                if time.monotonic() > deadline:
+                    raise _Late
+
+            try:
+                with looking(look):
+                    return _last(pattern, text), False
+            except _Late:
+                return None, True
+
+        for first in range(0, len(answers), _PART):
+            part = answers[first : first + _PART]
+            for text, was_late in from_first(lambda part=part: [find(answer.text) for answer in part]):  # type: ignore[misc]
+                found.append(text)
+                late += was_late
+            model.check_goes_on()
+        if late:
+            self._say(f"{self.name}: the pattern took too long in {late} of {len(found)} answers: they do not match")
+        return found
 
     def _matches(self, text: str | None, row: Mapping[str, Any]) -> bool:
         if text is None:

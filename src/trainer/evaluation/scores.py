@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+_COLUMNS = ("metric", "value", "standard error", "samples")
+_WIDTH = 80  # of a terminal
+
 
 class Score(NamedTuple):
     """
@@ -64,17 +67,32 @@ def fields(results: Sequence[Result]) -> dict[str, float | int]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns the scores as lines of aligned columns."""
-    rows = [("task", "metric", "value", "standard error", "samples")]
+    """Returns the scores as lines of aligned columns. If they are wider than a terminal, names of tasks have lines of
+    their own."""
+    rows = [("task", *_COLUMNS), *((result.task, *_cells(score)) for result in results for score in result.scores)]
+    lines = _aligned(rows, words=2)
+    if max(map(len, lines)) <= _WIDTH:
+        return "\n".join(lines)
+    header, *rest = _aligned([_COLUMNS, *(_cells(score) for result in results for score in result.scores)], words=1)
+    below = iter(rest)
+    lines = [f"  {header}"]
     for result in results:
-        for score in result.scores:
-            error = "unknown" if score.error is None else f"{score.error:.4f}"
-            rows.append((result.task, score.metric, f"{score.value:.4f}", error, f"{score.samples:,}"))
+        lines += [result.task] if result.scores else []
+        lines += [f"  {next(below)}" for _ in result.scores]
+    return "\n".join(lines)
+
+
+def _cells(score: Score) -> tuple[str, ...]:
+    error = "unknown" if score.error is None else f"{score.error:.4f}"
+    return score.metric, f"{score.value:.4f}", error, f"{score.samples:,}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
+    """Returns `rows` as lines of aligned columns, the first `words` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:
-        words, numbers = row[:2], row[2:]
-        cells = [word.ljust(width) for word, width in zip(words, widths[:2], strict=True)]
-        return "  ".join([*cells, *(cell.rjust(width) for cell, width in zip(numbers, widths[2:], strict=True))])
+        cells = zip(row, widths, strict=True)
+        return "  ".join(cell.ljust(w) if i < words else cell.rjust(w) for i, (cell, w) in enumerate(cells))
 
-    return "\n".join(map(line, rows))
+    return list(map(line, rows))

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import json
 import re
 import string
 import zlib
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainer.config import plain_yaml
-from trainer.config.errors import UserError, nearest, report, shortened
+from trainer.config.errors import SURROGATE, UserError, nearest, report, shortened
 from trainer.config.files import YML_ENDINGS
 from trainer.config.json_files import Field, field_problems, parsed
 from trainer.config.paths import local_path
@@ -137,7 +138,7 @@ def _spec(task: str) -> Spec:
         _check_lm_eval()
         return Spec(str(values["task"]), LM_EVAL, path)
     kind = values.get("kind")
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise UserError(f"kind: allowed: {', '.join(_FIELDS)}; or task: NAME for a file of lm-eval")
     keys = _data_keys() if kind == TEXT else ()
     unknown = [name for name in values if name not in _FIELDS[kind] and name not in keys]
@@ -212,8 +213,15 @@ def _read(path: Path) -> dict[str, Any]:
         node = plain_yaml.compose(text)
         if not isinstance(node, yaml.MappingNode):
             raise UserError("is not a mapping of fields")
-        scalars = {k.value: v.value for k, v in node.value if isinstance(v, yaml.ScalarNode)}
-        return {"task": scalars["task"]} if "task" in scalars and "kind" not in scalars else plain_yaml.construct(node)
+        fields = {str(field.value): value for field, value in node.value}
+        if "task" in fields and "kind" not in fields:
+            if not isinstance(fields["task"], yaml.ScalarNode):
+                raise UserError("is a group of lm-eval: give the files of its tasks, or the name of a group it has")
+            return {"task": fields["task"].value}
+        values = plain_yaml.construct(node)
+        if wrong := [field for field in values if not isinstance(field, str)]:
+            raise UserError(f"{wrong[0]}: a field's name is a text")
+        return values
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror or error}") from None
     except yaml.YAMLError as error:
@@ -257,7 +265,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
             problems.append(f"{needed}: score={needed} and this field need each other")
     try:
         re.compile(pattern or "")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         problems.append(f"pattern: {pattern!r} is not a regular expression: {error}")
     columns, wrong = _of_prompt(values)
     problems += wrong
@@ -303,6 +311,8 @@ def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int
             row = parsed(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: not JSON: {shortened(str(error))}") from None
+        if "\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+            raise UserError(f"{path}, line {number}: a text has half of a surrogate pair, which is no character")
         if problem := _problem(row, columns, score):
             raise UserError(f"{path}, line {number}: {problem}")
         rows.append((number, row))

@@ -17,8 +17,8 @@ from trainer.observe.rundir import writing
 from trainer.runtime.agreement import from_first
 from trainer.runtime.folders import replace_file
 
-# Variables that packages read when they are imported. The data of tasks are on disk: no task downloads in a run.
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+# Variables that packages read when imported. Data and metrics of tasks are on disk: no task downloads in a run.
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESULTS_FILE = "results.json"
 Say = Callable[[str], None]
 

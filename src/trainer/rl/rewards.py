@@ -3,14 +3,17 @@
 A function is called as `function(prompts=[prompt], completions=[completion], NAME=[value], ...)`, with one sample and
 the further columns of its record. It gets those that it takes: all with `**columns`. It returns a finite number, or a
 list of one. It may start processes and threads. It must depend on its arguments only, and what it prints is discarded.
+Temporary files go to a folder that ends with the worker.
 """
 
 import collections
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -237,6 +240,8 @@ class _Worker:
         given = json.dumps([list(map(str, sys.path)), functions, *descriptors])
         # The hash seed: a function that goes through a set of texts does so in one order in all workers.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
+        # A function that is killed leaves its temporary files.
+        environment["TMPDIR"] = self._temporary = tempfile.mkdtemp(prefix="functions-")
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, given],
@@ -301,3 +306,4 @@ class _Worker:
             self.process.wait()
             self.connection.close()
             os.close(self._lifeline)
+            shutil.rmtree(self._temporary, ignore_errors=True)

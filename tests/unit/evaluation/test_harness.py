@@ -135,6 +135,18 @@ def test_answers_end_before_a_text(made, opened):
     assert [score.value for score in again[0].scores] == [score.value for score in result.scores]
 
 
+def test_an_empty_context_is_the_token_that_begins_a_text(made, opened):
+    model = model_of(made)
+    begin = model.tokenizer.eos if model.tokenizer.bos is None else model.tokenizer.bos
+    nothing = 'doc_to_text: ""'
+    (result,) = opened("nothing", CHOICES.replace('doc_to_text: "Q: {{q}}\\nA:"', nothing)).run(model)
+    expected = log_likelihood(model, [begin], model.tokenizer.encode(" yes"))[0]
+    assert result.samples[0]["resps"][0][0][0] == pytest.approx(expected, abs=1e-4)
+    (result,) = opened("unasked", WRITTEN.replace('doc_to_text: "Q: {{q}}\\nA:"', nothing)).run(model)
+    (answer,) = model.answers([[begin]], [6], [["e"]])
+    assert [sample["resps"][0][0] for sample in result.samples] == [answer.text] * 4
+
+
 def test_a_chat_template_makes_the_question_a_message(made, opened):
     tokenizer = made[0].get_tokenizer()
     chat = Prompts(tiny_config("nnx", **KEYS), tokenizer)
@@ -154,7 +166,20 @@ def test_what_cannot_be_evaluated_is_named(made, opened, tmp_path, monkeypatch):
         opened("long", WRITTEN.replace("max_gen_toks: 6", "max_gen_toks: 64")).run(model_of(made))
     with pytest.raises(UserError, match="generation_kwargs: num_beams is not supported"):
         opened("beams", WRITTEN.replace("max_gen_toks", "num_beams: 2, max_gen_toks")).run(model_of(made))
-    (tmp_path / "utils_of_task.py").write_text("def fails(doc, results):\n    raise KeyError('no score')\n")
+    for given, said in {
+        "until: [1]": "until a text",
+        "max_gen_toks: 0": "at least 1",
+        "max_gen_toks: x": "int",
+    }.items():
+        task = opened("wrong", WRITTEN.replace('until: ["e"], max_gen_toks: 6', given))
+        with pytest.raises(UserError, match=f"generation_kwargs: .*{said}"):
+            task.run(model_of(made))
+    functions = "def fails(doc, results):\n    raise KeyError('no score')\n"
+    functions += "def exits(doc, results):\n    raise SystemExit(0)\n"
+    (tmp_path / "utils_of_task.py").write_text(functions)
+    exiting = opened("exiting", f"{WRITTEN}process_results: !function utils_of_task.exits\n")
+    with pytest.raises(UserError, match=r"exiting: the task failed: SystemExit: 0"):
+        exiting.run(model_of(made))
     failing = opened("failing", f"{WRITTEN}process_results: !function utils_of_task.fails\n")
     with pytest.raises(UserError, match=r"failing: the task failed: KeyError: 'no score'"):
         failing.run(model_of(made))

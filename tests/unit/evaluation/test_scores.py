@@ -42,6 +42,18 @@ def test_scores_are_fields_of_a_row_and_lines_of_a_table():
     assert head.split() == ["task", "metric", "value", "standard", "error", "samples"]
     assert first.split() == ["a", "accuracy", "0.5000", "0.5000", "2"]
     assert second.split() == ["b", "score", "3.0000", "unknown", "1"]
+    name = "a_task_of_forty_characters_in_lm_eval_48"
+    wide = table([Result(name, [mean("exact_match_flexible-extract", [1.0, 0.0])], []), *results]).splitlines()
+    assert max(map(len, wide)) <= 80
+    assert [line.split()[0] for line in wide] == [
+        "metric",
+        name,
+        "exact_match_flexible-extract",
+        "a",
+        "accuracy",
+        "b",
+    ] + ["score"]
+    assert len({len(line) for line in wide if line.startswith(" ")}) == 1
 
 
 def test_the_best_checkpoint_is_that_of_a_task():

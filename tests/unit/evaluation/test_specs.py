@@ -30,7 +30,8 @@ def test_the_forms_of_a_task(folder):
     (folder / "judged.yml").write_text("kind: questions\nfile: sums.jsonl\nscore: function\nfunction: judge:judge\n")
     (folder / "mine.yml").write_text("task: mine\nprocess_docs: !function utils.process\n")
     specs = read_specs(
-        ["text", "sums.jsonl", "colours.jsonl", "long.yml", "judged.yml", "mine.yml", "arc_easy"], "tasks"
+        ["text", "sums.jsonl", "colours.jsonl", "long.yml", "judged.yml", "mine.yml", "arc_easy"],
+        "tasks",
     )
     assert [(spec.name, spec.kind) for spec in specs] == [
         ("text", TEXT),
@@ -47,6 +48,9 @@ def test_the_forms_of_a_task(folder):
 BAD = {
     "kind: poem": "kind: allowed: text, questions",
     "- a": "is not a mapping of fields",
+    "group: both\ntask: [arc_easy, mine]": "is a group of lm-eval: give the files of its tasks",
+    "kind: [text]": "kind: allowed: text, questions",
+    "kind: text\n3: 4": "3: a field's name is a text",
     "kind: text\nstride: 0": "stride=0, not an integer in [1,",
     "kind: text\nsteps: 5": "steps: there is no such field",
     "kind: text\ncount: bytes": "count=bytes: allowed: transformers, llama.cpp",
@@ -57,6 +61,7 @@ BAD = {
     "kind: questions\nfile: no.jsonl": "no.jsonl: cannot be read: No such file",
     "kind: questions\nfile: ok.jsonl\nscore: pattern": "pattern: score=pattern and this field need each other",
     "kind: questions\nfile: ok.jsonl\nscore: pattern\npattern: '('": "is not a regular expression",
+    "kind: questions\nfile: ok.jsonl\nscore: pattern\npattern: 'a{99999999999999}'": "is not a regular expression",
     "kind: questions\nfile: ok.jsonl\nfunction: a:b": "function: score=function and this field need each other",
     "kind: questions\nfile: ok.jsonl\nprompt: '{text}'": "ok.jsonl, line 1: there is no field text",
     "kind: questions\nfile: ok.jsonl\nprompt: '{'": "a brace of the text is written twice",
@@ -88,6 +93,7 @@ def test_a_prompt_has_the_fields_of_its_question():
     [
         ([], "not a JSON object"),
         ({"question": "a"}, "answer: needed"),
+        (ASKED | {"question": "\ud800"}, "a text has half of a surrogate pair"),
         (CHOICES | {"answer": "red"}, "answer: needed: one of the choices"),
         (CHOICES | {"answer": 2}, "answer: needed: one of the choices"),
         (CHOICES | {"choices": ["blue"]}, "choices: needed: a list of at least two texts"),

@@ -12,7 +12,7 @@ from support import random_variables, tiny_config
 
 from trainer import sft
 from trainer.config.errors import UserError
-from trainer.evaluation.model import EvaluatedModel, Interrupted, TooLong
+from trainer.evaluation.model import Answer, EvaluatedModel, Interrupted, TooLong
 from trainer.evaluation.questions import QuestionsTask
 from trainer.evaluation.specs import read_specs
 from trainer.evaluation.tasks import open_tasks
@@ -225,6 +225,37 @@ def test_answers_are_compared_with_those_of_the_file(tmp_path, monkeypatch):
     (result,) = task(tmp_path, monkeypatch, "u.yml").run(model())
     assert result.samples[2]["answer"] == said[2].split(found)[0]
     assert result.samples[2]["end"] == "stop"
+
+
+def test_a_pattern_that_does_not_end_is_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.evaluation.model._LOOK_SECONDS", 0.02)
+    questions(tmp_path, "abcd")
+    (tmp_path / "p.yml").write_text("kind: questions\nfile: q.jsonl\nscore: pattern\npattern: '(a+)+$'\n")
+    answers = [Answer(text, [], "stop") for text in ("a" * 40 + "b", "aaa")]
+    opened = task(tmp_path, monkeypatch, "p.yml", reward_worker_timeout_seconds=0.1)
+    assert opened._by_pattern("(a+)+$", answers, model()) == [None, "aaa"]
+    assert "p: the pattern took too long in 1 of 2 answers: they do not match" in capsys.readouterr().out
+    asked, opened = model(), task(tmp_path, monkeypatch, "p.yml")
+    asked.begin_task(0.1)
+    with pytest.raises(TooLong):
+        opened._by_pattern("(a+)+$", answers, asked)
+    with pytest.raises(Interrupted):
+        opened._by_pattern("(a+)+$", answers, model(lambda: True))
+
+
+def test_what_has_no_log_likelihood_is_refused(monkeypatch):
+    engine, params = made()
+    asked = EvaluatedModel(engine, params, engine.get_tokenizer(), [256], images={7: "image_token_index"})
+    for refused in (lambda: asked.log_probs([[1, 2], [1, 7]]), lambda: asked.answers([[7]], [1], [[]])):
+        with pytest.raises(UserError, match=r"the token 7, which stands for an image \(image_token_index\)"):
+            refused()
+    for pair in (([], [1]), ([1], [])):
+        with pytest.raises(UserError, match="has no tokens"):
+            asked.log_likelihoods([([1], [2]), pair])
+    monkeypatch.setattr(asked, "log_probs", lambda rows: [(np.array([0, np.nan]), np.array([True, True]))] * len(rows))
+    assert asked.log_likelihoods([([1, 2], [3])] * 0) == []
+    with pytest.raises(UserError, match="log-likelihoods are NaN"):
+        asked.log_likelihoods([([1, 2], [3])])
 
 
 FAILING = """\

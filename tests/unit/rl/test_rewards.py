@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -187,10 +188,11 @@ def test_workers_go_through_a_set_in_one_order(told):
     assert len(set(values(told(samples(*["time.sleep(0.1) or hash('a')"] * 4))))) == 1
 
 
-def test_a_sample_that_takes_too_long(folder):
+def test_a_sample_that_takes_too_long(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = []
     with Rewards(["my_rewards:length", "my_rewards:as_told"], 2, LATE, said.append) as rewards:
-        batch = samples("1", "spin()", "2", "time.sleep(60)", "3", "4")
+        batch = samples("1", "spin()", "2", "__import__('tempfile').mkdtemp() and time.sleep(60)", "3", "4")
         before = [worker.process.pid for worker in rewards._workers]
         scored = rewards(batch)
         for i in (1, 3):
@@ -201,6 +203,8 @@ def test_a_sample_that_takes_too_long(folder):
         assert "my_rewards:as_told was stopped after 0.75 s" in said[0]
         wait_for_the_end_of(before)  # and of what spin() has started
         assert values(rewards(samples("5"))) == [6]
+        assert len(list(tmp_path.iterdir())) == 2, "a folder of each worker"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_dies(told, tmp_path):
