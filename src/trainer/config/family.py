@@ -49,6 +49,7 @@ class Facts:
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
       recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
         passes from token to token. Then the tokens of a row cannot be split over devices.
+      has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
         `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
@@ -65,6 +66,7 @@ class Facts:
     sinks: bool = False
     recurrent: bool = False
     period: int = 0
+    has_rest: bool = False
     maxtext_layers: int = 1
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Config], Mapping[str, Axes]] = lambda config: {}

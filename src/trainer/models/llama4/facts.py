@@ -10,5 +10,6 @@ FACTS = Facts(
         *("temperature_tuning_scale", "temperature_tuning_floor_scale"),
     ),
     fixes={"rope_interleave": True, "attention_type": "global"},
+    has_rest=True,
     tensors=of_blocks,
 )
