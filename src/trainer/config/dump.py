@@ -9,7 +9,7 @@ from typing import Any
 import ml_collections
 import yaml
 
-from trainer.config.capabilities.process_keys import PROCESSES
+from trainer.config.capabilities.process_keys import PROCESSES, SUPERVISION
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 
@@ -17,9 +17,10 @@ from trainer.config.schema import schema
 def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    Leaves out `run_name`, so that a command with this yml starts a new run, and `PROCESSES`.
+    Leaves out `run_name`, so that a command with this yml starts a new run, PROCESSES and SUPERVISION.
     """
-    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in ("run_name", *PROCESSES)]
+    left_out = ("run_name", *PROCESSES, *SUPERVISION)
+    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in left_out]
     return "\n".join(["base_config: base.yml", *lines, ""])
 
 
@@ -31,12 +32,12 @@ def to_flow(value: Any) -> str:
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
         return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind
-    return _quoted(value) if isinstance(value, str) else _dumped(value)
+    return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 
-@functools.lru_cache(maxsize=1024)  # the strings of a configuration are mostly defaults
-def _quoted(text: str) -> str:
-    return _dumped(text, style='"')
+@functools.lru_cache(maxsize=1024)  # the strings and numbers of a configuration are mostly defaults
+def _known(value: str | float) -> str:
+    return _dumped(value, style='"' if isinstance(value, str) else None)
 
 
 def _dumped(value: Any, style: str | None = None) -> str:

@@ -1,5 +1,6 @@
 """What the first stage, without JAX, asks about a family of models."""
 
+import functools
 import importlib
 import sys
 import traceback
@@ -51,6 +52,8 @@ class Facts:
         passes from token to token. Then the tokens of a row cannot be split over devices.
       has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
+      maxtext_words: words of MaxText's commands, `key=value` in small letters, each with our word for it; "": blocks
+        are always so, and other values are refused. `trainer.from_maxtext` converts them.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
         `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
       checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
@@ -68,6 +71,7 @@ class Facts:
     period: int = 0
     has_rest: bool = False
     maxtext_layers: int = 1
+    maxtext_words: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Config], Mapping[str, Axes]] = lambda config: {}
 
@@ -81,6 +85,7 @@ class Facts:
             raise UserError(f"Facts: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
+@functools.cache
 def families() -> Mapping[str, str]:
     """Returns the import path of each family's facts, by decoder_block. Named by string: models are above config."""
     return importlib.import_module("trainer.models").FAMILIES
@@ -131,7 +136,10 @@ def import_facts(decoder_block: str) -> None:
 def facts_of(config: Config) -> Facts | None:
     """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
     of something else, or nothing has imported its facts."""
-    block = config.decoder_block
+    return _facts(config.decoder_block)
+
+
+def _facts(block: str) -> Facts | None:
     module, _, name = families().get(block, block).partition(":")
     if block in families():
         importlib.import_module(module)
@@ -163,6 +171,7 @@ def has_sinks(config: Config) -> bool:
     return facts is not None and facts.sinks
 
 
+@functools.cache
 def readers(key: str) -> str:
     """Returns the families of this package that read `key`, as words."""
-    return ", ".join(name for name in families() if reads(Config({"decoder_block": name}), key))
+    return ", ".join(name for name in families() if (facts := _facts(name)) and key in facts.reads)

@@ -1,6 +1,7 @@
 """YAML files of keys: the user's file, its parents and the presets."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,9 +80,10 @@ def post_train_name(name: str) -> str:
     return match.group(3).lower() if match else ""
 
 
-def preset_names() -> list[str]:
+@functools.cache
+def preset_names() -> tuple[str, ...]:
     """Returns all values of model_name."""
-    return ["default", *sorted(path.stem for path in PRESETS.glob("*.yml"))]
+    return ("default", *sorted(path.stem for path in PRESETS.glob("*.yml")))
 
 
 def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], list[str]]:
@@ -124,8 +126,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
 
 
 def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
-    """Returns the entries of the YAML file `path`, an error if it cannot be read, and a message for each repeated
-    key."""
+    """Returns the entries of the YAML file `path`, an error if it cannot be read, a message for each repeated key."""
     try:
         text = read_text(path)
         node = compose(text)

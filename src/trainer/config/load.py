@@ -214,10 +214,12 @@ class Begun:
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
         values = merge(merge(self._values, preset), given)
-        own = defaults_from_model(_config(values))
+        config = _config(values) if preset else self.config
+        own = defaults_from_model(config)
         values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
         sized = scaled(values)
-        config = _config(sized)
+        if own or sized is not values:
+            config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
         if code := self._foreign():  # before any of it is imported
@@ -282,8 +284,7 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question. The value of a key is shown for each side of `load_sides`, which reads the other
-    words.
+    """Prints the answer to a question; for a key also its value on each side of `load_sides` of the other words.
 
     Raises:
       UserError: there is no such section or key; or, after the text about the key, the configuration has errors.

@@ -82,8 +82,9 @@ def _parameters(values: Config) -> dict[str, tuple[str, ...]]:
 
 
 def _lengths(values: Config, names: tuple[str, ...]) -> list[int]:
-    rows = _microbatch_rows(values)
-    return [rows if name == "activation_batch" else values[dimension(name, values)] for name in names]
+    return [
+        _microbatch_rows(values) if name == "activation_batch" else values[dimension(name, values)] for name in names
+    ]
 
 
 def _microbatch_rows(values: Config) -> int:

@@ -83,8 +83,7 @@ def by_sigmoid(
     groups: int = 1,
     kept: int = 1,
 ) -> Routing:
-    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids alone (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2).
+    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
 
     Only experts of `kept` of the `groups` can be chosen: of the groups whose two largest sums add up to most. The bias
     gets no gradient.
@@ -148,7 +147,6 @@ def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]. For sigmoid
-    scores see `load_balance`."""
+    """The entropy of the softmax over experts in nats, summed over a row's real tokens: [b]. See `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

@@ -11,5 +11,6 @@ FACTS = Facts(
     ),
     fixes={"rope_interleave": True, "attention_type": "global"},
     has_rest=True,
+    maxtext_words={"rope_use_scale=false": "rope_type=default"},
     tensors=of_blocks,
 )
