@@ -2,10 +2,11 @@
 
     pip install -e ".[goldens]" && python scripts/check_towers.py [case ...]
 
-For Gemma 3, Mistral 3 (also with Ministral 3 and Mistral 4) and Llama 4, with the names of tensors of published folders and of modules of transformers 5:
-transformers saves a random model, which is exported straight after loading, and after three steps of training. Checked,
-in float32 on the CPU: the tensors of the towers are equal in all bytes; straight after loading the logits of a row with
-an image are equal in all bits, and so are all tensors; the logits of a text are ours, before and after training.
+For Gemma 3, Mistral 3 (also with Ministral 3 and Mistral 4) and Llama 4, with the names of tensors of published folders
+and of modules of transformers 5: transformers saves a random model, which is exported straight after loading, and after
+three steps of training. Checked, in float32 on the CPU: the tensors of the towers are equal in all bytes; straight
+after loading the logits of a row with an image are equal in all bits, and so are all tensors; the logits of a text are
+ours, before and after training.
 """
 
 import contextlib

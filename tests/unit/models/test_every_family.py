@@ -13,8 +13,8 @@ import pytest
 from support import ALL_COMBINATIONS, TINY, lowered_update, pinned
 
 from trainer.config.capabilities.lora_keys import ADAPTER
-from trainer.config.load import load
 from trainer.config.dump import as_words
+from trainer.config.load import load
 from trainer.models import FAMILIES
 from trainer.ops.paths import by_name
 from trainer.training.build import build
@@ -43,9 +43,13 @@ def goldens():
 
 def made(block, combination=ALL_COMBINATIONS[0], **keys):
     own = goldens().get(block) or OTHERS[block]
-    rest = {name: value for name, value in TINY.items() if not name.startswith(("base_", "head_dim", "vocab", "logits"))}
+    rest = {
+        name: value for name, value in TINY.items() if not name.startswith(("base_", "head_dim", "vocab", "logits"))
+    }
     given = rest | SGD | pinned(combination) | keys
-    return build(load(["base.yml", *(f"{name}={value}" for name, value in given.items()), *own]).config, jax.devices()[:1])
+    return build(
+        load(["base.yml", *(f"{name}={value}" for name, value in given.items()), *own]).config, jax.devices()[:1]
+    )
 
 
 @functools.cache
@@ -65,13 +69,13 @@ def test_the_program_is_the_same_in_every_combination(block, combination):
 @pytest.mark.rest(covered_by="unit/training/test_lora.py, unit/products/test_products.py")
 @pytest.mark.parametrize("block", FAMILIES)
 def test_adapters_are_trained_in_every_family(block):
-    """Those of attention and of every MLP or expert."""
+    """Those of all matrices of attention, and of MLPs or experts."""
     run = made(block, **LORA)
     names = set(by_name(run.codec.unpack(run.abstract_state).params))
     adapted = {name.partition("/product/")[0] for name in names if ADAPTER.search(name)}
     attention = {name.rpartition("/")[0] for name in names if "/self_attention/" in name and name.endswith("/kernel")}
     assert attention <= adapted
-    assert any(name.rpartition("/wi_")[0] for name in adapted)
+    assert any("/self_attention/" not in name for name in adapted)
     _, metrics = run.step.trace(*run.abstract_args()).out_info
     assert metrics["loss"].shape == ()
 
@@ -79,7 +83,4 @@ def test_adapters_are_trained_in_every_family(block):
 @pytest.mark.rest(covered_by="unit/products/test_quantized.py, integration/test_quantized_training.py")
 @pytest.mark.parametrize("block", FAMILIES)
 def test_int8_is_computed_in_every_family(block):
-    """All products with weights but the router's and the head's are of integers."""
-    text = lowered_update(made(block, quantization="int8")).as_text()
-    integers = text.count("xi8>")
-    assert integers, block
+    assert "xi8>" in lowered_update(made(block, quantization="int8")).as_text()

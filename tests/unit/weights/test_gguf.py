@@ -240,6 +240,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
     ("case", "changes", "named"),
     [
         ("mistral", {"sliding_window": 8}, "llama cannot represent this model:\n .*attention_type=local_sliding"),
+        ("ministral3", {"sliding_window": 8}, "mistral3 cannot represent this model:\n .*attention_type=local_sliding"),
         ("qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("gemma2", {"query_pre_attn_scalar": 12}, "query_pre_attn_scalar=12"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "nope_layer_interval=2"),
