@@ -240,6 +240,7 @@ def test_what_a_field_says(case, changes, expected):
         ("gpt-oss", {"gate_beta": 2.0}, "gate_beta=2.0"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0, not a number in"),
         ("granite", {"shared_intermediate_size": 8}, "shared_intermediate_size=8: not known"),
+        ("granite", {"position_embedding_type": "nope"}, 'position_embedding_type="nope": not known'),
         ("granite-moe", {"num_local_experts": 0}, "num_experts=0"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "kinds full_attention and mamba"),
         ("granite4", {"layer_types": "absent"}, "layer_types=null: then every layer is one of Mamba"),
