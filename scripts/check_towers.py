@@ -1,16 +1,18 @@
 """Compares `trainer.export ... format=hf like=FOLDER` with Hugging Face's transformers, on tiny models with images.
 
-    pip install -e ".[goldens]" && python scripts/check_towers.py
+    pip install -e ".[goldens]" && python scripts/check_towers.py [case ...]
 
-For Gemma 3, Mistral 3 and Llama 4, with the names of tensors of published folders and of modules of transformers 5:
-transformers saves a random model, which is exported straight after loading, and after three steps of training. Checked,
-in float32 on the CPU: the tensors of the towers are equal in all bytes; straight after loading the logits of a row with
-an image are equal in all bits, and so are all tensors; the logits of a text are ours, before and after training.
+For Gemma 3, Mistral 3 (also with Ministral 3 and Mistral 4) and Llama 4, with the names of tensors of published folders
+and of modules of transformers 5: transformers saves a random model, which is exported straight after loading, and after
+three steps of training. Checked, in float32 on the CPU: the tensors of the towers are equal in all bytes; straight
+after loading the logits of a row with an image are equal in all bits, and so are all tensors; the logits of a text are
+ours, before and after training.
 """
 
 import contextlib
 import io
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ TEXT = {"vocab_size": VOCABULARY, "hidden_size": 30, "intermediate_size": 37, "n
 TEXT |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14, "max_position_embeddings": 333}
 VISION = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
 VISION |= {"image_size": 16, "patch_size": 4, "num_channels": 3}
+GROWN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 6}
+GROWN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
 
 
@@ -55,9 +59,10 @@ def gemma3() -> tuple[Any, dict[str, Any]]:
     return model, {"input_ids": tokens, "token_type_ids": (tokens == 61).long(), "pixel_values": pixels()}
 
 
-def mistral3(tied: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token."""
-    text = transformers.MistralConfig(**TEXT, sliding_window=None)
+def mistral3(text: Any = None, tied: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token. `text`: its text model's
+    configuration, of Mistral if it is None."""
+    text = text or transformers.MistralConfig(**TEXT, sliding_window=None)
     config = transformers.Mistral3Config(
         text_config=text.to_dict(),
         vision_config={"model_type": "pixtral", "head_dim": 4, **VISION},
@@ -67,6 +72,19 @@ def mistral3(tied: bool = False) -> tuple[Any, dict[str, Any]]:
     model = transformers.Mistral3ForConditionalGeneration(config)
     tokens = torch.tensor([[5, 7, 10, 10, 10, 10, *range(11, 25)]])
     return model, {"input_ids": tokens, "image_sizes": torch.tensor([[16, 16]]), "pixel_values": pixels()}
+
+
+def ministral3() -> tuple[Any, dict[str, Any]]:
+    """Returns the same with Ministral 3, whose queries grow from token 6 on."""
+    return mistral3(transformers.Ministral3Config(**TEXT, sliding_window=None, rope_parameters=GROWN))
+
+
+def mistral4() -> tuple[Any, dict[str, Any]]:
+    """Returns the same with Mistral 4."""
+    sizes = {"q_lora_rank": 9, "kv_lora_rank": 11, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7}
+    sizes |= {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 13, "num_key_value_heads": 6}
+    of_text = {name: size for name, size in TEXT.items() if name != "head_dim"} | sizes | {"num_hidden_layers": 3}
+    return mistral3(transformers.Mistral4Config(**of_text, first_k_dense_replace=1, rope_parameters=GROWN))
 
 
 def llama4() -> tuple[Any, dict[str, Any]]:
@@ -90,6 +108,7 @@ def llama4() -> tuple[Any, dict[str, Any]]:
 
 
 CASES = {"gemma3": gemma3, "mistral3": mistral3, "llama4": llama4, "mistral3 tied": lambda: mistral3(tied=True)}
+CASES |= {"ministral3": ministral3, "mistral4": mistral4}
 
 
 def pixels() -> torch.Tensor:
@@ -178,6 +197,8 @@ def main() -> int:
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}")
     worst = 0.0
     for name, make in CASES.items():
+        if name not in (sys.argv[1:] or CASES):
+            continue
         for as_modules in (False,) if name == "llama4" else (False, True):  # its modules have the published names
             with tempfile.TemporaryDirectory() as folder:
                 found = check(make, Path(folder), as_modules)

@@ -1,8 +1,9 @@
 """Writes tests/goldens/gguf: what llama.cpp computes from small GGUF files that this trainer writes.
 
-python scripts/write_gguf.py python=PYTHON [tokenizers=true]
+python scripts/write_gguf.py python=PYTHON [cases=NAME,...] [tokenizers=true]
 
-PYTHON is the Python of an environment with cyllama (0.2.18), a wheel of llama.cpp.
+PYTHON is the Python of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, only those models are
+written, and everything else stays.
 
 expected.npz            logits of each model of gguf_cases.MODELS with a checksum of its file, and a checksum of the
                         tokens of each of 200 texts
@@ -103,13 +104,14 @@ def main(words: list[str]) -> None:
     if given.get("tokenizers") == "true":
         for name in ("bytes", "pieces"):
             (FOLDER / f"{name}.json").write_text(json.dumps(trained(name == "pieces")) + "\n")
-    found = {}
+    cases = given["cases"].split(",") if "cases" in given else [*MODELS, *KINDS]
+    found = dict(np.load(EXPECTED)) if "cases" in given else {}
     with tempfile.TemporaryDirectory() as folder:
-        for case in MODELS:
+        for case in [name for name in MODELS if name in cases]:
             file = exported(model_folder(case, Path(folder) / case), Path(folder) / f"{case}.gguf")
             found[f"content/{case}"] = content(file)
             found[f"logits/{case}"] = np.array(of_llama_cpp(given["python"], file, tokens=inputs(case)), np.float32)
-        for i, kind in enumerate(KINDS):
+        for i, kind in enumerate(name for name in KINDS if name in cases):
             file = exported(with_tokenizer(kind, Path(folder) / f"t{i}"), Path(folder) / f"t{i}.gguf")
             found[f"tokens/{kind}"] = digest(of_llama_cpp(given["python"], file, texts=texts()))
     np.savez_compressed(EXPECTED, **found)

@@ -370,6 +370,13 @@ CASES = {
         | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6}
         | {"shared_intermediate_size": 12},
     ),
+    # One layer is left after the pairs of layers without and with experts.
+    "llama4-rest": Case(
+        LLAMA4,
+        OF_LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
+        some(2),
+        spread=0.9,
+    ),
 }
 
 

@@ -32,8 +32,16 @@ MODELS = {
         "query_pre_attn_scalar": 8,
         "rope_parameters": _ROPE | {"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
     },
-    **{"olmo3": {}, "phi3": {"sliding_window": None}, "phi4-mini": {}, "glm": {}, "glm4": {}, "deepseek-v3": {}},
-    "granite": {},
+    **{
+        "olmo3": {},
+        "phi3": {"sliding_window": None},
+        "phi4-mini": {},
+        "glm": {},
+        "glm4": {},
+        "deepseek-v3": {},
+        "granite": {},
+    },
+    "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
     "deepseek-v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},

@@ -85,6 +85,9 @@ FAMILIES = {
     "granite3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000, True, 8_170_848_256),
     "granite3.1-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 5000000, True, 2_533_531_648),
     "granite3.1-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000000, True, 8_170_848_256),
+    # Copies of the instruct models' config.json in other projects.
+    "granite3.3-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49159, 1e-5, 10000000, True, 2_533_539_840),
+    "granite3.3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49159, 1e-5, 10000000, True, 8_170_864_640),
     "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
     "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
     "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
@@ -173,8 +176,8 @@ def factors(attention: float, logits: float, residual: float = 0.22) -> dict[str
 SMALL_DEVSTRAL = {"rope_factor": 48, "original_max_position_embeddings": 8192, "temperature_tuning_floor_scale": 8192}
 OWN_OF_PRESETS = {
     "devstral-small-2-24b": OWN["ministral3"] | SMALL_DEVSTRAL,
-    **{f"{version}-2b": factors(0.015625, 8) for version in ("granite3", "granite3.1")},
-    **{f"{version}-8b": factors(0.0078125, 16) for version in ("granite3", "granite3.1")},
+    **{f"{version}-2b": factors(0.015625, 8) for version in ("granite3", "granite3.1", "granite3.3")},
+    **{f"{version}-8b": factors(0.0078125, 16) for version in ("granite3", "granite3.1", "granite3.3")},
     "granite4-350m": factors(0.015625, 4, 0.263),
     "granite4-1b": factors(0.0078125, 8),
     "granite4-micro": factors(0.015625, 10),

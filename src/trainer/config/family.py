@@ -50,6 +50,7 @@ class Facts:
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
       recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
         passes from token to token. Then the tokens of a row cannot be split over devices.
+      has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
       maxtext_words: words of MaxText's commands, `key=value` in small letters, each with our word for it; "": blocks
         are always so, and other values are refused. `trainer.from_maxtext` converts them.
@@ -68,6 +69,7 @@ class Facts:
     sinks: bool = False
     recurrent: bool = False
     period: int = 0
+    has_rest: bool = False
     maxtext_layers: int = 1
     maxtext_words: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()

@@ -33,7 +33,8 @@ class Gguf(NamedTuple):
       one: whether norms are stored with 1 added.
       sizes, numbers: the end of the key of each integer and number, and its field of config.json.
       more: the types of the values at further keys.
-      fields: further fields of config.json, given those that were read and the values of `more` by their keys.
+      fields: further fields of config.json, given those that were read, also rope_scaling, and the values of `more` by
+        their keys.
       write: returns values at keys of `more` and others, given config.json as this trainer writes it.
       refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
     """

@@ -35,7 +35,7 @@ INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
 # rope_interleave of cases that allow one value.
 FIXED = {
-    **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved"), "true"),
+    **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved", "llama4-rest"), "true"),
     **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air"), "false"),
 }
 BATCHES = ("rows", "packed")
@@ -150,7 +150,7 @@ def differences(case, config, model, folder):
 
 
 @pytest.mark.rest(covered_by="the reference op; unit/ops/test_blockwise.py", cases=("blockwise",))
-@pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved",))
+@pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved", "llama4-rest"))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
     # Experts do not depend on how attention is computed.

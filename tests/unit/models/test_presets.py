@@ -71,7 +71,7 @@ def preset(name: str) -> Config:
 
 
 def test_every_preset_is_here():
-    assert preset_names() == [
+    assert list(preset_names()) == [
         "default",
         *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *OTHERS, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
     ]

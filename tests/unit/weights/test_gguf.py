@@ -16,6 +16,7 @@ from trainer.config.errors import UserError
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.gguf_file import read_gguf
 from trainer.leaves.source import nested, parted
+from trainer.models.families import family
 from trainer.models.gguf import Gguf
 from trainer.weights.contents import contents_of
 from trainer.weights.gguf.fields import llama3_frequencies
@@ -240,6 +241,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
     ("case", "changes", "named"),
     [
         ("mistral", {"sliding_window": 8}, "llama cannot represent this model:\n .*attention_type=local_sliding"),
+        ("ministral3", {"sliding_window": 8}, "mistral3 cannot represent this model:\n .*attention_type=local_sliding"),
         ("qwen3-moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("gemma2", {"query_pre_attn_scalar": 12}, "query_pre_attn_scalar=12"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "nope_layer_interval=2"),
@@ -259,6 +261,15 @@ def test_what_llama_cpp_cannot_compute_is_refused(case, changes, named, tmp_path
     said = capsys.readouterr().err
     assert all(part in said for part in named.split(".*"))
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_granite_says_whether_it_rotates_and_may_leave_out_the_factor_on_scores():
+    (declared,) = family("granite").hugging_face
+    assert declared.gguf.fields({"head_dim": 16}) == {"attention_multiplier": 0.25}
+    said = {"head_dim": 16, "attention_multiplier": 0.5}
+    assert declared.gguf.fields(said | {"rope.scaling.finetuned": True}) == {}
+    refused = declared.gguf.fields(said | {"rope.scaling.finetuned": False})  # a field that is not known
+    assert refused == {"position_embedding_type": "nope"}
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -41,6 +41,7 @@ CASES = (
     "mistral4-small",
     "llama4",
     "llama4-interleaved",
+    "llama4-rest",
     "gpt-oss",
 )
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
@@ -140,6 +141,8 @@ def test_the_old_form_says_the_same(case, old):
         ("glm", {}, {"use_post_attn_norm": False, "partial_rotary_factor": 0.5, "attention_bias": False}),
         ("glm4-moe", {}, {"n_routing_groups": 3, "use_qk_norm": True, "attention_bias": True, "routed_bias": True}),
         ("glm4-moe-air", {"num_mtp_layers": 1}, {"n_routing_groups": -1, "use_qk_norm": False, "mtp_num_layers": 1}),
+        ("glm4-moe", {"num_nextn_predict_layers": "absent"}, {"mtp_num_layers": 1}),  # as in transformers
+        ("glm4-moe", {"num_nextn_predict_layers": 0}, {"mtp_num_layers": 0}),
         ("glm4-moe", {"rope_parameters": None, "rope_theta": 1e6}, {"partial_rotary_factor": 0.5}),
         ("glm4-moe-lite", {"mlp_layer_types": "absent"}, {"first_num_dense_layers": 1}),
         ("glm4-moe-lite", {"mlp_layer_types": ["dense"] * 2 + ["sparse"]}, {"first_num_dense_layers": 2}),
@@ -237,6 +240,7 @@ def test_what_a_field_says(case, changes, expected):
         ("gpt-oss", {"gate_beta": 2.0}, "gate_beta=2.0"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0, not a number in"),
         ("granite", {"shared_intermediate_size": 8}, "shared_intermediate_size=8: not known"),
+        ("granite", {"position_embedding_type": "nope"}, 'position_embedding_type="nope": not known'),
         ("granite-moe", {"num_local_experts": 0}, "num_experts=0"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "kinds full_attention and mamba"),
         ("granite4", {"layer_types": "absent"}, "layer_types=null: then every layer is one of Mamba"),

@@ -151,7 +151,8 @@ def test_new_modules_begin_as_drawn(tmp_path):
     drawn = names_of(run.codec.unpack(run.init()).params)
     assert_same(found, {name: params.get(name, np.asarray(leaf)) for name, leaf in drawn.items()})
     new = "mtp_block/mtp_layer_1, mtp_block/mtp_layer_2"
-    assert lines[-1] == f"{path}: absent, with initial values: {new}"
+    told = [line for line in lines if not line.startswith("loading: ")]  # which a busy machine also says
+    assert told[-1] == f"{path}: absent, with initial values: {new}"
 
 
 @pytest.mark.rest(covered_by="scanned layers; unit/weights/test_maxtext.py", cases=("False-False",))

@@ -1,6 +1,6 @@
 """Keys of mixtures of experts: what they say, and their checks."""
 
-from trainer.config.family import lacks, readers, reads
+from trainer.config.family import facts_of, lacks, readers, reads
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
@@ -72,7 +72,8 @@ def _family(config: Config) -> str | None:
 
 
 def _interleaved(config: Config) -> str | None:
-    if not some_experts(config) or not has_experts(config):
+    facts = facts_of(config)
+    if not facts or facts.has_rest or not some_experts(config) or not has_experts(config):
         return None
     first = _first_dense(config)
     if (config.base_num_decoder_layers - first) % config.interleave_moe_layer_step == 0:

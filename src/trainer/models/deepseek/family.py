@@ -178,6 +178,7 @@ _V3 = HuggingFace(
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "n_shared_experts": 1,
+        "num_nextn_predict_layers": 1,
     },
     sizes=OF_LATENT,
     only=_ONLY | {"scoring_func": SIGMOID, "rope_interleave": True},

@@ -39,7 +39,7 @@ FAMILY = Family(
             deepseek.layouts(_BLOCK),
             defaults=EXPERTS
             | {"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "routed_scaling_factor": 1.0}
-            | {"attention_bias": False, "use_qk_norm": False},
+            | {"attention_bias": False, "use_qk_norm": False, "num_nextn_predict_layers": 1},
             partial=True,
             sizes=deepseek.OF_EXPERTS | {"attention_bias": "attention_bias", "use_qk_norm": "use_qk_norm"},
             implies=deepseek.BY_SIGMOID,

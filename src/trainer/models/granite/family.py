@@ -19,18 +19,16 @@ POWERS = {
 # transformers takes 1 for each factor that is absent; that on scores is then not of the size of a head.
 DEFAULTS = dict.fromkeys((*FACTORS, "attention_multiplier"), 1.0)
 _SCALES = {
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "attention.scale": "attention_multiplier",
-    "logit_scale": "logits_scaling",
+    **{"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"},
+    **{"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"},
 }
-_ROTATED = "rope.scaling.finetuned"  # llama.cpp's switch of RoPE in this architecture
+_ROTATES = "rope.scaling.finetuned"  # the switch of RoPE in llama.cpp
 
 
-def _of_gguf(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a factor on scores, llama.cpp takes the usual one."""
-    usual = {"attention_multiplier": said["head_dim"] ** -0.5} if "attention_multiplier" not in said else {}
-    return usual | ({} if said.get(_ROTATED, True) else {"position_embedding_type": "nope"})
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a factor on scores, llama.cpp takes that of the size of a head."""
+    scale = {} if "attention_multiplier" in said else {"attention_multiplier": said["head_dim"] ** -0.5}
+    return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})  # which is refused
 
 
 FAMILY = Family(
@@ -44,7 +42,7 @@ FAMILY = Family(
             defaults=DEFAULTS,
             sizes=FACTORS,
             powers=POWERS,
-            gguf=Gguf("granite", pairs=True, numbers=NUMBERS | _SCALES, more={_ROTATED: bool}, fields=_of_gguf),
+            gguf=Gguf("granite", pairs=True, numbers=NUMBERS | _SCALES, more={_ROTATES: bool}, fields=_fields),
         )
     ],
 )

@@ -10,6 +10,7 @@ FACTS = Facts(
         *("temperature_tuning_scale", "temperature_tuning_floor_scale"),
     ),
     fixes={"rope_interleave": True, "attention_type": "global"},
+    has_rest=True,
     maxtext_words={"rope_use_scale=false": "rope_type=default"},
     tensors=of_blocks,
 )

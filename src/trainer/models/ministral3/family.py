@@ -10,6 +10,7 @@ from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import LOG, Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
@@ -50,6 +51,24 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     return {} if original is None else {"temperature_tuning_floor_scale": original}
 
 
+_TEMPERATURE = "attention.temperature_scale"  # in GGUF
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp scales queries and keys by YaRN's factor, unless a file has the factor that it is divided by."""
+    values = {name: float(f"{said[name]:.7g}") for name in (LOG, _TEMPERATURE) if name in said}  # of float32
+    own = {
+        **dict.fromkeys(("mscale", "mscale_all_dim"), values.get(LOG)),
+        "llama_4_scaling_beta": values.get(_TEMPERATURE),
+    }
+    return {"rope_scaling": {**(said["rope_scaling"] or {}), **own}}
+
+
+def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    rope = data["rope_scaling"]
+    return {_TEMPERATURE: float(rope["llama_4_scaling_beta"]), LOG: 1.0 if "attention_factor" in rope else None}
+
+
 # The values of transformers' Ministral3Config.
 _SIZES = {
     **{"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34},
@@ -70,6 +89,9 @@ FAMILY = Family(
             implies={"temperature_tuning": True},
             read=read,
             nested={**_SIZES, "pad_token_id": 11},
+            gguf=Gguf(
+                "mistral3", pairs=True, more={_TEMPERATURE: float, LOG: float}, fields=_fields, write=_gguf_values
+            ),
         )
     ],
 )

@@ -64,7 +64,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
         "rope_theta": 10000.0,
         **said,
         **({"rope_scaling": scaling, _POSITIONS: scaling.get(_POSITIONS)} if scaling else {}),
-        **it.fields(said | more),
+        **it.fields(said | more | {"rope_scaling": scaling}),
         "vocab_size": rows,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **tokens,

@@ -41,6 +41,7 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
+_MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # two names of a field; the second one may have a default
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
@@ -99,7 +100,7 @@ def _block_keys(
         "normalization_layer_epsilon": float(said[hf.epsilon]),
         **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
         **({} if "use_qk_norm" in sizes else {"use_qk_norm": hf.qk_norm}),
-        "mtp_num_layers": said.get("num_nextn_predict_layers") or said.get("num_mtp_layers") or 0,
+        "mtp_num_layers": next((said[name] for name in _MODULES if said.get(name) is not None), 0),
     }
     if not hf.latent:
         keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
@@ -318,8 +319,8 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window == "switched":
         data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
-    if config.mtp_num_layers:
-        data["num_nextn_predict_layers"] = config.mtp_num_layers
+    if config.mtp_num_layers or _MODULES[1] in hf.defaults:
+        data[_MODULES[1]] = config.mtp_num_layers
     data = {**data, **neutral}
     original = config.original_max_position_embeddings
     if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
