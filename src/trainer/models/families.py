@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from trainer.config.effects import no_effect_of
 from trainer.config.errors import UserError
-from trainer.config.family import Facts, imported
+from trainer.config.family import Facts, facts_of, imported
 from trainer.config.flags import linen_stack
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules, read_rules
@@ -37,6 +38,7 @@ _ARGUMENTS = ("x", "cache", "context")
 # The attributes of a decoder other than its stacks. No stack may have one of these names or of its methods' names.
 NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
+_QUERIES_AND_KEYS = ("/query/kernel", "/key/kernel")
 RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
@@ -123,7 +125,7 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
       decoder_block: the family whose declaration it is; by default that of `config`.
 
     Raises:
-      UserError: the family declares none.
+      UserError: the family declares none, or contradicts itself about the order of a head's entries.
     """
     block = decoder_block or config.decoder_block
     if not (declared := family(block).hugging_face):
@@ -131,7 +133,29 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
             f"decoder_block={block} declares no parameter names of Hugging Face, so its checkpoints "
             "cannot be read or written; a run's folder and format=params can"
         )
+    if block == config.decoder_block and block not in FAMILIES:
+        _check_pairs(config, declared)
     return min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
+
+
+def _check_pairs(config: Config, declared: Sequence[HuggingFace]) -> None:
+    facts = facts_of(config)
+    if facts is None or no_effect_of(config, "rope_interleave"):
+        return
+    heads = {name: it.rotated for hf in declared for name, it in hf.layouts.items() if name.endswith(_QUERIES_AND_KEYS)}
+    fixed, begin = facts.fixes.get("rope_interleave"), f"decoder_block={config.decoder_block}"
+    plain, halves = ([name for name, rotated in heads.items() if bool(rotated) is on] for on in (False, True))
+    if fixed is True and halves:
+        raise UserError(
+            f"{begin}: Facts.fixes has rope_interleave=true, for checkpoints whose heads are adjacent pairs, but the "
+            f"layout of {halves[0]} has rotated={heads[halves[0]]!r}, for halves: leave one of them out"
+        )
+    if fixed is None and plain:
+        raise UserError(
+            f"{begin}: the layout of {plain[0]} has no rotated: rotated='head_dim' is right where the two halves of a "
+            'head are rotated, as in Llama; for adjacent pairs Facts.fixes has {"rope_interleave": True}; a family '
+            "without this rotation has rope_interleave in Facts.ignores"
+        )
 
 
 def maxtext(decoder_block: str) -> MaxText:

@@ -92,6 +92,8 @@ def test_a_yml_of_a_folder_does_not_import_facts(tmp_path):
         ("1 / 0", "importing a_family.facts fails: ZeroDivisionError"),
         ("FACT = 1", "a_family.facts has no FACTS; nearest: FACT"),
         (OWN.replace('"fused_qkv"', '"fused_kqv"'), "Facts.reads: fused_kqv is not one of num_experts"),
+        (OWN.replace('("fused_qkv",)', '"fused_qkv"'), r"Facts.reads: write \('fused_qkv',\), with a comma"),
+        (OWN.replace('("rope_max_timescale",)', '"rope_type"'), r"'has no RoPE'\]: write \('rope_type',\)"),
         (
             OWN.replace("rope_max_timescale", "rope_max_timescales"),
             "there is no key rope_max_timescales; nearest: rope",

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from two_kinds import Shift
 from trainer.backends.registry import make_model
 from trainer.compare import measure
 from trainer.config.errors import UserError
+from trainer.config.family import Facts
 from trainer.config.load import load
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.scheduler import Scheduler
@@ -26,7 +29,7 @@ from trainer.inference.weights import canonical
 from trainer.layers.dense import INPUT
 from trainer.layers.stack import Stack
 from trainer.leaves.source import names_of
-from trainer.models.families import RESERVED, axis_rules, place, stacks
+from trainer.models.families import RESERVED, axis_rules, hugging_face, place, stacks
 from trainer.models.family import Family
 from trainer.models.huggingface import Layout
 from trainer.models.llama2 import family as llama2
@@ -272,6 +275,31 @@ def test_a_mesh_axis_by_its_name_alone(monkeypatch):
     own = dataclasses.replace(two_kinds.family, axes={"shifted": "tensor"})
     monkeypatch.setattr(two_kinds, "right", own, raising=False)
     assert axis_rules(tiny_config("nnx", decoder_block="two_kinds:right"))["shifted"] == ("tensor",)
+
+
+@pytest.mark.parametrize(
+    ("rotated", "facts", "message"),
+    [
+        ("head_dim", {}, ""),
+        ("", {"fixes": {"rope_interleave": True}}, ""),
+        ("", {"fixes": {"rope_interleave": False}}, ""),
+        ("", {"ignores": {"has no RoPE": ["rope_interleave"]}}, ""),
+        ("", {}, "the layout of decoder/layers/self_attention/query/kernel has no rotated"),
+        ("head_dim", {"fixes": {"rope_interleave": True}}, "query/kernel has rotated='head_dim', for halves"),
+    ],
+)
+def test_the_order_of_a_heads_entries_is_not_said_twice_in_other_words(monkeypatch, rotated, facts, message):
+    layouts = {name: it._replace(rotated=it.rotated and rotated) for name, it in llama2.LAYOUTS.items()}
+    tables = llama2.FAMILY.hugging_face[0]._replace(layouts=layouts)
+    own = dataclasses.replace(llama2.FAMILY, hugging_face=[tables])
+    module = SimpleNamespace(FAMILY=own, FACTS=Facts("turned:FAMILY", **facts))
+    monkeypatch.setitem(sys.modules, "turned", module)
+    config = tiny_config("nnx", decoder_block="turned:FACTS")
+    if not message:
+        assert hugging_face(config) is tables
+        return
+    with pytest.raises(UserError, match=message):
+        hugging_face(config)
 
 
 def test_an_incomplete_table_of_hugging_face(monkeypatch):
