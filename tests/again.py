@@ -7,7 +7,7 @@ programs are made of. What is kept are functions: each run has its own state, fi
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ OF_A_RUN = {
     *("grain_file_type", "grain_train_files", "grain_eval_files", "held_out_share", "data_pipeline"),
     *("reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
 }
+# What an engine gives its programs as arguments.
+OF_A_REQUEST = {f"decode_sampling_{name}" for name in ("strategy", "top_k", "nucleus_p", "seed", "temperature")}
 
 
 @contextlib.contextmanager
@@ -45,7 +47,8 @@ def sharing_programs() -> Iterator[dict[Any, Any]]:
 
     def engine(self: Any, served: Any) -> None:
         ranks = None if served.ranks is None else served.ranks.tobytes()
-        key = _program(served.config), served.mesh, str(served.rules), served.slots, ranks, served.controls
+        own = OF_A_REQUEST if not served.config.return_log_prob else set()
+        key = _program(served.config, own), served.mesh, str(served.rules), served.slots, ranks, served.controls
         if key not in kept:
             engine_anew(self, served)
             kept[key] = dict(self.__dict__)
@@ -57,9 +60,9 @@ def sharing_programs() -> Iterator[dict[Any, Any]]:
         yield kept
 
 
-def _program(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the keys that programs are made of. The last step of DiLoCo synchronizes the islands."""
-    own = OF_A_RUN - {"steps"} if config["enable_diloco"] else OF_A_RUN
+def _program(config: Mapping[str, Any], more: Set[str] = frozenset()) -> tuple[tuple[str, str], ...]:
+    """Returns the keys that programs are made of: without `more`. The last step of DiLoCo synchronizes the islands."""
+    own = more | (OF_A_RUN - {"steps"} if config["enable_diloco"] else OF_A_RUN)
     return tuple((name, str(value)) for name, value in config.items() if name not in own)
 
 

@@ -14,6 +14,7 @@ from trainer import export, quantize, sft
 from trainer.checkpoint.manager import newest
 from trainer.data.tokenizer import train_bpe
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 NAMES = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "padding_side": "left", "model_max_length": 8192}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|turn|>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"

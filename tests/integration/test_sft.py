@@ -17,6 +17,7 @@ from trainer import generate, sft
 from trainer.checkpoint.manager import newest
 from trainer.observe.metrics import METRICS_FILE, read_rows
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 MODEL = TINY | pinned("nnx") | {"vocab_size": 300, "max_target_length": 64, "enable_checkpointing": True}
 MODEL |= {"enable_tensorboard": False, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
 CHATS = MODEL | {"grain_train_files": "chats.jsonl", "train_data_columns": "messages", "steps": 40, "prompt": "color?"}

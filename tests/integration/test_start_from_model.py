@@ -18,6 +18,7 @@ from support import pinned
 from trainer import export, shardings, train_compile
 from trainer.data.tokenizer import train_bpe
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 DATA = pinned("nnx") | {
     "dataset_type": "grain",
     "grain_file_type": "text",

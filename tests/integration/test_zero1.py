@@ -10,11 +10,10 @@ import optax
 import pytest
 from compiler import TPU_QUICKLY
 from run_cases import RUN, assert_equal, killed_at, rows_of, train
-from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, packed_batch
+from support import ALL_COMBINATIONS, LAST_CASE, arguments, copied, first_tree, packed_batch, state_from
 
 from trainer.aot.cost import analyze
 from trainer.config.load import load
-from trainer.ops.random import seed_key
 from trainer.state.shardings import tensors
 from trainer.training.batches import placed
 from trainer.training.build import build
@@ -121,8 +120,7 @@ def test_plain_data_parallelism_gathers_nothing():
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
     """Returns losses and gradient norms of three SGD steps, and the parameters after them."""
     run, program = compiled(combination, **SGD, **overrides)
-    init = jax.jit(run.codec.init, out_shardings=run.states.shardings).lower(seed_key(0)).compile()
-    state, rows = init(seed_key(0)), []
+    state, rows = state_from(run, first_tree(run)), []
     for i in range(3):
         state, metrics = program(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
         rows.append([float(metrics["loss"]), float(metrics["grad_norm"])])
