@@ -50,6 +50,7 @@ LLAMA4 = (transformers.Llama4TextConfig, transformers.Llama4ForCausalLM)
 LLAMA = (transformers.LlamaConfig, transformers.LlamaForCausalLM)
 MINISTRAL3 = (transformers.Ministral3Config, transformers.Ministral3ForCausalLM)
 MISTRAL = (transformers.MistralConfig, transformers.MistralForCausalLM)
+MISTRAL4 = (transformers.Mistral4Config, transformers.Mistral4ForCausalLM)
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)
 PHI3 = (transformers.Phi3Config, transformers.Phi3ForCausalLM)
 GLM = (transformers.GlmConfig, transformers.GlmForCausalLM)
@@ -58,6 +59,7 @@ GLM4_MOE_LITE = (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCaus
 GLM4 = (transformers.Glm4Config, transformers.Glm4ForCausalLM)
 GRANITE = (transformers.GraniteConfig, transformers.GraniteForCausalLM)
 GRANITE_MOE = (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM)
+GRANITE_MOE_SHARED = (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM)
 GRANITE4 = (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM)
 QWEN3 = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 QWEN3_MOE = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
@@ -129,6 +131,16 @@ LATENT = {
 OF_GLM = {name: size for name, size in SMALL.items() if name != "head_dim"} | {"num_mtp_layers": 0}
 OF_GLM |= {"moe_intermediate_size": 10, "n_routed_experts": 6, "num_experts_per_tok": 3}
 OF_GLM |= {"experts_implementation": "eager"}
+
+
+OF_MISTRAL4 = {name: LATENT[name] for name in LATENT if name.endswith(("_rank", "_head_dim"))}
+OF_MISTRAL4 |= {"hidden_size": 16, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
+OF_MISTRAL4 |= {"moe_intermediate_size": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "q_lora_rank": 10}
+OF_MISTRAL4 |= {"experts_implementation": "eager", "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+OF_MISTRAL4["rope_parameters"] = {
+    **{"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 6},
+    **{"beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
 
 
 class Case(NamedTuple):
@@ -343,6 +355,20 @@ CASES = {
             }
         },
         some(1),
+    ),
+    # Positions from 6 on have larger queries, and other ones from 12 and 18 on.
+    "mistral4": Case(
+        MISTRAL4,
+        OF_MISTRAL4 | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+        ("model.layers.0.self_attn.", "model.layers.1.mlp.gate.", "model.layers.1.mlp.shared"),
+        spread=0.9,
+    ),
+    "mistral4-small": Case(MISTRAL4, OF_MISTRAL4 | {"q_lora_rank": None}, spread=0.9),
+    "granite-moe-shared": Case(
+        GRANITE_MOE_SHARED,
+        OF_GRANITE
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6}
+        | {"shared_intermediate_size": 12},
     ),
 }
 

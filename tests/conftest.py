@@ -33,7 +33,7 @@ def _ensure_mutability(self: ConfigDict, name: str) -> None:
 
 ConfigDict._ensure_mutability = _ensure_mutability
 
-pytest_plugins = ["checkout", "pins", "whole", "programs"]  # in this order: the last three import the package
+pytest_plugins = ["checkout", "pins", "whole", "programs", "again"]  # in this order: the last three import the package
 
 # This is here and not in a hook: pytest imports the conftest.py of a folder named on the command line, and with it JAX,
 # before any hook runs. A worker of xdist inherits the environment of the process that started it.

@@ -88,10 +88,12 @@ FAMILIES = {
     "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
     "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
     "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
-    # The text models' config.json in folders of the Hub. That of the 14B was not at hand.
+    # The text models' config.json in folders of the Hub.
     "ministral3-3b": ("ministral3", 3072, 32, 8, 128, 9216, 26, 131072, 1e-5, 1000000, True, 3_429_006_336),
     "ministral3-8b": ("ministral3", 4096, 32, 8, 128, 14336, 34, 131072, 1e-5, 1000000, False, 8_489_553_920),
     "devstral-small-2-24b": ("ministral3", 5120, 32, 8, 128, 32768, 40, 131072, 1e-5, 10**8, False, 23_572_403_200),
+    # A third party's table of the published model, and the YaRN of the smaller ones; 13.5 billion are published.
+    "ministral3-14b": ("ministral3", 5120, 32, 8, 128, 16384, 40, 131072, 1e-5, 10**9, False, 13_506_073_600),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
 }
 # The same as in WITH_EXPERTS; heads have 64 entries, and the head is the table. Sources as above.
@@ -307,6 +309,10 @@ LLAMA4 = {
 }
 VISION_OF_LLAMA4 = 871_932_416
 WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 401_583_781_376}
+# transformers' Mistral4Config names this model. Published: 119.4 billion parameters, with the tower for images.
+MISTRAL4 = {
+    "mistral-small-4-119b": (4096, 32, 32, 2048, 128, 4, 36, 131072, 1e-6, 10000, 1, 1024, 256, 118_972_826_624),
+}
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",

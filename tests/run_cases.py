@@ -11,6 +11,7 @@ import pytest
 from support import TINY, pinned
 
 from trainer.checkpoint.manager import newest
+from trainer.observe.goodput import GOODPUT_FILE
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main
 
@@ -59,6 +60,8 @@ def killed_at(updates, finished, folder):
     run = folder / RUN
     shutil.copytree(finished, run)
     (run / "finished").unlink()
+    *events, _ = (run / GOODPUT_FILE).read_text().splitlines(keepends=True)  # all but the end
+    (run / GOODPUT_FILE).write_text("".join(events))
     for path in (run / "checkpoints").iterdir():
         if int(path.name) > updates:
             shutil.rmtree(path)

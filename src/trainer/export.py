@@ -254,8 +254,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns the command line with which MaxText loads the output, because its checkpoints do not describe their
-    model."""
+    """Returns the command with which MaxText loads the output, because its checkpoints do not describe their model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

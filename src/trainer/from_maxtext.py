@@ -1,5 +1,4 @@
-"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command for it, and a verdict for each
-key."""
+"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command for it, a verdict for each key."""
 
 import sys
 import textwrap

@@ -27,16 +27,8 @@ of all other state. For stacked layers, a line shows the norm of all layers and 
 The host holds one array at a time."""
 _WIDTH = 150
 _MODEL = (
-    "decoder_block",
-    "model_name",
-    "base_num_decoder_layers",
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "head_dim",
-    "base_mlp_dim",
-    "vocab_size",
-    "max_target_length",
+    *("decoder_block", "model_name", "base_num_decoder_layers", "base_emb_dim", "base_num_query_heads"),
+    *("base_num_kv_heads", "head_dim", "base_mlp_dim", "vocab_size", "max_target_length"),
 )
 _WORDS = {
     "opt_state": "optimizer state",

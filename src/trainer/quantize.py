@@ -177,8 +177,7 @@ def _report(
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[str]]:
-    """Returns FROM, OUT, the number of rows for calibration, which weights, and the `key=value` arguments for
-    base.yml."""
+    """Returns FROM, OUT, the rows for calibration, which weights, and the `key=value` arguments for base.yml."""
     own = (f"{_ROWS}=", "weights=")
     paths, keys = words[:2], [word for word in words[2:] if not word.startswith(own)]
     options = dict(word.split("=", 1) for word in words if word.startswith(own))

@@ -158,8 +158,7 @@ def _name(path: str) -> str:
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the address and a command that works there: a chat or a completion of `text` or, if it is empty, of an
-    example."""
+    """Returns the address and a command for it: a chat or a completion of `text`; if that is empty, of an example."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

@@ -25,11 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains as the command line says, or, with --show N, prints the first N records with `show`.
-
-    Raises:
-      UserError: it cannot.
-    """
+    """Trains, or, with --show N, prints the first N records with `show`. Raises UserError if it cannot."""
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)

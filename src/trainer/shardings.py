@@ -57,7 +57,7 @@ def _prepare(configs: Sequence[Any]) -> None:
         leave_out_absent_tpu()
         return
     prepare_compile_only_tpu()
-    simulated = [known.devices for known in topologies if isinstance(known, Topology) and known.generation is None]
+    simulated = [known.devices for known in topologies if isinstance(known, Topology) and known.platform == "cpu"]
     if simulated:
         simulate_cpu_devices(max(simulated))
 

@@ -22,9 +22,11 @@ from trainer.config.help import prints_usage
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, begin
 from trainer.evaluation.specs import TEXT, Spec, read_specs
+from trainer.observe.goodput import COMPILATION, RESTORE, Timeline
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
+from trainer.runtime.supervision import pulse, supervise
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -76,11 +78,14 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     """
     if prints_usage(kind.command, words):
         return
-    started = time.perf_counter()
+    tell = pulse()
+    timeline = Timeline(tell)
     with told_to_others(words):
         begun = begin([word for word in words if word != DRY_RUN], os.environ, kind.defaults)
         kind.check(begun.config)
         _specs(kind, begun.config)
+    if begun.config.supervise and tell is None and DRY_RUN not in words:
+        raise SystemExit(supervise(f"trainer.{kind.command}", words, begun.config))
     # The command line has been checked by itself. What follows loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
@@ -89,7 +94,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
         from trainer.weights.model_of_command import with_model
 
         loaded = with_model(begun)
-        _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, started)
+        _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, timeline)
 
 
 class _Silence(io.StringIO):
@@ -97,16 +102,23 @@ class _Silence(io.StringIO):
         return len(text)
 
 
-def _run(loaded: Loaded, kind: Kind, started: float) -> None:
+def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
     from trainer.observe.runs import open_run
     from trainer.runtime.agreement import agreed
 
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
-    with open_run(
-        run.config.base_output_directory, run.config.run_name, config_yml, run.config.enable_checkpointing, console.say
-    ) as run_dir:
+    with (
+        timeline,
+        open_run(
+            run.config.base_output_directory,
+            run.config.run_name,
+            config_yml,
+            run.config.enable_checkpointing,
+            console.say,
+        ) as run_dir,
+    ):
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
-        end = _train(loaded, kind, run, dataset, prompt, run_dir, console)
+        end = _train(loaded, kind, run, dataset, prompt, run_dir, timeline, console)
         if end is None:
             console.say(_FINISHED.format(run_dir.folder))
             return
@@ -118,7 +130,7 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
             console.say(f"{NAMES[end.signal]}: {saved_or_lost} ({run_dir.folder})")
             raise SystemExit(exit_code(end.signal))
         run_dir.finish()
-        console.summary(time.perf_counter() - started, agreed(lambda: _files(run_dir)))
+        console.summary(time.perf_counter() - timeline.started, agreed(lambda: _files(run_dir, timeline.goodput)))
         if prompt.tokens:
             from trainer.inference.sample import sample_text
             from trainer.training.reports import keep_sample
@@ -127,6 +139,8 @@ def _run(loaded: Loaded, kind: Kind, started: float) -> None:
             text = sample_text(run, end.state, dataset.tokenizer, prompt._replace(stop=stop))
             console.sample(run.config.prompt, text)
             keep_sample(run_dir, run.config.steps, run.config.prompt, text, console.say)
+        timeline.finish()
+        run_dir.upload()
 
 
 def _dry_run(loaded: Loaded, kind: Kind) -> None:
@@ -243,9 +257,10 @@ def _with_passes(loaded: Loaded, run, dataset, console):
     return build(loaded.config, jax.devices())
 
 
-def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
+def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint.manager import CheckpointManager
+    from trainer.runtime.agreement import agreed, is_first
     from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
     from trainer.training.loop import fit
     from trainer.training.reports import metrics_files, open_reports, start_entry
@@ -254,7 +269,9 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
         manager = None
         if run.config.enable_checkpointing:
             manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
-        begin = _start(loaded, run, dataset, prompt, manager, console)
+        resumes = manager is not None and manager.latest is not None
+        with timeline.during(RESTORE) if resumes else contextlib.nullcontext():
+            begin = _start(loaded, run, dataset, prompt, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
             return None
         compiled = loaded_step(run, console.say)
@@ -267,10 +284,14 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, console):
         # All possible errors in the command have been reported, so the run may now write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
+        saves = run.config.enable_checkpointing
+        agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
         if begin.updates < run.config.steps:
-            compiled = compiled or compiled_step(run, run_dir.folder, console.say)
+            with timeline.during(COMPILATION):
+                compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
-        reports = open_reports(run, run_dir, begin, files, console, stack)
+        reports = open_reports(run, run_dir, begin, files, console, timeline, stack)
+        timeline.step(begin.updates)
         steps, by_tasks = StepsByRows(run, compiled, console.say), tasks and tasks.to(run_dir)
         return fit(run, steps, begin, dataset, reports, manager, source, by_tasks)
 
@@ -320,14 +341,14 @@ def _start(loaded: Loaded, run, dataset, prompt, saved, console):
     return begin._replace(about=about)
 
 
-def _files(run_dir):
-    """Returns where the results of a finished run are, for its summary."""
+def _files(run_dir, goodput):
+    """Returns how a finished run spent its time and where its results are, for its summary."""
     from trainer.checkpoint.manager import newest
     from trainer.observe.rundir import REPORT_FILE
 
     checkpoint = newest(run_dir.folder)
     named = {} if checkpoint is None else {"checkpoint": str(checkpoint)}
-    return named | {"charts": str(run_dir.folder / REPORT_FILE)}
+    return {"time": str(goodput)} | named | {"charts": str(run_dir.folder / REPORT_FILE)}
 
 
 def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:

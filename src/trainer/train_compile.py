@@ -99,7 +99,7 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     slices = config.compile_topology_num_slices
     devices = devices_of(topology_of(config), slices)
     chip = chip_of(devices[0].device_kind)
-    check_memory(config, devices, chip.hbm_bytes if chip else None, margin=OUT_OF_PROPORTION)
+    check_memory(config, devices, chip.usable if chip else None, margin=OUT_OF_PROPORTION)
     run = build(config, devices)
 
     def traced() -> Any:
@@ -118,13 +118,17 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
 def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
     from trainer.aot.suggest import suggest
     from trainer.config.resolve import resolve
+    from trainer.sharding import compute_capability
+
+    devices = list(run.mesh.devices.flat)
 
     def check(values: dict[str, Any]) -> None:
         topology = find_topology(values["compile_topology"])
         if not isinstance(topology, Topology):
             raise UserError(topology)
-        slices = config.compile_topology_num_slices
-        resolve(values, device_count=topology.devices * slices, platform=topology.platform, num_slices=slices)
+        slices = values["compile_topology_num_slices"]
+        known = {"platform": topology.platform, "num_slices": slices, "capability": compute_capability(devices)}
+        resolve(values, device_count=topology.devices * slices, **known)
 
     assert report.hbm_bytes is not None  # a simulated device has no size to exceed
     suggestions = suggest(

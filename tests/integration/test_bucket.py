@@ -71,6 +71,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     assert {path.name for path in run.iterdir()} == {
         "checkpoints",
         "config.yml",
+        "goodput.jsonl",
         "metrics.jsonl",
         "report.html",
         "starts.json",

@@ -9,6 +9,7 @@ from run_cases import command
 from sample_data import write_corpus, write_records, write_tfds
 from support import TINY, pinned
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 SMALL = TINY | pinned("nnx")
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "steps": 4, "eval_interval": 4, "per_device_batch_size": 2}
 SMALL |= {"prompt": "", "opt_type": "sgd"}

@@ -14,6 +14,7 @@ from trainer import dpo, sft
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main as train_main
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 MODEL = TINY | {"vocab_size": 300, "max_target_length": 128, "enable_checkpointing": True, "enable_tensorboard": False}
 MODEL |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "pairs.jsonl"}
 PAIRS = (

@@ -7,6 +7,7 @@ from run_cases import RUN, train
 
 from trainer.observe.runs import open_run
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 SHORT = {"steps": 2, "learning_rate_schedule_steps": 2, "checkpoint_period": 1, "eval_interval": -1, "opt_type": "sgd"}
 DRY = "--dry-run"
 

@@ -17,6 +17,7 @@ from support import pinned
 
 from trainer import export, generate
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 PROMPT = "def f(x):"
 FLAGS = [f"{flag}={value}" for flag, value in pinned("nnx").items()]
 TEXT = {

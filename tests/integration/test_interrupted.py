@@ -1,10 +1,12 @@
 """Processes that are killed or interrupted, and resumed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from compiler import xla_flags
@@ -14,6 +16,7 @@ from support import pinned
 
 from trainer.checkpoint.manager import newest
 from trainer.data.batches import eval_batches
+from trainer.runtime.supervision import HANG
 
 # Real processes and runs in this one. They run long enough to be interrupted; most of the time is start-up and
 # compilation.
@@ -43,10 +46,27 @@ def wait_for(text, log, process):
         time.sleep(0.01)
 
 
-def begun(folder):
-    command = [sys.executable, "-m", "trainer.train", "base.yml", *WORDS, "run_name=run-0001"]
+def begun(folder, *words):
+    command = [sys.executable, "-m", "trainer.train", "base.yml", *WORDS, "run_name=run-0001", *words]
     with as_on_a_terminal(), (folder / "log.txt").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=os.environ)
+
+
+@pytest.mark.rest(covered_by="processes that hang in unit/runtime/test_supervision.py")
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the supervised process in /proc")
+def test_a_run_that_hangs_is_ended_and_goes_on(one_device, tmp_path):
+    log = tmp_path / "log.txt"
+    process = begun(tmp_path, "supervise=true", "hang_timeout_seconds=5", "checkpoint_period=10")
+    wait_for("completed step: 21,", log, process)  # the save after update 20 waited for that after update 10
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGSTOP)
+    assert process.wait(120) == HANG, log.read_text()
+    assert "supervise: nothing was completed for " in log.read_text()
+    (left,) = (tmp_path / RUN).glob("hang-*.txt")
+    assert re.search(r"\(hang_timeout_seconds=5\) during (step \d+|save)", left.read_text())
+    code, output = train(tmp_path, "run_name=run-0001", **LONGER | {"checkpoint_period": 10, "steps": 200})
+    assert code == 0, output
+    assert re.search(r"checkpoints/[12]0: [12]0 of 200 updates are done", output)
 
 
 def interrupted_once(process, log):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from compiler import EXACT
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, packed_batch
+from support import ALL_COMBINATIONS, arguments, assert_equal_bits, first_tree, packed_batch, state_from
 
 from trainer.backends.base import tree_mode
 from trainer.backends.train_state import TrainStateNNX
@@ -19,7 +19,8 @@ STEPS = 10
 def runs(combination, **overrides):
     run = build(load(arguments(combination, learning_rate=1e-2, **overrides)).config, jax.devices()[:1])
     batches = [packed_batch(run.config, run.rows, seed=i) for i in range(STEPS)]
-    ours, native = run.init(), run.init()
+    tree = first_tree(run)
+    ours, native = state_from(run, tree), state_from(run, tree)
     step = run.step.lower(*run.abstract_args()).compile(EXACT)
     for batch in batches:
         ours, _ = step(ours, batch, ())

@@ -19,6 +19,7 @@ from trainer.training.build import build
 from trainer.training.loop import Reports, fit
 from trainer.training.start import Start
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 LONG, SHORT = {"prompt": "p" * 40, "completion": "c"}, {"prompt": "p", "completion": "cc"}
 SMALL = {
     "dataset_type": "grain",

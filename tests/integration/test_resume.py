@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from trainer.data.batches import eval_batches
 from trainer.data.dataset import open_dataset
 from trainer.objectives.next_token import NextToken
 from trainer.observe.events import EVENTS_FILE
+from trainer.observe.goodput import BETWEEN, GOODPUT_FILE, read_goodput
 from trainer.observe.metrics import METRICS_FILE
 
 
@@ -52,12 +54,22 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
     run = at(30)
     with (run / METRICS_FILE).open("a") as file:
         file.write('{"step": 60, "lo')  # as left by a process that is killed while it writes
+    began = time.time()
     code, output = train(tmp_path)  # run_name is empty
     assert code == 0
+    took = time.time() - began
     assert f"{RUN} has this configuration and is unfinished: resuming it" in output
     assert f"{RUN}/checkpoints/30: 30 of 60 updates are done" in output
     assert "(30 to 59, resumed)" in output
+    assert "in 2 processes" in output
     assert_equal(run, straight)
+    events = [json.loads(line) for line in (run / GOODPUT_FILE).read_text().splitlines()]
+    begins, ends = [event["job_start_time"] for event in events if "job_start_time" in event][-1], events[-1]
+    assert 0.99 * took - 0.3 < ends["job_end_time"] - begins < took, "unlike a clock outside"
+    parts = read_goodput(run).seconds()
+    assert parts.keys() >= {"steps", "steps done again", "restore", "compilation", "evaluation", "save", BETWEEN}
+    assert sum(parts.values()) == pytest.approx(ends["job_end_time"] - events[0]["job_start_time"])
+    assert "<h2>Time</h2>" in (run / "report.html").read_text()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
 
 
@@ -181,6 +193,7 @@ def test_without_checkpoints(tmp_path):
         "config.yml",
         "report.html",
         "starts.json",
+        "goodput.jsonl",
         "finished",
         ".lock",
     }

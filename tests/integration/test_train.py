@@ -29,7 +29,7 @@ from trainer.config.capabilities.optimizers import KEYS as OF_OPTIMIZERS
 from trainer.config.capabilities.optimizers import TRAITS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
-from trainer.config.dump import PROCESSES
+from trainer.config.dump import PROCESSES, SUPERVISION
 from trainer.config.load import load
 from trainer.config.resolve import resolve as resolve_config
 from trainer.config.schema import schema
@@ -156,7 +156,7 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypat
     # The resolved configuration is complete: it runs again unchanged, on the prepared data, with the same losses.
     resolved = yaml.safe_load((run_dir / "config.yml").read_text())
     assert resolved["dtype"] == "float32"
-    assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES}
+    assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES, *SUPERVISION}
     # Profiling some steps changes nothing. In a process of its own: JAX's profiler crashes where libtpu was loaded.
     profiled = ["profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3"]
     again = run_module(str(run_dir / "config.yml"), *profiled, cwd=tmp_path)
@@ -264,6 +264,7 @@ READ_BY_LOADING = {
     ),
     **dict.fromkeys(set(OF_OPTIMIZERS) - set(TRAITS["adamw"].reads), "read by another optimizer"),
     **dict.fromkeys(SERVING, "read by trainer.serve"),
+    **dict.fromkeys(SUPERVISION, "read by the process that supervises this one"),
     **dict.fromkeys(PROCESSES, "read where processes find each other, before there is a run"),
 }
 

@@ -1,9 +1,13 @@
-"""A table of chips."""
+"""Tables of chips: TPUs and GPUs."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.config.errors import UserError
+
 GIB = 1024**3
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True)
@@ -15,11 +19,12 @@ class Chip:
       kinds: `device_kind` of its JAX devices.
       devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two.
       hbm_bytes: HBM of one device that is available to the compiler, slightly less than the physical size.
+      pool: whether JAX's allocator takes only a fraction of it, as on GPUs.
       hbm_bandwidth: bytes per second between HBM and the cores.
       peak: FLOP/s of matrix products by the operands' dtype, in HLO's spelling. float32 operands run at bfloat16's
-        rate, because a TPU rounds them to bfloat16 at JAX's default precision.
-      ici_bandwidth: bytes per second that a chip sends over all of its links within a slice.
-      torus: the number of dimensions of the network within a slice, each with links in both directions.
+        rate, because a TPU rounds them to bfloat16 at JAX's default precision; on GPUs at that of TF32.
+      ici_bandwidth: bytes per second that a chip sends over all of its links within a slice, of GPUs over NVLink.
+      torus: the number of dimensions of the network within a slice, each with links in both directions; 1 for a switch.
       dcn_bandwidth: bytes per second that a chip sends to other slices: its share of the host's network.
     """
 
@@ -32,10 +37,32 @@ class Chip:
     ici_bandwidth: float
     torus: int
     dcn_bandwidth: float
+    pool: bool = False
 
     def flops(self, dtype: str) -> float:
         """Returns the peak FLOP/s of one device for operands of `dtype`; bfloat16's if the table lacks `dtype`."""
         return self.peak.get(dtype, self.peak["bf16"]) / self.devices
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one device that a program can use."""
+        return int(self.hbm_bytes * memory_fraction()) if self.pool else self.hbm_bytes
+
+
+def memory_fraction() -> float:
+    """Returns the fraction of a GPU's memory that JAX's allocator takes.
+
+    Raises:
+      UserError: the environment variable is not a fraction.
+    """
+    given = os.environ.get(FRACTION, "")
+    try:
+        fraction = float(given or 0.75)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise UserError(f"{FRACTION}={given}: not a number above 0 and at most 1")
+    return fraction
 
 
 # Sources, read on 2026-11-21: the specification tables of https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
@@ -44,66 +71,124 @@ class Chip:
 # - v4: ICI and DCN from https://jax-ml.github.io/scaling-book/tpus, with the 2400 Gbit/s of the v4 paper
 #   (Jouppi et al. 2023, arXiv:2304.01433).
 # - v5e, v6e: DCN is the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v4",
-            kinds=("TPU v4",),
-            devices=1,
-            hbm_bytes=int(31.75 * GIB),
-            hbm_bandwidth=1.2e12,
-            peak={"bf16": 275e12, "s8": 275e12},
-            ici_bandwidth=300e9,
-            torus=3,
-            dcn_bandwidth=6.25e9,
-        ),
-        Chip(
-            name="v5e",
-            kinds=("TPU v5 lite", "TPU v5e"),
-            devices=1,
-            hbm_bytes=int(15.75 * GIB),
-            hbm_bandwidth=819e9,
-            peak={"bf16": 197e12, "s8": 393e12},
-            ici_bandwidth=200e9,
-            torus=2,
-            dcn_bandwidth=3.125e9,
-        ),
-        Chip(
-            name="v5p",
-            kinds=("TPU v5", "TPU v5p"),
-            devices=1,
-            hbm_bytes=int(95.73 * GIB),
-            hbm_bandwidth=2.765e12,
-            peak={"bf16": 459e12, "s8": 918e12},
-            ici_bandwidth=600e9,
-            torus=3,
-            dcn_bandwidth=6.25e9,
-        ),
-        Chip(
-            name="v6e",
-            kinds=("TPU v6 lite", "TPU v6e"),
-            devices=1,
-            hbm_bytes=int(31.24 * GIB),
-            hbm_bandwidth=1.638e12,
-            peak={"bf16": 918e12, "s8": 1836e12},
-            ici_bandwidth=400e9,
-            torus=2,
-            dcn_bandwidth=12.5e9,
-        ),
-        Chip(
-            name="tpu7x",
-            kinds=("TPU7x",),
-            devices=2,
-            hbm_bytes=int(94.74 * GIB),
-            hbm_bandwidth=7.38e12,
-            peak={"bf16": 2307e12, "f8e4m3fn": 4614e12, "f8e5m2": 4614e12},
-            ici_bandwidth=600e9,
-            torus=3,
-            dcn_bandwidth=12.5e9,
-        ),
-    )
-}
+_TPUS = (
+    Chip(
+        name="v4",
+        kinds=("TPU v4",),
+        devices=1,
+        hbm_bytes=int(31.75 * GIB),
+        hbm_bandwidth=1.2e12,
+        peak={"bf16": 275e12, "s8": 275e12},
+        ici_bandwidth=300e9,
+        torus=3,
+        dcn_bandwidth=6.25e9,
+    ),
+    Chip(
+        name="v5e",
+        kinds=("TPU v5 lite", "TPU v5e"),
+        devices=1,
+        hbm_bytes=int(15.75 * GIB),
+        hbm_bandwidth=819e9,
+        peak={"bf16": 197e12, "s8": 393e12},
+        ici_bandwidth=200e9,
+        torus=2,
+        dcn_bandwidth=3.125e9,
+    ),
+    Chip(
+        name="v5p",
+        kinds=("TPU v5", "TPU v5p"),
+        devices=1,
+        hbm_bytes=int(95.73 * GIB),
+        hbm_bandwidth=2.765e12,
+        peak={"bf16": 459e12, "s8": 918e12},
+        ici_bandwidth=600e9,
+        torus=3,
+        dcn_bandwidth=6.25e9,
+    ),
+    Chip(
+        name="v6e",
+        kinds=("TPU v6 lite", "TPU v6e"),
+        devices=1,
+        hbm_bytes=int(31.24 * GIB),
+        hbm_bandwidth=1.638e12,
+        peak={"bf16": 918e12, "s8": 1836e12},
+        ici_bandwidth=400e9,
+        torus=2,
+        dcn_bandwidth=12.5e9,
+    ),
+    Chip(
+        name="tpu7x",
+        kinds=("TPU7x",),
+        devices=2,
+        hbm_bytes=int(94.74 * GIB),
+        hbm_bandwidth=7.38e12,
+        peak={"bf16": 2307e12, "f8e4m3fn": 4614e12, "f8e5m2": 4614e12},
+        ici_bandwidth=600e9,
+        torus=3,
+        dcn_bandwidth=12.5e9,
+    ),
+)
+# Sources, read on 2026-11-29. hbm_bytes: device_memory_size in XLA's files xla/backends/gpu/target_config/specs
+# (openxla/xla), of the H200 what the driver of one reported. Peaks without sparsity, half of what a data sheet gives
+# with it. NVLink in one direction. dcn_bandwidth: a network card for each GPU.
+# - a100: NVIDIA A100 80GB data sheet (SXM: 2,039 GB/s; NVLink 600 GB/s); DGX A100 data sheet: 8 x 200 Gbit/s.
+# - h100: NVIDIA H100 data sheet (SXM5: 3.35 TB/s; NVLink 900 GB/s); DGX H100 data sheet: 8 x 400 Gbit/s.
+# - h200: NVIDIA H200 data sheet (SXM: 4.8 TB/s; NVLink 900 GB/s); DGX H200 data sheet: 8 x 400 Gbit/s.
+# - b200: NVIDIA DGX B200 data sheet, an eighth of it: 72 PFLOP/s of FP8 with sparsity, 64 TB/s, NVLink 14.4 TB/s,
+#   8 x 400 Gbit/s; the other peaks from the HGX platform's page: 36 PFLOP/s of BF16 and 18 of TF32 with sparsity.
+_NARROW = ("f8e4m3fn", "f8e5m2")
+_HOPPER = {"bf16": 989e12, "f16": 989e12, "f32": 494.5e12, "s8": 1979e12} | dict.fromkeys(_NARROW, 1979e12)
+_GPUS = (
+    Chip(
+        name="a100",
+        kinds=("NVIDIA A100-SXM4-80GB",),
+        devices=1,
+        hbm_bytes=85100068864,
+        hbm_bandwidth=2.039e12,
+        peak={"bf16": 312e12, "f16": 312e12, "f32": 156e12, "s8": 624e12},
+        ici_bandwidth=300e9,
+        torus=1,
+        dcn_bandwidth=25e9,
+        pool=True,
+    ),
+    Chip(
+        name="h100",
+        kinds=("NVIDIA H100 80GB HBM3",),
+        devices=1,
+        hbm_bytes=84942979072,
+        hbm_bandwidth=3.35e12,
+        peak=_HOPPER,
+        ici_bandwidth=450e9,
+        torus=1,
+        dcn_bandwidth=50e9,
+        pool=True,
+    ),
+    Chip(
+        name="h200",
+        kinds=("NVIDIA H200",),
+        devices=1,
+        hbm_bytes=150123577344,
+        hbm_bandwidth=4.8e12,
+        peak=_HOPPER,
+        ici_bandwidth=450e9,
+        torus=1,
+        dcn_bandwidth=50e9,
+        pool=True,
+    ),
+    Chip(
+        name="b200",
+        kinds=("NVIDIA B200",),
+        devices=1,
+        hbm_bytes=191514411008,
+        hbm_bandwidth=8e12,
+        peak={"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "s8": 4500e12} | dict.fromkeys(_NARROW, 4500e12),
+        ici_bandwidth=900e9,
+        torus=1,
+        dcn_bandwidth=50e9,
+        pool=True,
+    ),
+)
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from trainer.aot import loops
 from trainer.aot.hlo import Computation, Instruction, Module
+from trainer.sharding import slice_of
 
 KINDS = (
     "all-gather",
@@ -147,7 +148,7 @@ def _found(
             if trips is None and inside:
                 unknown.append(instruction.op_name or instruction.name)
             yield from inside
-        elif instruction.opcode in ("call", "fusion", "async-start"):
+        elif instruction.opcode in ("call", "fusion", "fusion-start", "async-start"):
             yield from _found(module, instruction.called[0], times, conditional, unknown)
         elif instruction.opcode == "conditional":
             branches = [list(_found(module, called, times, True, unknown)) for called in instruction.called]
@@ -159,10 +160,12 @@ def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str
     operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
     if instruction.opcode.startswith("ragged"):
         operands = operands[:1]
-    results = instruction.shapes[-len(operands) :] if instruction.opcode == "all-gather-start" else instruction.shapes
-    if instruction.opcode == "collective-permute-start":
-        results = instruction.shapes[:1]
-    if instruction.opcode == "all-to-all" and len(operands) > 1:
+    results = instruction.shapes
+    if instruction.opcode.endswith("-start") and len(results) > len(
+        operands
+    ):  # a tuple of the operands and the results
+        results = results[len(operands) : 2 * len(operands)]
+    if instruction.opcode.startswith("all-to-all") and len(operands) > 1:
         return [(operands[0].dtype, sum(shape.bytes for shape in operands))]
     parts = zip(operands, results, strict=False)
     return [(operand.dtype, max(operand.bytes, result.bytes)) for operand, result in parts]
@@ -239,7 +242,7 @@ def _axes(mesh: Any) -> tuple[list[str], list[int]]:
 def _slices(mesh: Any) -> list[int]:
     """Returns the slice index of each device of a mesh; [] if it has no devices."""
     devices = getattr(mesh, "devices", None)
-    return [] if devices is None else [getattr(device, "slice_index", None) or 0 for device in devices.flat]
+    return [] if devices is None else [slice_of(device) or 0 for device in devices.flat]
 
 
 def _varying(groups: Sequence[Sequence[int]], names: list[str], sizes: list[int]) -> tuple[str, ...]:

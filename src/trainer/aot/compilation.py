@@ -10,6 +10,7 @@ from typing import Any
 from jax.errors import JaxRuntimeError
 
 from trainer.aot import dump
+from trainer.aot.gpus import parts_present
 from trainer.aot.kernels import tiles_fit
 from trainer.aot.report import OUT_OF_MEMORY, Report, Step, make_report
 
@@ -39,7 +40,7 @@ def compile_step(
     compiled, failure = None, ""
     with tempfile.TemporaryDirectory() as folder, dump.uncached():
         try:
-            with tiles_fit():
+            with tiles_fit(), parts_present():
                 compiled = lowered.compile({**dump.options(folder), **(options or {})})
         except JaxRuntimeError as error:
             if not OUT_OF_MEMORY.search(str(error)):

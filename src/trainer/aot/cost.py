@@ -1,8 +1,9 @@
 """FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
 The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which `cost_analysis()` of a
-compiled function reports, with two exceptions. XLA counts the body of a loop once; here it counts once per iteration.
-XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts.
+compiled function reports, with three exceptions. XLA counts the body of a loop once; here it counts once per iteration.
+XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts. XLA counts
+every row of a TPU's grouped product with every group; here it counts with its own.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
 - An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
   sine and similar functions are counted separately, as transcendentals. A reduction counts one operation per element
@@ -15,6 +16,7 @@ XLA counts all of the array into which a scatter within a fusion writes; here on
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,34 +144,37 @@ class _Counter:
         self.in_place = _IN_PLACE_FOR_XLA if rolled else _IN_PLACE
         self.notes: list[str] = []
         self.unknown: list[str] = []
-        self.known: dict[tuple[str, bool], Totals] = {}
+        self.known: dict[tuple[str, bool, int], Totals] = {}
 
-    def computation(self, name: str, fused: bool = False) -> Totals:
-        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory."""
-        if (name, fused) not in self.known:
-            totals = self.known[name, fused] = Totals()
+    def computation(self, name: str, fused: bool = False, groups: int = 1) -> Totals:
+        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory. `groups`:
+        of the grouped product that it is a part of."""
+        if (name, fused, groups) not in self.known:
+            totals = self.known[name, fused, groups] = Totals()
             computation = self.module.computations[name]
             for instruction in computation:
-                self._work(totals, computation, instruction, fused)
+                self._work(totals, computation, instruction, fused, groups)
                 if not fused:
                     self._traffic(totals, computation, instruction)
-        return self.known[name, fused]
+        return self.known[name, fused, groups]
 
-    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool) -> None:
+    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool, groups: int) -> None:
         """Adds an instruction's operations, and the totals of the computations that it calls."""
+        if groups > 1 and products.masks(computation, i, groups):
+            return
         if i.opcode in ELEMENTWISE:
             totals.flops += i.shape.elements
         elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
             totals.transcendentals += sum(shape.elements for shape in i.shapes)
         elif i.opcode in ("dot", "convolution"):
             left, right = (operand.shape for operand in computation.operands(i)[:2])
-            totals.multiply(
-                left.dtype, products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
-            )
+            flops = products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
+            totals.multiply(left.dtype, flops / groups)
         elif i.opcode in ("all-reduce", "all-reduce-start"):
             totals.flops += sum(shape.elements for shape in i.shapes)
-        elif i.opcode == "fusion":
-            totals.add(self.computation(i.attribute("calls"), fused=True))
+        elif i.opcode in ("fusion", "fusion-start"):
+            groups = groups if self.rolled else max(groups, products.groups(i))
+            totals.add(self.computation(i.attribute("calls"), True, groups))
         elif i.opcode in ("call", "async-start"):
             totals.add(self.computation(i.called[0], fused))
         elif i.opcode == "while":
@@ -233,7 +238,9 @@ class _Counter:
         if i.opcode in FREE:
             return
         if i.opcode == "fusion":
-            self._fusion_traffic(totals, i, operands)
+            self._fusion_traffic(totals, i, operands, i.shapes)
+        elif i.opcode == "fusion-start":  # the result is a tuple of the operands, the results, and a context
+            self._fusion_traffic(totals, i, operands, i.shapes[len(shapes) : -1])
         elif i.opcode == "custom-call":
             kernel = kernels.cost(i, shapes)
             if kernel is not None and kernel.bytes is not None:
@@ -254,17 +261,19 @@ class _Counter:
             copied = i.shapes[0] if i.opcode == "copy-start" else i.shapes[-2]
             totals.access(copied, copied._replace(space=shapes[0].space))
         elif i.opcode.endswith("-start"):
-            totals.access(*shapes, *i.shapes[len(shapes) : 2 * len(shapes)])
+            totals.access(*shapes, *(i.shapes[len(shapes) : 2 * len(shapes)] or i.shapes))
         else:
             totals.access(*shapes, *i.shapes)
 
-    def _fusion_traffic(self, totals: Totals, fusion: Instruction, operands: list[Instruction]) -> None:
+    def _fusion_traffic(
+        self, totals: Totals, fusion: Instruction, operands: list[Instruction], results: tuple[Shape, ...]
+    ) -> None:
         inside = self.module.computations[fusion.attribute("calls")]
         root = inside.instructions[inside.root]
         written = inside.operands(root) if root.opcode == "tuple" else [root]
         in_flight = self._in_flight(inside)
-        if len(written) == len(fusion.shapes):
-            for part, shape in zip(written, fusion.shapes, strict=True):
+        if len(written) == len(results):
+            for part, shape in zip(written, results, strict=True):
                 while part.opcode == "bitcast":
                     part = inside.operands(part)[0]
                 if part.opcode in self.in_place:
@@ -273,7 +282,7 @@ class _Counter:
                 if not passed and part.name not in in_flight:
                     totals.access(shape)
         else:
-            totals.access(*fusion.shapes)
+            totals.access(*results)
         for number, operand in enumerate(operands):
             if inside.parameters[number].name in in_flight:
                 continue
@@ -304,19 +313,29 @@ class _Counter:
         """Returns the bytes that the users of an array in a fusion read of it."""
         whole = sum(shape.bytes for shape in array.shapes)
         size, shared = 0, False
-        for user in self._users[computation].get(array.name, []):
+        for name, user in self._readers(computation, array.name):
             if user.opcode == "tuple":
                 continue
-            if user.opcode == "fusion" and user.operands == (array.name,) and user.attribute(_ALIASED):
+            if user.opcode == "fusion" and user.operands == (name,) and user.attribute(_ALIASED):
                 size += self._used(computation, user)  # the same memory, read in other tiles
             elif user.opcode == "fusion":
-                numbers = [i for i, name in enumerate(user.operands) if name == array.name]
+                numbers = [i for i, operand in enumerate(user.operands) if operand == name]
                 size += sum(self._read(user.attribute("calls"), i) for i in numbers)
-            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == array.name):
+            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == name):
                 size += user.shape.bytes
             elif user.opcode in ("broadcast", "reshape"):
                 size += whole
-            elif not (user.opcode in self.in_place and user.operands[0] == array.name) and not shared:
+            elif not (user.opcode in self.in_place and user.operands[0] == name) and not shared:
                 shared = True
                 size += whole
         return size
+
+    def _readers(self, computation: str, name: str) -> Iterator[tuple[str, Instruction]]:
+        """Yields the users of an array in a fusion, and the name by which they read it: through bitcasts, other names.
+        XLA takes a bitcast for a user; so do the rolled counts."""
+        users = self._users[computation]
+        for user in users.get(name, []):
+            if user.opcode == "bitcast" and users[user.name] and not self.rolled:
+                yield from self._readers(computation, user.name)
+            else:
+                yield name, user

@@ -22,7 +22,7 @@ from trainer.config.keys import Config
 from trainer.models.families import block_class, blocks, stacks
 from trainer.runtime.programs import is_mixed_up
 from trainer.runtime.versions import installed
-from trainer.sharding import compute_capability
+from trainer.sharding import compute_capability, slice_of
 
 MAGIC = b"trainer-executable 1\n"
 # The module that builds the step. This module and its imports are the step's source code.
@@ -64,7 +64,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
         "devices": {
             "kind": first.device_kind,
             "number": len(devices),
-            "slices": len({getattr(device, "slice_index", None) for device in devices}),
+            "slices": len({slice_of(device) for device in devices}),
             "extent": _extent(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),

@@ -2,10 +2,12 @@
 
 A Pallas kernel appears as a custom call. If its author provided a `pl.CostEstimate`, it is in the HLO text and is used.
 Otherwise a formula is looked up by the kernel's name: grid size times the cost of the body, from the operands' shapes.
+On GPUs, products of cuBLAS and attention of cuDNN are custom calls, too.
 """
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -63,6 +65,10 @@ def cost(call: Instruction, operands: Sequence[Shape]) -> KernelCost | None:
     if given:
         numbers = {name: float(value) for name, value in json.loads(given[1]).items()}
         return KernelCost(numbers["flops"], numbers["transcendentals"], numbers["bytes_accessed"], dtype)
+    target = call.attribute("custom_call_target").strip('"')
+    for prefix, formula in GPU_FORMULAS:
+        if target.startswith(prefix):
+            return formula(call, operands)
     for pattern, formula in FORMULAS:
         if PALLAS in call.text and re.search(pattern, call.op_name):
             return formula(call, operands)
@@ -129,3 +135,48 @@ FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"splash_\w*dkv", _splash(4, "_dkv", keys_resident=True)),  # scores, dV, dP, dK
     (r"splash_\w*dq", _splash(3, "_dq")),  # scores, dP, dQ
 )
+
+
+def _cublas(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
+    """Returns the cost of a product by cuBLAS: its shapes and dimension numbers are those of a `dot`."""
+    contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', call.text)
+    assert contracted, call.text
+    width = math.prod(operands[0].dims[int(axis)] for axis in re.findall(r"\d+", contracted[1]))
+    flops = 2.0 * call.shape.elements * width
+    return KernelCost(flops, 0.0, _without_workspace(call, operands), operands[0].dtype)
+
+
+def _cudnn_attention(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
+    """Returns the cost of cuDNN's fused attention, whose operands begin with queries, keys and values [b, t, h, d].
+
+    Counts the scores that the causal mask, the window and the documents leave; the kernel computes whole tiles, and so
+    somewhat more. The lengths of documents are data: they count as equal, by which the sum is least. Products: scores
+    and results; backward scores, and the gradients of probabilities, values, queries and keys.
+    """
+    query, key, value = operands[:3]
+    batch, length, heads, width = query.dims
+    documents = _number(call, "max_seg_per_batch", 1)
+    rows, columns = length / documents, key.dims[1] / documents
+    window = min(_number(call, "sliding_window_length", 0) or columns, columns)
+    scores = rows * columns
+    if re.search(r'"mask_type":\s*"\w*CAUSAL', call.text):
+        least = min(rows, window)
+        scores = least * (least + 1) / 2 + (rows - least) * window
+    scores *= batch * heads * documents
+    backward = "Backward" in call.attribute("custom_call_target")
+    widths = 3 * width + 2 * value.dims[-1] if backward else width + value.dims[-1]
+    return KernelCost(2.0 * scores * widths, scores, _without_workspace(call, operands), query.dtype)
+
+
+def _number(call: Instruction, name: str, default: int) -> int:
+    found = re.search(rf'"{name}":\s*"?(\d+)', call.text)
+    return max(int(found[1]), default) if found else default
+
+
+def _without_workspace(call: Instruction, operands: Sequence[Shape]) -> float:
+    """Returns the bytes of operands and results, without that of the kernel's own memory, which is the last result."""
+    results = call.shapes if len(call.shapes) == 1 else call.shapes[:-1]
+    return float(sum(shape.bytes for shape in (*operands, *results)))
+
+
+GPU_FORMULAS: tuple[tuple[str, Formula], ...] = (("__cublas$", _cublas), ("__cudnn$fmha", _cudnn_attention))

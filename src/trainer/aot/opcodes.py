@@ -22,8 +22,9 @@ ELEMENTWISE = _words(
 # Instructions that access no memory: they rename, wait, or call a computation that is counted separately.
 FREE = _words(
     """
-    add-dependency after-all all-gather-done all-reduce-done async-done async-start async-update bitcast call
-    collective-permute-done conditional constant copy-done domain get-tuple-element opt-barrier
-    optimization-barrier parameter partition-id recv-done replica-id send-done slice-done tuple while
+    add-dependency after-all all-gather-done all-reduce-done all-to-all-done async-done async-start async-update
+    bitcast call collective-broadcast-done collective-permute-done conditional constant copy-done domain fusion-done
+    get-tuple-element opt-barrier optimization-barrier parameter partition-id ragged-all-to-all-done recv-done
+    reduce-scatter-done replica-id send-done slice-done tuple while
     """
 )

@@ -2,10 +2,13 @@
 
 import functools
 import math
+import re
 
 import numpy as np
 
-from trainer.aot.hlo import Instruction, Shape
+from trainer.aot.hlo import Computation, Instruction, Shape
+
+_GROUPS = re.compile(r'"is_ragged_dot":true,"num_groups_in_ragged_dot":"(\d+)"')
 
 
 def dot(product: Instruction, left: Shape) -> float:
@@ -46,6 +49,22 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
     features = left.dims[inputs.index("f")] // int(i.attribute("feature_group_count") or 1)
     batch = left.dims[inputs.index("b")] // int(i.attribute("batch_group_count") or 1)
     return 2.0 * features * batch * i.shape.dims[outputs.index("f")] * valid
+
+
+def groups(fusion: Instruction) -> int:
+    """Returns the number of groups of a grouped product (`jax.lax.ragged_dot`) on a TPU; 1 for other fusions.
+
+    The text of its fusion multiplies every row with the matrix of every group, and selects by masks. The kernel visits
+    only the tiles of rows that a group has (docs/experiments.md, 2026-11-29).
+    """
+    found = _GROUPS.search(fusion.text)
+    return int(found[1]) if found else 1
+
+
+def masks(computation: Computation, i: Instruction, groups: int) -> bool:
+    """Returns whether an instruction in the fusion of a grouped product selects rows by group, or adds up its groups.
+    The kernel does neither."""
+    return i.opcode in ("select", "reduce") and computation.operands(i)[0].shape.dims[:1] == (groups,)
 
 
 @functools.lru_cache(maxsize=1024)

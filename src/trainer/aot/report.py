@@ -1,13 +1,14 @@
 """The report on a compiled step before it runs: memory, cost, estimated time."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.aot.buffers import Buffer, by_kind, leaves, temporaries
-from trainer.aot.chips import Chip, chip_of
+from trainer.aot.chips import Chip, chip_of, memory_fraction
 from trainer.aot.cost import Cost, analyze
 from trainer.aot.dump import Dump
 from trainer.aot.roofline import Estimate, estimate
@@ -23,6 +24,10 @@ OUT_OF_MEMORY = re.compile(
 )
 DOES_NOT_FIT = 3  # the exit code of commands that compile a step which does not fit
 LARGEST = 12  # the number of buffers in a report
+# The largest fraction of a GPU's memory to suggest: CUDA, NCCL and the programs themselves need the rest.
+_MOST = 0.95
+# Instructions that XLA copied because the memory did not suffice, and those of asynchronous copies of them.
+_REMATERIALIZED = re.compile(r"^\s+(?:ROOT )?%[\w.-]+\.remat\d*[\w.-]* = ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Report:
     mesh: Mapping[str, int]
     pipeline: str  # its stages in words; "" without one
     memory: Memory
-    hbm_bytes: int | None  # HBM of a device; None for simulated devices
+    hbm_bytes: int | None  # HBM of a device that programs can use; None for simulated devices
+    fraction: float | None  # of a GPU's memory that hbm_bytes is; None for other devices
     fits: bool | None
     state: Mapping[str, int]  # bytes of parameters, optimizer, ...
     buffers: tuple[Buffer, ...]  # temporaries that are live at the peak
@@ -70,7 +76,16 @@ class Report:
     grad_dtype: str
     trace_seconds: float
     compile_seconds: float
+    rematerialized: int = 0  # instructions that XLA, not the configuration, computes again to save memory
     suggestions: tuple[Suggestion, ...] = ()
+
+    @property
+    def fitting_fraction(self) -> float | None:
+        """Returns the least fraction of a GPU's memory, in hundredths, in which the step fits; None if none does."""
+        if self.hbm_bytes is None or self.fraction is None:
+            return None
+        fraction = math.ceil(100 * self.memory.peak * self.fraction / self.hbm_bytes) / 100
+        return fraction if fraction <= _MOST else None
 
     @property
     def gradients_reduced_in(self) -> list[str]:
@@ -95,6 +110,9 @@ class Report:
             "generated_code_bytes": memory.code,
             "host_bytes": memory.host,
             "hbm_bytes": self.hbm_bytes,
+            "memory_fraction": self.fraction,
+            "fitting_fraction": self.fitting_fraction,
+            "rematerialized": self.rematerialized,
             "fits": self.fits,
             "missing_bytes": None if over is None else max(over, 0),
             "breakdown": {**self.state, **by_kind(self.buffers)},
@@ -152,8 +170,10 @@ def make_report(
     memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
-    cost = analyze(text, step.mesh, dump.partitioned or None)
-    rolled = compiled.cost_analysis() if compiled is not None else {}
+    # On GPUs the optimized module has each collective once, as it runs.
+    partitioned = dump.partitioned if first.platform != "gpu" else ""
+    cost = analyze(text, step.mesh, partitioned or None)
+    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # none of a program for absent GPUs
     return Report(
         topology=step.config.compile_topology,
         num_slices=num_slices,
@@ -162,7 +182,9 @@ def make_report(
         mesh={axis: size for axis, size in step.mesh.shape.items() if size > 1},
         pipeline=stage_text(stacks(step.config)),
         memory=memory,
-        hbm_bytes=chip.hbm_bytes if chip else None,
+        hbm_bytes=chip.usable if chip else None,
+        fraction=memory_fraction() if chip and chip.pool else None,
+        rematerialized=len(_REMATERIALIZED.findall(text)),
         fits=_fits(compiled, memory, chip),
         state=state,
         buffers=temporaries(dump, shapes),
@@ -180,7 +202,7 @@ def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | Non
     """Returns whether the step fits: the compiler accepted it, and its peak including arguments is within the HBM."""
     if chip is None:
         return None
-    return compiled is not None and memory.peak <= chip.hbm_bytes
+    return compiled is not None and memory.peak <= chip.usable
 
 
 def memory_of(compiled: Any) -> Memory:

@@ -11,6 +11,7 @@ from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.config.capabilities.vocab_tiles import worthwhile_tiles
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.config.topologies import GPUS, GPUS_OF_HOST
 from trainer.layers.remat import KEPT, OFFLOADED, kept, offloaded
 from trainer.models.families import family
 from trainer.observe.text import si
@@ -168,7 +169,11 @@ def _shard(config: Config) -> Iterator[Candidate]:
         changes = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": data * fsdp}
         yield changes, "each layer's parameters are all-gathered from more devices", True
     topology = re.fullmatch(r"(\w+)-(\d+)", config.get("compile_topology", ""))
-    if topology:
+    if topology and topology[1] in GPUS and int(topology[2]) == GPUS_OF_HOST[-1]:
+        hosts = 2 * config.compile_topology_num_slices
+        more = {"compile_topology_num_slices": hosts, "dcn_fsdp_parallelism": 2 * config.dcn_fsdp_parallelism}
+        yield more, "twice the hosts", True
+    elif topology:
         larger = {"compile_topology": f"{topology[1]}-{2 * int(topology[2])}", "ici_fsdp_parallelism": 2 * fsdp}
         yield larger, "twice the devices", True
 

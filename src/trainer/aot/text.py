@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from trainer.aot.buffers import by_kind
+from trainer.aot.chips import FRACTION
 from trainer.aot.report import Report
+from trainer.config.words import counted
 from trainer.observe.text import short_time, si
 
 GIB = 1024**3
@@ -25,7 +27,8 @@ def verdict(report: Report) -> str:
     if report.fits:
         return f"fits: {peak} of {hbm} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
     over = max(report.memory.peak - report.hbm_bytes, 0)
-    return f"does not fit: it needs {peak} on each device, {_gib(over)} more than the available {hbm}"
+    instead = f"; with {FRACTION}={report.fitting_fraction:g} it fits" if report.fitting_fraction else ""
+    return f"does not fit: it needs {peak} on each device, {_gib(over)} more than the available {hbm}{instead}"
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -37,6 +40,12 @@ def _head(report: Report) -> Iterator[str]:
     yield f"traced in {short_time(report.trace_seconds)}, compiled in {short_time(report.compile_seconds)}"
     yield ""
     yield verdict(report)
+    if report.hbm_bytes is not None and report.fraction is not None:
+        card = _gib(report.hbm_bytes / report.fraction)
+        yield f"  available is {report.fraction:g} of a GPU's {card}, which {FRACTION} sets"
+    if report.rematerialized:
+        values = counted(report.rematerialized, "value")
+        yield f"  XLA computes {values} again to save memory; all figures are of the program as it changed it"
 
 
 def _memory(report: Report) -> Iterator[str]:

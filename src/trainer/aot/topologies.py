@@ -4,12 +4,15 @@ import importlib.util
 
 import jax
 
+from trainer.aot.chips import CHIPS
+from trainer.aot.gpus import TARGETS, plugin
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu
 
 NO_LIBTPU = "needs libtpu, the TPU compiler, for Linux on x86-64: pip install 'trainer[tpu-aot]'"
+NO_PLUGIN = "needs JAX's plugin for CUDA, which has the compiler for GPUs: pip install 'trainer[gpu-aot]'"
 
 
 def topology_of(config: Config) -> Topology:
@@ -19,31 +22,32 @@ def topology_of(config: Config) -> Topology:
       UserError: `compile_topology` is empty.
     """
     if not config.compile_topology:
-        raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, v5p-8 or cpu-8")
+        raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, h100-8 or cpu-8")
     topology = find_topology(config.compile_topology)
     assert isinstance(topology, Topology), topology  # the configuration was checked
     return topology
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """Returns the devices of `num_slices` slices. TPU devices are for compilation only; CPU devices are this process's.
+    """Returns the devices of `num_slices` slices. CPU devices are this process's; others are for compilation only.
 
     Raises:
-      UserError: libtpu is not installed, or the process has fewer CPU devices.
+      UserError: the compiler for these devices is not installed, or the process has fewer CPU devices.
     """
-    if topology.generation is None:
-        devices = jax.devices("cpu")
-        if len(devices) < topology.devices:
-            raise UserError(
-                f"compile_topology={topology.name}: this process has {len(devices)} CPU devices; start it with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}"
-            )
-        return devices[: topology.devices]
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError(f"compile_topology={topology.name} {NO_LIBTPU}")
+    if topology.platform == "cpu":
+        return _simulated(topology)
     prepare_compile_only_tpu()
     from jax.experimental import topologies
 
+    if topology.platform == "gpu":
+        if plugin() is None:
+            raise UserError(f"compile_topology={topology.name} {NO_PLUGIN}")
+        hosts = f"{num_slices}x1x{topology.devices}"
+        target = TARGETS[topology.kind].text(CHIPS[topology.kind])
+        return topologies.get_topology_desc(platform="cuda", target_config=target, topology=hosts).devices
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(f"compile_topology={topology.name} {NO_LIBTPU}")
+    assert topology.generation is not None
     sides = "x".join(map(str, topology.shape))
     description = topologies.get_topology_desc(
         platform="tpu",
@@ -54,3 +58,13 @@ def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
         wrap=topology.wrap,
     )
     return description.devices
+
+
+def _simulated(topology: Topology) -> list[jax.Device]:
+    devices = jax.devices("cpu")
+    if len(devices) < topology.devices:
+        raise UserError(
+            f"compile_topology={topology.name}: this process has {len(devices)} CPU devices; start it with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={topology.devices}"
+        )
+    return devices[: topology.devices]

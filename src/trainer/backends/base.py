@@ -62,8 +62,7 @@ class Model(Protocol):
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
-        """Returns the native train state for the optimizer `tx`: an `nnx.State` or a Linen TrainState of
-        ShapeDtypeStructs. Nothing is allocated."""
+        """Returns the native train state for the optimizer `tx`, with ShapeDtypeStructs. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
         """Returns the path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
@@ -90,11 +89,8 @@ class Codec(Protocol):
 
 
 class StateCodec:
-    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`.
-
-    Attributes:
-      abstract: the native train state, with a ShapeDtypeStruct at each leaf.
-    """
+    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`. `abstract`: the
+    native train state, with a ShapeDtypeStruct at each leaf."""
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model

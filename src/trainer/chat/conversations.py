@@ -37,8 +37,7 @@ class Conversation(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """Two answers to a prompt: as whole conversations, which begin with `prompt` messages of the prompt, or as whole
-    texts, which begin with it.
+    """Two answers to a prompt, as whole conversations or texts. They begin with `prompt`: messages, or the text.
 
     It is empty if a prompt or an answer is.
     """
@@ -232,8 +231,7 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content as text or None, and other fields that are not
-        None."""
+        """Returns a message as templates read it: a role, content as text or None, other fields that are not None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}

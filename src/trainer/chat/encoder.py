@@ -194,8 +194,7 @@ class ChatEncoder(Encoder):
 
 
 def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
-    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template from now
-    on.
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template.
 
     Raises:
       UserError: the template or the formatting function is not there, or not valid.
@@ -263,11 +262,8 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Prompts:
-    """Renders prompts as the user's message of a conversation, for generation.
-
-    Attributes:
-      own_template: whether the model has a template, so that it probably answers conversations.
-    """
+    """Renders prompts as the user's message of a conversation, for generation. `own_template`: whether the model has a
+    template, so that it probably answers conversations."""
 
     def __init__(
         self,
@@ -284,20 +280,12 @@ class Prompts:
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
-        """Returns the tokens of the conversation up to where the assistant begins.
-
-        Raises:
-          UserError: the template cannot render it.
-        """
+        """Returns the conversation's tokens up to the answer. Raises UserError if the template cannot render it."""
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
-        """Returns the tokens of the conversation in the first column of `record`, a list of messages or the text of the
-        user, up to where the assistant begins.
-
-        Raises:
-          UserError: it is no conversation, or the template cannot render it.
-        """
+        """Returns the tokens of the conversation, or the user's text, in the first column of `record`, up to where the
+        assistant begins. Raises UserError if it is no conversation, or the template cannot render it."""
         value = record.values[0]
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))

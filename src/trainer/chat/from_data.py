@@ -43,8 +43,7 @@ def taken(
     own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
     positions: Callable[[Config], int | None],
 ) -> Mapping[str, Any]:
-    """Sets the columns, and `max_target_length` of a run that starts from a model, if no key gives them, and returns
-    them. `say` gets a line on each.
+    """Sets the columns, and `max_target_length` of a run from a model, if no key gives them. `say` gets a line on each.
 
     They are those of the run's own checkpoint, if the run continues. Otherwise the columns are the first of CONVENTIONS
     that the data have, and the length is the longest of the first EXAMINED records, up to LONGEST_ROW and the positions

@@ -12,14 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from trainer.chat.conversations import Preference, preference
-from trainer.chat.encoder import (
-    SHOWN,
-    ChatEncoder,
-    Example,
-    count_replaced,
-    open_formatter,
-    open_template,
-)
+from trainer.chat.encoder import SHOWN, ChatEncoder, Example, count_replaced, open_formatter, open_template
 from trainer.chat.turns import Turns
 from trainer.config.keys import Config
 from trainer.config.words import visible

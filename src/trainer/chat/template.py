@@ -55,8 +55,7 @@ class TemplateFailed(UserError):
 
 
 class _NoContent(jinja2.Undefined):
-    """A content of null or none at all, as of messages that only call tools. It `is none`, and prints nothing, not the
-    word None."""
+    """A content of null or none at all, as of messages that only call tools: it `is none`, and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):

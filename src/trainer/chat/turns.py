@@ -36,8 +36,7 @@ class Turns(NamedTuple):
 def turns(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str], first: int = 0
 ) -> Turns:
-    """Returns what is learnt of a conversation, from message number `first` on. `markers` matches names of tokens that
-    can end a turn.
+    """Returns what is learnt of a conversation from message `first` on. `markers` matches tokens that can end a turn.
 
     Raises:
       TemplateFailed: the template cannot render the conversation.

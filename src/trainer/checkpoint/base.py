@@ -23,8 +23,7 @@ _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names`, and for state that belongs to one: its path
-    ends with the path of the parameter."""
+    """Returns a canonical train state with None for the parameters `names` and for state whose path ends with one."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)

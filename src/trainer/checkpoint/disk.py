@@ -112,8 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL. Keeps the first error among them that is a disk error or that Orbax
-    itself raised."""
+    """Drops Orbax's log messages below CRITICAL. Keeps the first error that is of the disk or that Orbax raised."""
 
     error: Exception | None = None
 

@@ -13,7 +13,6 @@ written last and deleted first.
 import concurrent.futures
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -53,8 +52,7 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints in a run's folder. A context manager that waits for the last save when it
-    exits."""
+    """Saves and lists the checkpoints of a run. A context manager that waits for the last save when it exits."""
 
     def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
         """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
@@ -94,8 +92,7 @@ class CheckpointManager:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. When this returns, the arrays have been copied, so a step may
-        donate their buffers.
+        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
@@ -142,9 +139,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is KeyboardInterrupt and self._ending is not None and not self._ending.done():
             self._say(
                 f"interrupted: waiting for the checkpoint of update {self.latest}, which is being written; Ctrl-C "

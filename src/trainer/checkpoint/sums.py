@@ -1,5 +1,4 @@
-"""Checksums of a checkpoint's files. They are written before the checkpoint is committed and verified before it is
-read.
+"""Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
 The arrays on disk have no checksum of their own: without these, a changed byte would silently change a parameter. For
 files in a bucket only sizes are compared, because the store has its own checksums. Several processes share the work:

@@ -59,8 +59,7 @@ class Difference(NamedTuple):
 
 
 def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
-    """Returns a sort key for the order of the forward pass: embedding, each layer with its output last, norm,
-    logits."""
+    """Returns a sort key in the order of the forward pass: embedding, each layer with its output last, norm, logits."""
     if entry.layer is not None:
         # Within a layer by the last part of the name, since the order of sowing is not known.
         return 1, entry.layer, entry.name.endswith("/output"), entry.name.rpartition("/")[2], entry.name

@@ -159,8 +159,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Compiles `fn` on the mesh of `run` for arguments such as `args`, as the step is compiled, or returns the
-    executable of the same program in `known`."""
+    """Compiles `fn` for `args` on the mesh of `run`, as the step is, or returns an equal program's from `known`."""
     options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
     lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
@@ -215,8 +214,7 @@ def _real(name: str, batch: Any) -> jax.Array:
 
 
 def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
-    """Returns `x` [lead axes, b, t, ...] without padding, and with its tokens in their true order. Values of another
-    shape stay."""
+    """Returns `x` [lead axes, b, t, ...] without padding, its tokens in true order. Values of another shape stay."""
     axes = real_bt.shape
     if x.shape[lead : lead + 2] != axes:
         return x
@@ -229,8 +227,7 @@ def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> j
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """Measures the loss, its terms, other measures, and gradients of the trained parameters before clipping, in
-    `grad_dtype`."""
+    """Measures the loss, its terms, other measures, and unclipped gradients of trained parameters, in `grad_dtype`."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
@@ -268,8 +265,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
 
 def _text(program: Program) -> str:
-    """Returns the update as StableHLO over the canonical train state, so that the leaf order of native states has no
-    effect."""
+    """Returns the update over the canonical train state as StableHLO: the leaf order of native states has no effect."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)

@@ -1,5 +1,4 @@
-"""Compares programs of several configurations with the first one, or with a record of it, on the same parameters and
-batch."""
+"""Compares programs of several configurations with the first, or with a record of it, from equal state and batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from trainer.compare.reference import (
 )
 from trainer.compare.report import Comparison, Quantity, Report
 from trainer.config.capabilities.all_keys import keys_of
-from trainer.config.dump import PROCESSES, to_flow
+from trainer.config.dump import PROCESSES, SUPERVISION, to_flow
 from trainer.config.errors import UserError
 from trainer.config.files import by_hand
 from trainer.config.flags import FLAGS, combination
@@ -60,7 +59,7 @@ _USED = {
     "override_model_config",
     *_COMMON,
 }
-_IDLE = frozenset((*keys_of(Resume.AROUND), *PROCESSES, "debug_sharding")) - _USED
+_IDLE = frozenset((*keys_of(Resume.AROUND), *PROCESSES, *SUPERVISION, "debug_sharding")) - _USED
 # In the order of a training step.
 MEASURES: tuple[Step, ...] = (measure.parameters, measure.activations, measure.gradients, measure.update)
 
@@ -176,8 +175,7 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the smallest number of rows that each side can shard like its microbatches; if the left side is recorded,
-    the rows of the record."""
+    """Returns the fewest rows that all sides can shard like their microbatches; those of the record if there is one."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from trainer.compare import measure
 from trainer.compare.measure import Measured, Shared, Snapshot
 from trainer.compare.reference import Reference, Step
-from trainer.compare.summary import Part, Summary, digest, summarize
+from trainer.compare.summary import LayerSummary, Summary, digest, summarize
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
 from trainer.config.flags import combination
@@ -242,7 +242,9 @@ class Record:
         return Measured(arrays, facts)
 
     def _summary(self, tensor: str, entry: Mapping[str, Any]) -> Summary:
-        parts = tuple(Part(str(digest), float(most), float(rms), int(odd)) for digest, most, rms, odd in entry["parts"])
+        parts = tuple(
+            LayerSummary(str(digest), float(most), float(rms), int(odd)) for digest, most, rms, odd in entry["parts"]
+        )
         layers = None if entry["layers"] is None else tuple(map(int, entry["layers"]))
         if len(parts) != (1 if layers is None else len(layers)):
             raise ValueError("layers")

@@ -63,11 +63,7 @@ class Reference:
 
 
 def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Program:
-    """Returns the program of a side.
-
-    Raises:
-      UserError: the side does not fit the devices, or its block has wrong names.
-    """
+    """Returns the program of a side. Raises UserError if it does not fit the devices, or its block has wrong names."""
     config = side.loaded.config
     try:
         used = side_devices(config, devices)

@@ -42,8 +42,7 @@ class Quantity:
 
     @property
     def first(self) -> str | None:
-        """The first difference: the first unequal array, otherwise the first with different bits; None if there is
-        none."""
+        """The first difference: the first unequal array, else the first with different bits; None if there is none."""
         if self.notes:
             return self.notes[0]
         entry = self.entry

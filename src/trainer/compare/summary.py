@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Part(NamedTuple):
+class LayerSummary(NamedTuple):
     """One layer of an array, or the complete array.
 
     Attributes:
@@ -38,7 +38,7 @@ class Summary:
     shape: tuple[int, ...]
     dtype: str
     layers: tuple[int, ...] | None
-    parts: tuple[Part, ...]
+    parts: tuple[LayerSummary, ...]
     read: Callable[[], np.ndarray] | None = None
 
     @property
@@ -64,13 +64,13 @@ def cut(array: np.ndarray, layers: tuple[int, ...] | None) -> Iterable[np.ndarra
     return (array,) if layers is None else array
 
 
-def part(array: np.ndarray) -> Part:
+def part(array: np.ndarray) -> LayerSummary:
     """Returns the checksum and the numbers of an array."""
     values = np.abs(np.asarray(array).astype(np.float64))
     finite = np.isfinite(values)
     kept = values if finite.all() else values[finite]
     rms = math.sqrt(float(np.mean(np.square(kept)))) if kept.size else 0.0
-    return Part(digest(array), float(kept.max(initial=0.0)), rms, int(values.size - kept.size))
+    return LayerSummary(digest(array), float(kept.max(initial=0.0)), rms, int(values.size - kept.size))
 
 
 def digest(array: np.ndarray) -> str:

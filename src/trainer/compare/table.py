@@ -16,8 +16,7 @@ _LISTED = 12  # the maximum number of listed stages of the activations
 
 
 def table(report: Report) -> str:
-    """Returns a description of the comparison, a table of all right sides if it fits, a table for each side that
-    differs, and the verdict."""
+    """Returns a description of the comparison, one table of all sides or one for each that differs, and the verdict."""
     label = max((len(name) for name, _ in report.head), default=0) + 2
     lines = []
     for name, text in report.head:

@@ -17,8 +17,7 @@ from trainer.config.paths import path_problem
 
 
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
-    """Returns one message for each failed check: its keys, their values, where they come from (`where`), and the
-    problem.
+    """Returns one message for each failed check: keys, values, where these come from (`where`), and the problem.
 
     Skips checks of keys in `broken`, whose values could not be read.
     """

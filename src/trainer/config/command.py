@@ -37,8 +37,7 @@ def read_words(reader: Reader, words: Sequence[str], source: str) -> dict[str, S
 def read_by_hand(
     reader: Reader, words: Sequence[str], source: str, environment: Mapping[str, str]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of the command line and of the environment, and warnings about variables that are not
-    read."""
+    """Returns the settings of the command line and the environment, and warnings about variables that are not read."""
     settings = read_words(reader, words, source)
     texts = dict(word.partition("=")[::2] for word in words)
     given, unknown = variables(environment)

@@ -9,7 +9,7 @@ from typing import Any
 import ml_collections
 import yaml
 
-from trainer.config.capabilities.process_keys import PROCESSES
+from trainer.config.capabilities.process_keys import PROCESSES, SUPERVISION
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 
@@ -17,9 +17,10 @@ from trainer.config.schema import schema
 def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    Leaves out `run_name`, so that a command with this yml starts a new run, and `PROCESSES`.
+    Leaves out `run_name`, so that a command with this yml starts a new run, PROCESSES and SUPERVISION.
     """
-    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in ("run_name", *PROCESSES)]
+    left_out = ("run_name", *PROCESSES, *SUPERVISION)
+    lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in left_out]
     return "\n".join(["base_config: base.yml", *lines, ""])
 
 

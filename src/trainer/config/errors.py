@@ -120,8 +120,7 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """Returns the arguments of the command: `argv`, or the arguments of the process. Prints a line for each key that is
-    given again with another value.
+    """Returns `argv`, or the arguments of the process. Prints a line for each key that is given with two values.
 
     Raises:
       UserError: the arguments are not UTF-8.
@@ -148,8 +147,7 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """Returns one error for all `mistakes` of a stage, one line each, at most one screen; NotBuilt if one is
-    `Unbuilt`."""
+    """Returns one error for all `mistakes`, one line each, at most one screen; NotBuilt if one is `Unbuilt`."""
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
     return kind("\n  ".join([f"{counted(len(mistakes), 'mistake')} in the configuration:", *on_one_screen(mistakes)]))
 
@@ -175,8 +173,7 @@ def _height(lines: Iterable[str]) -> int:
 
 
 def _clip(line: str) -> str:
-    """Returns `line`, cut to eight rows of a screen. It is cut in the middle, because its end may name the nearest
-    choice."""
+    """Returns `line`, cut to eight rows of a screen, in the middle, because its end may name the nearest choice."""
     most = 8 * SCREEN_COLUMNS - 2
     return line if len(line) <= most else f"{line[: most - 205]} ... {line[-200:]}"
 

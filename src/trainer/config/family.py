@@ -51,6 +51,8 @@ class Facts:
       recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
         passes from token to token. Then the tokens of a row cannot be split over devices.
       maxtext_layers: the number of layers that MaxText counts as one.
+      maxtext_words: words of MaxText's commands, `key=value` in small letters, each with our word for it; "": blocks
+        are always so, and other values are refused. `trainer.from_maxtext` converts them.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
         `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
       checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
@@ -67,6 +69,7 @@ class Facts:
     recurrent: bool = False
     period: int = 0
     maxtext_layers: int = 1
+    maxtext_words: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
     tensors: Callable[[Config], Mapping[str, Axes]] = lambda config: {}
 

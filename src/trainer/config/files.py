@@ -126,8 +126,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
 
 
 def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
-    """Returns the entries of the YAML file `path`, an error if it cannot be read, and a message for each repeated
-    key."""
+    """Returns the entries of the YAML file `path`, an error if it cannot be read, a message for each repeated key."""
     try:
         text = read_text(path)
         node = compose(text)

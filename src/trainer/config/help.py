@@ -94,8 +94,7 @@ def answers_question(words: Sequence[str], usage: str) -> bool:
 
 
 def prints_usage(command: str, words: Sequence[str]) -> bool:
-    """Prints the usage of a command of `_COMMANDS` if its words ask for it, without a section. Returns whether they
-    do."""
+    """Prints the usage of one of `_COMMANDS` if its words ask for it, without a section. Returns whether they do."""
     asked = question(words)
     if asked is None or asked.section != "":
         return False
@@ -132,15 +131,9 @@ def explanation(name: str) -> str:
     """
     key = schema().keys.get(plain_name(name))
     if key is not None:
-        lines = [*(f"  {line}".rstrip() for line in key.doc.splitlines())]
-        return "\n".join(
-            [
-                f"{name}  (section {key.section})",
-                *lines,
-                f"  allowed: {key.allowed}",
-                f"  default: {to_flow(key.default)}",
-            ]
-        )
+        doc = [f"  {line}".rstrip() for line in key.doc.splitlines()]
+        values = [f"  allowed: {key.allowed}", f"  default: {to_flow(key.default)}"]
+        return "\n".join([f"{name}  (section {key.section})", *doc, *values])
     verdict = verdicts.find(name)
     if verdict is None:
         near = nearest(name, schema().keys) or nearest(name, verdicts.verdicts())

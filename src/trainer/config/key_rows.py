@@ -6,21 +6,40 @@ type, choices, range, meaning. A key without a row must not change on resume, an
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.config.keys import Config
 
-Problem = Callable[[Any], str | None]  # (config) -> what is wrong, or None
+Problem = Callable[[Config], str | None]  # (config) -> what is wrong, or None
 Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, and what may be wrong with them
+
+
+def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> Check:
+    """Returns the check that says `why` if `when(config)` is true."""
+    return keys, lambda config: why if when(config) else None
+
+
+def left_out(key: str, reason: str) -> Check:
+    """Returns the check that `key` has no value: a number of 0, false, empty or null."""
+    return refused((key,), lambda c: c[key], f"{reason}; leave it out")
+
+
+def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Sequence[str] = ()) -> list[Check]:
+    """Returns `checks` for configurations with which `when(config)` is true. Messages show the keys `shown`, too."""
+
+    def narrowed(problem: Problem) -> Problem:
+        return lambda config: problem(config) if when(config) else None
+
+    return [((*shown, *keys), narrowed(problem)) for keys, problem in checks]
 
 
 class Inert(NamedTuple):
     """`keys` have no effect if `when(config)` is true. `reason` names the settings that cause it."""
 
     keys: Sequence[str]
-    when: Callable[[Any], Any]
+    when: Callable[[Config], object]
     reason: str
 
 

@@ -151,6 +151,8 @@ class Config(Mapping[str, Any]):
     grain_train_files: str
     grain_train_mixture_config_path: str
     grain_worker_count: int
+    hang_grace_seconds: int
+    hang_timeout_seconds: int
     hardware: str
     head_dim: int
     held_out_share: float
@@ -364,6 +366,7 @@ class Config(Mapping[str, Any]):
     sliding_window_size: int
     sparse_matmul: bool
     steps: int
+    supervise: bool
     temperature_tuning: bool
     temperature_tuning_floor_scale: int
     temperature_tuning_scale: float

@@ -284,8 +284,7 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question. The value of a key is shown for each side of `load_sides`, which reads the other
-    words.
+    """Prints the answer to a question; for a key also its value on each side of `load_sides` of the other words.
 
     Raises:
       UserError: there is no such section or key; or, after the text about the key, the configuration has errors.

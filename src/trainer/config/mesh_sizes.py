@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
 from trainer.config.errors import Unbuilt
 from trainer.config.keys import Config
+from trainer.config.numbers import divisors
 from trainer.config.words import counted
 
 
@@ -21,8 +22,7 @@ def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list
         num_slices = math.prod(size for size in _sizes(values, DCN).values() if size != -1)
         if device_count % num_slices:
             asked = _product(_sizes(values, DCN))
-            fitting = [n for n in range(1, device_count + 1) if device_count % n == 0]
-            best = min(fitting, key=lambda n: abs(math.log(n / num_slices)))
+            best = min(divisors(device_count), key=lambda n: abs(math.log(n / num_slices)))
             return [f"{asked} slices do not divide the {device_count} devices; nearest: {best} slices"]
     in_slices = f" in each of {num_slices} slices" if num_slices > 1 else ""
     return [

@@ -27,14 +27,8 @@ def path_problem(text: str) -> str | None:
 
 
 def local_path(text: str, what: str = "") -> Path:
-    """Returns the path of `text`, with `~` expanded.
-
-    Args:
-      what: the beginning of the message, such as `tokenizer_path=`.
-
-    Raises:
-      UserError: the path is invalid; see `path_problem`.
-    """
+    """Returns the path of `text`, with `~` expanded. `what`: the beginning of the message, such as `tokenizer_path=`.
+    Raises UserError if the path is invalid; see `path_problem`."""
     if problem := path_problem(text):
         raise UserError(f"{what}{shortened(text)}: {problem}")
     return Path(text).expanduser()

@@ -23,8 +23,7 @@ class Setting:
 
 @dataclass
 class Reader:
-    """Reads settings according to the schema. Collects errors, and the keys whose values could not be read
-    (`broken`)."""
+    """Reads settings by the schema. Collects errors, and the keys whose values could not be read (`broken`)."""
 
     schema: Schema
     mistakes: list[str] = field(default_factory=list)
@@ -73,8 +72,7 @@ class Reader:
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """Returns the settings of a file. For a root file, returns only those that differ from the file that it copies,
-        the packaged base.yml or MaxText's."""
+        """Returns the settings of a file; of a root file those that differ from the base.yml that it copies."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:

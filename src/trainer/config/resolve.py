@@ -13,13 +13,14 @@ from trainer.config.capabilities.kernels import Capability, choose_attention, sh
 from trainer.config.capabilities.pipeline_keys import CHECKS as PIPELINE_CHECKS
 from trainer.config.capabilities.pipeline_keys import STAGE, fewest, microbatches, stages
 from trainer.config.capabilities.splash_tiles import wrong_tiles
-from trainer.config.capabilities.vocab_tiles import choose_tiles, divisors
+from trainer.config.capabilities.vocab_tiles import choose_tiles
 from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
 from trainer.config.keys import Config
 from trainer.config.mesh_sizes import fill_mesh
+from trainer.config.numbers import around, divisors, multiples_around
 from trainer.config.rules import make_rules, with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.sizes import too_large
@@ -127,7 +128,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
     lines = []
     for (key, axes), names in blocked.items():
         size, parts = values[key], _product(mesh, axes)
-        fitting = " or ".join(str(n) for n in (size // parts * parts, (size // parts + 1) * parts) if n)
+        fitting = multiples_around(size, parts)
         if (names[0], key) == PROJECTED:
             where = f"the projection of a module of multi-token prediction [embed {2 * size}, mlp {size}]"
         else:
@@ -138,8 +139,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each batch size that does not give all shards of the batch, or of each microbatch of a
-    pipeline, the same whole number of rows."""
+    """Returns one line for each batch size that does not give all shards, of microbatches if any, equal whole rows."""
     keys = ["per_device_batch_size"]
     if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")
@@ -175,10 +175,9 @@ def _other_counts(values: Config, count: int, shards: int, batches: Collection[f
     step = stages(values) * shards
     if not all(_is_whole(rows) and rows <= INT32_MAX and round(rows) % step == 0 for rows in batches):
         return ""
-    fitting = [n * stages(values) for n in divisors(round(rows) // step for rows in batches)]
-    below = [n for n in fitting if fewest(values) <= n < count][-1:]
-    near = [*below, *[n for n in fitting if n > count][:1]]
-    return f", or num_pipeline_microbatches={' or '.join(map(str, near))}" if near else ""
+    fitting = [n * stages(values) for n in divisors(*(round(rows) // step for rows in batches))]
+    near = around(count, (n for n in fitting if n > count or n >= fewest(values)))
+    return near and f", or num_pipeline_microbatches={near}"
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], count: int = 1) -> str:

@@ -74,8 +74,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
 
 
 def another_update(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line if a run that begins with the whole state of another, which has the configuration `saved`, makes
-    updates in another way; "" if it does not."""
+    """Returns a line if a run from another's whole state, with configuration `saved`, updates otherwise; else ""."""
     before = _with_defaults(saved)
     changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
     return changes and f"its updates were made with other keys (old -> new): {changes}"

@@ -36,8 +36,7 @@ def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
 
 
 def with_lengths(names: Iterable[str], config: Config) -> str:
-    """Returns for example `[layers 2, embed 192]`: a tensor's logical axes, with lengths where a key of `config` sets
-    them."""
+    """Returns a tensor's axes, with lengths where a key of `config` sets them: `[layers 2, embed 192]`."""
     lengths = {name: config.get(dimension(name, config), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 

@@ -53,8 +53,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of base.yml. `kind` is the type of its value, `item` the type of a list's items (object: any type), `doc`
-    the comment above the key."""
+    """One key of base.yml. `item` is the type of a list's items (object: any), `doc` the comment above the key."""
 
     name: str
     default: Any
@@ -112,11 +111,7 @@ def plain_name(name: str) -> str:
 
 
 def parse(text: str) -> Schema:
-    """Returns the schema in `text`.
-
-    Raises:
-      ValueError: a line does not have the required form, or a default contradicts its comment.
-    """
+    """Returns the schema in `text`. Raises ValueError if a line is malformed, or a default contradicts its comment."""
     defaults = yaml.load(text, Loader=LOADER)
     result = Schema({})
     section = ""

@@ -36,8 +36,7 @@ class Side:
 def load_sides(
     argv: Sequence[str], environment: Mapping[str, str] | None = None, models: ModelReader = lambda sides: Begun.end
 ) -> list[Side]:
-    """Returns the left side, then the right sides in the order of the command line. If no word names a side, returns
-    one side with the name "".
+    """Returns the left side, then the right sides in their order; one side with the name "" if no word names one.
 
     Within a side, later words override earlier ones, and its own words override those for all sides. `environment`: see
     `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.

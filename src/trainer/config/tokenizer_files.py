@@ -28,11 +28,7 @@ def tokenizer_parts(folder: Any) -> list[str]:
 
 
 def says_bytes(config: Path) -> bool:
-    """Returns whether a tokenizer_config.json is that of the bytes tokenizer.
-
-    Raises:
-      UserError: it is not a JSON object.
-    """
+    """Returns whether a tokenizer_config.json is the bytes tokenizer's. Raises UserError if it is not a JSON object."""
     return read_object(config).get("tokenizer_type") == "bytes"
 
 

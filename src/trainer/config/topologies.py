@@ -1,6 +1,7 @@
-"""TPU topologies by the names that `compile_topology` accepts, as data. `trainer.aot` compiles for them.
+"""Topologies by the names that `compile_topology` accepts, as data. `trainer.aot` compiles for them.
 
-The names are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e and v6e.
+The names of TPUs are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e
+and v6e. Those of GPUs count the GPUs of one host, which NVLink joins.
 """
 
 import math
@@ -60,27 +61,29 @@ GENERATIONS = {
         devices_per_chip=2,
     ),
 }
+GPUS = ("a100", "h100", "h200", "b200")
+GPUS_OF_HOST = (1, 2, 4, 8)
 SIMULATED = "cpu"  # cpu-N: N simulated CPU devices
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice. `generation` is None and `shape` empty for simulated CPU devices."""
+    """One slice: of TPUs, the GPUs of one host, or simulated CPU devices. Only TPUs have `generation` and `shape`."""
 
     name: str
-    generation: Generation | None
-    shape: tuple[int, ...]  # chips along each dimension
+    platform: str  # of its devices
     devices: int
+    generation: Generation | None = None
+    shape: tuple[int, ...] = ()  # chips along each dimension
 
     @property
-    def platform(self) -> str:
-        """The platform of its devices."""
-        return "tpu" if self.generation else "cpu"
+    def kind(self) -> str:
+        """What its name says before the number."""
+        return self.name.partition("-")[0]
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions have wraparound links: those of size 16 in 2D, and all dimensions of a 3D torus of 4x4x4
-        cubes."""
+        """Which dimensions have wraparound links: those of size 16 in 2D, and all of a 3D torus of 4x4x4 cubes."""
         if len(self.shape) == 2:
             return (self.shape[0] == 16, self.shape[1] == 16, False)
         torus = all(side % 4 == 0 for side in self.shape)
@@ -88,14 +91,15 @@ class Topology:
 
 
 def topologies() -> Mapping[str, Topology]:
-    """Returns all TPU slices by name."""
-    by_name = {}
+    """Returns all slices of TPUs and GPUs by name."""
+    gpus = [Topology(f"{kind}-{count}", "gpu", count) for kind in GPUS for count in GPUS_OF_HOST]
+    by_name = {topology.name: topology for topology in gpus}
     for kind, generation in GENERATIONS.items():
         for text in generation.shapes:
             shape = tuple(int(side) for side in text.split("x"))
             chips = math.prod(shape)
             name = f"{kind}-{chips * generation.counted_per_chip}"
-            by_name[name] = Topology(name, generation, shape, chips * generation.devices_per_chip)
+            by_name[name] = Topology(name, "tpu", chips * generation.devices_per_chip, generation, shape)
     return by_name
 
 
@@ -108,14 +112,20 @@ def find_topology(name: str) -> Topology | str:
     count = int(number) if re.fullmatch(r"[1-9][0-9]{0,5}", number) else 0
     if kind == SIMULATED:
         if count:
-            return Topology(name, None, (), count)
+            return Topology(name, "cpu", count)
         return f"there is no topology {name!r}; cpu-N means N simulated CPU devices, such as cpu-8"
+    if name == "a3":
+        return "MaxText's a3, the GPUs of one host, is h100-8 here"
     of_kind = [topology for topology in known if topology.startswith(f"{kind}-")]
     if not of_kind or not dash:
-        kinds = ", ".join(f"{kind}-N" for kind in (*GENERATIONS, SIMULATED))
+        kinds = ", ".join(f"{kind}-N" for kind in (*GENERATIONS, *GPUS, SIMULATED))
         return f"there is no topology {name!r}; allowed: {kinds}{nearest(name, known)}"
     if not count:
         return f"{number!r} is not a valid size; {kind} has {_shown(of_kind)}"
+    most = GPUS_OF_HOST[-1]
+    if kind in GPUS and count > most:
+        hosts = f"compile_topology={kind}-{most} compile_topology_num_slices={-(-count // most)}"
+        return f"a slice of GPUs is one host, with at most {most}; give {hosts}"
     close = min(of_kind, key=lambda other: abs(math.log(int(other.partition("-")[2]) / count)))
     return f"there is no slice {name}; {kind} has {_shown(of_kind)}; nearest: {close}"
 

@@ -24,8 +24,7 @@ def names_code(key: Key, value: Any) -> bool:
 def foreign_code(
     keys: Mapping[str, Key], config: Config, changed: Mapping[str, str], chain: Sequence[Path]
 ) -> list[str]:
-    """Returns a message for each key that names code and is given by a yml of a folder that the command names, or by a
-    parent of such a yml.
+    """Returns a message for each key that names code in a yml of a folder that the command names, or in its parents.
 
     Such a yml may be someone else's. Any other yml is trusted, because the user named it.
 

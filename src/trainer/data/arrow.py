@@ -77,8 +77,7 @@ def _json(value: Any) -> Any:
 
 
 def _strings_as_bytes(table: Any) -> Any:
-    """Returns an Arrow table or batch with its strings as bytes, also those in lists and structs: Arrow does not check
-    that strings are UTF-8."""
+    """Returns an Arrow table or batch with bytes for strings at any depth: Arrow does not check that they are UTF-8."""
     import pyarrow
 
     kinds = pyarrow.types

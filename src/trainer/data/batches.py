@@ -32,8 +32,7 @@ class RowSource(Protocol):
 
 
 def local_rows(global_rows: int, process_index: int = 0, process_count: int = 1) -> np.ndarray:
-    """Returns the indices of the rows of a global batch that this process loads: [global_rows / process_count],
-    contiguous."""
+    """Returns the indices of this process's rows in a global batch: [global_rows / process_count], contiguous."""
     share, rest = divmod(global_rows, process_count)
     if rest or not 0 <= process_index < process_count:
         raise ValueError(f"{global_rows} rows do not split over process {process_index} of {process_count}")

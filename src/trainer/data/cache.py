@@ -20,8 +20,7 @@ HASHED = 1 << 30  # bytes; only folders up to this size are verified by reading 
 
 
 def cache_root(data_cache_directory: str) -> Path:
-    """Returns the folder that the key data_cache_directory names; if it is empty, `trainer` in the user's cache
-    folder."""
+    """Returns the folder that the key data_cache_directory names; if it is empty, `user_cache()`."""
     if data_cache_directory:
         return local_path(data_cache_directory, "data_cache_directory=").absolute()
     return user_cache()

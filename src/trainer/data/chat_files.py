@@ -23,8 +23,7 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in the files of a tokenizer's folder, which it looks up as transformers does; None if there
-    is none.
+    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none.
 
     Raises:
       UserError: a file is damaged, or has no default among several named templates.
@@ -42,11 +41,7 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template of a file: text, or JSON with a field chat_template.
-
-    Raises:
-      UserError: there is no such file, or no template in it.
-    """
+    """Returns the template of a file: text, or JSON with chat_template. Raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):

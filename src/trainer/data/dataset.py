@@ -143,9 +143,12 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
         held_out = f"held out {_facts(meta, encode.noun, 'evaluated')}"
     encode = encoder(source.train[0], config.tokenize_train_data)
-    way = _streamed if config.data_pipeline == "streaming" else _prepared
-    order = _order(config)
-    open_stream, facts, epoch = way(config, source, encode, packing, order, root, say)
+    order, epoch = _order(config), None
+    if config.data_pipeline == "streaming":
+        facts = "tokenized and packed while it trains"
+        open_stream = _streamed(source, encode, packing, order, config.grain_worker_count, say)
+    else:
+        open_stream, facts, epoch = _prepared(source, encode, packing, order, root, say)
     return Dataset(
         evaluation,
         tokenizer,
@@ -227,13 +230,7 @@ def _order(config: Config) -> dict[str, Any]:
 
 
 def _prepared(
-    config: Config,
-    source: "Source",
-    encoder: "Encoder",
-    packing: "Packing",
-    order: dict[str, Any],
-    root: Path,
-    say: Say,
+    source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
 ) -> tuple[Callable[..., Stream], str, Epoch | None]:
     from trainer.data import prepare
 
@@ -259,20 +256,13 @@ def _stream_of_rows(
 
 
 def _streamed(
-    config: Config,
-    source: "Source",
-    encoder: "Encoder",
-    packing: "Packing",
-    order: dict[str, Any],
-    root: Path,
-    say: Say,
-) -> tuple[Callable[..., Stream], str, None]:
+    source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], workers: int, say: Say
+) -> Callable[..., Stream]:
     from trainer.data.prepare import check_trainable
     from trainer.data.streams import StreamingStream
 
     for corpus in source.train:
         check_trainable(corpus, encoder, packing)
-    workers = config.grain_worker_count
 
     def open_stream(*, process_index: int, process_count: int, **settings: Any) -> Stream:
         from trainer.data.streaming import streamed_rows
@@ -281,7 +271,7 @@ def _streamed(
         rows = streamed_rows(source.train, source.weights, encoder, packing, **order, **part)
         return StreamingStream(rows, say=say, **part, **settings)
 
-    return open_stream, "tokenized and packed while it trains", None
+    return open_stream
 
 
 def _facts(meta: dict[str, Any], noun: str = "document", tokens: str = "trained") -> str:

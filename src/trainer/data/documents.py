@@ -41,8 +41,7 @@ class Document(NamedTuple):
         return len(self.tokens) - 1
 
     def places(self, align: int = 1) -> int:
-        """Returns the places of a row from its first to its last token, if every segment begins at a multiple of
-        `align`."""
+        """Returns the places of a row from its first to its last token; segments begin at multiples of `align`."""
         end = self.pairs
         for document in self.after:
             end += -end % align + document.pairs
@@ -224,8 +223,7 @@ class Encoder:
         return documents
 
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
-        """Returns the text of each column of a record. Replaces and counts lone surrogates. Errors are as in
-        `encode`."""
+        """Returns the text of each column. Replaces and counts lone surrogates. Errors are as in `encode`."""
         pairs = [text_of(value, name, record) for value, name in self._named(record)]
         replaced = sum(number for _, number in pairs)
         if counts is not None and replaced:

@@ -9,8 +9,7 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Returns the values of each feature, with names in alphabetical order: bytes for a single string, a list of bytes,
-    or an array of int64 or float32.
+    """Returns features by name, alphabetically: bytes for one string, a list of bytes, or an int64 or float32 array.
 
     Raises:
       ValueError: `data` is not such a message.

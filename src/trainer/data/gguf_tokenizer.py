@@ -136,10 +136,7 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*before, from_spaces]},
         "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
+        "decoder": {"type": "Sequence", "decoders": [to_spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": {
             **{"type": "BPE", "unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
             **{"vocab": dict(ids), "merges": merges_of(mergeable, ids, str(header.path))},
@@ -148,8 +145,7 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE by rank that build tokens in the order of their scores, as transformers derives them
-    from a sentencepiece model.
+    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them.
 
     Raises:
       UserError: the tokens have more characters than any published ones.

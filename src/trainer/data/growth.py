@@ -15,8 +15,7 @@ _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNorma
 
 
 def growth_problem(text: str) -> str:
-    """Returns what is wrong with the normalizer in the `text` of a tokenizer.json; "" if nothing is, or if the package
-    will refuse the file."""
+    """Returns what is wrong with the normalizer of a tokenizer.json; "" if nothing is, or the package refuses it."""
     try:
         steps = list(_steps(parsed(text)["normalizer"] or {}))
         if len(steps) > NORMALIZERS:

@@ -208,8 +208,7 @@ def boundaries(config: Config) -> dict[str, Any]:
 
 
 def _component(config: Config, pattern: str, key: str, say: Progress) -> list[IndexedFile]:
-    """Returns the files of a component: `prefix`, a folder, a glob of both; for mmap_npy also
-    `folder|prefix:prefix`."""
+    """Returns the files of a component: `prefix`, a folder or a glob of both; for mmap_npy `folder|prefix:prefix`."""
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
         folder, bar, rest = pattern.rpartition("|")

@@ -126,8 +126,7 @@ def open_rows(
 def _build(
     folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
 ) -> dict[str, Any]:
-    """Writes the rows into `folder` and returns the counts for its meta.json. Raises UserError if no token bears
-    loss."""
+    """Writes the rows into `folder` and returns the counts for META. Raises UserError if no token bears loss."""
     name = _label(corpora)
     say(f"tokenizing and packing {name}")
     counts, totals, pairs = Counts(noun=encoder.noun), {"rows": 0, "tokens": 0}, 0
@@ -165,8 +164,7 @@ def _build(
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
-    """Raises UserError if no row of a corpus would have a loss-bearing token. Reads up to the first row that has
-    one."""
+    """Raises UserError if no row of a corpus has a loss-bearing token. Reads up to the first that has one."""
     counts, pairs = Counts(noun=encoder.noun), 0
     documents = ((None, document) for document in encoded_documents([corpus], encoder, counts, lambda share: None))
     for row, _ in packing.rows(documents, counts):
@@ -193,8 +191,7 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """Returns the error for corpora whose rows have `pairs` tokens without loss, which is possible only with two
-    columns."""
+    """Returns the error for corpora whose rows have `pairs` tokens, none with loss: possible only with two columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(

@@ -1,5 +1,4 @@
-"""Readers for files of records, one class per format. They read in order from any position, and by index if the format
-allows it.
+"""Readers for files of records, one class per format: in order from any position, and by index if the format can.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
 """

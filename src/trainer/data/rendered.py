@@ -60,8 +60,7 @@ def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields the parts of a text, each with its start and whether it is the name of a special token, which a name from
-    a message is not."""
+    """Yields parts of a text, each with its start and whether it is a special token's name, not from a message."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 
@@ -78,8 +77,7 @@ def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
 
 
 def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
-    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: the number of bytes of it up to the end
-    of each token."""
+    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: its bytes up to each token's end."""
     widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
     char_of_byte = np.repeat(np.arange(len(text)), widths)
     stops = np.asarray(ends, np.int64)

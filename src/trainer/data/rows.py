@@ -1,5 +1,4 @@
-"""Packed rows in files of NumPy's format, written sequentially and memory-mapped for reading: rows.npy
-[rows, fields, length], and crc32.npy [rows], the checksum of each row."""
+"""Packed rows as NumPy files, memory-mapped: rows.npy [rows, fields, length], crc32.npy [rows], their checksums."""
 
 import zlib
 from collections.abc import Iterable

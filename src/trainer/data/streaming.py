@@ -45,7 +45,8 @@ def streamed_rows(
     parts = []
     for corpus in corpora:
         records, pass_of = _records(corpus, seed, window, workers, process_index, process_count)
-        parts.append(_Packed(records, pass_of, corpus, encoder, packing))
+        packed = functools.partial(_Packed, pass_of=pass_of, corpus=corpus, encoder=encoder, packing=packing)
+        parts.append(_Through(records, packed))
     rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
     if workers:
         # grain reads absl's flags, which nothing else here parses.
@@ -59,8 +60,7 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's records, and a function from the state of their iterator to the number of its pass over
-    this process's share."""
+    """Returns this process's records, and a function from their iterator's state to its pass over this share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -73,7 +73,8 @@ def _records(
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
         return mine.to_iter_dataset(options), functools.partial(_pass_of_index, share)
-    return _Shuffled(_Files(corpus.parts, seed, [(process_index, process_count)]), seed, window), _pass_of_files
+    files = _Files(corpus.parts, seed, [(process_index, process_count)])
+    return _Through(files, functools.partial(_Shuffled, seed=seed, window=window)), _pass_of_files
 
 
 def _pass_of_index(share: int | None, state: Any) -> int:
@@ -100,8 +101,7 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from their beginning, epoch after epoch. With a seed, each epoch has its own order
-    of files.
+    """Records of files read from their beginning, epoch after epoch; with a seed in another order each time.
 
     `shares` are nested (index, count) pairs: first for the processes, then for the workers of a process. A level
     divides the files if there is at least one for each member, otherwise the records.
@@ -185,21 +185,23 @@ class _FilesIterator(grain.DatasetIterator):
         self._next, self._turn = state["next"], state["turn"]
 
 
-class _Shuffled(grain.IterDataset):
-    """Shuffles the records within one window at a time. A window ends at the end of its epoch. Without a seed, records
-    keep their order."""
+class _Through(grain.IterDataset):
+    """What `make` returns for an iterator of `parent`."""
 
-    def __init__(self, parent: _Files, seed: int | None, window: int):
+    def __init__(self, parent: grain.IterDataset, make: Callable[[grain.DatasetIterator], grain.DatasetIterator]):
         super().__init__(parent)
-        self._seed, self._window = seed, window
+        self._make = make
 
-    def __iter__(self) -> "_ShuffledIterator":
-        return _ShuffledIterator(self._parent.__iter__(), self._seed, self._window)
+    def __iter__(self) -> grain.DatasetIterator:
+        return self._make(self._parent.__iter__())
 
 
-class _ShuffledIterator(grain.DatasetIterator):
-    """`get_state` returns the state of the files at the start of the window, the window's number, and the number of its
-    records that were returned."""
+class _Shuffled(grain.DatasetIterator):
+    """Shuffles the records of one window at a time, which ends with its epoch. Without a seed, keeps their order.
+
+    `get_state` returns the state of the files at the start of the window, the window's number, and the number of its
+    records that were returned.
+    """
 
     def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
         super().__init__(parent)
@@ -246,29 +248,12 @@ class _ShuffledIterator(grain.DatasetIterator):
             self._given = state["given"]
 
 
-class _Packed(grain.IterDataset):
-    """Packs records into rows."""
+class _Packed(grain.DatasetIterator):
+    """Packs records into rows.
 
-    def __init__(
-        self,
-        parent: grain.IterDataset,
-        pass_of: Callable[[Any], int],
-        corpus: Corpus,
-        encoder: Encoder,
-        packing: Packing,
-    ):
-        super().__init__(parent)
-        self._make = functools.partial(
-            _PackedIterator, pass_of=pass_of, corpus=corpus, encoder=encoder, packing=packing
-        )
-
-    def __iter__(self) -> "_PackedIterator":
-        return self._make(self._parent.__iter__())
-
-
-class _PackedIterator(grain.DatasetIterator):
-    """`get_state` returns the state of the records before the last document of the returned rows, and how much of that
-    document these rows contain."""
+    `get_state` returns the state of the records before the last document of the returned rows, and how much of that
+    document these rows contain.
+    """
 
     def __init__(
         self,

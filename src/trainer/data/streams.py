@@ -51,26 +51,12 @@ class PreparedStream:
     per_process = False
 
     def __init__(
-        self,
-        source: RowSource,
-        identity: Mapping[str, Any],
-        position: Position | None,
-        *,
-        rows: int,
-        seed: int,
-        shuffle: bool,
-        process_index: int,
-        process_count: int,
+        self, source: RowSource, identity: Mapping[str, Any], position: Position | None, *, rows: int, **settings: Any
     ):
+        """`settings`: the other arguments of `train_batch`."""
         check_identity(identity, position)
-        self._source, self._identity, self._rows = source, dict(identity), rows
+        self._source, self._identity, self._rows, self._settings = source, dict(identity), rows, settings
         self._next = 0 if position is None else int(position["row"])
-        self._settings: dict[str, Any] = {
-            "seed": seed,
-            "shuffle": shuffle,
-            "process_index": process_index,
-            "process_count": process_count,
-        }
 
     def __iter__(self) -> "PreparedStream":
         return self
@@ -194,8 +180,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises UserError if `position` comes from a stream with another identity. The message has the first
-    difference."""
+    """Raises UserError if `position` is of a stream with another identity; it has the first difference."""
     if position is None:
         return
     then = position["identity"]

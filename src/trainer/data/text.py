@@ -27,8 +27,7 @@ def mended(text: str) -> tuple[str, int]:
 
 
 def decoded(data: bytes) -> tuple[str, int]:
-    """Decodes UTF-8 in which surrogates may be encoded too, and applies `mended`. Raises UnicodeDecodeError for other
-    bytes."""
+    """Decodes UTF-8, also of surrogates, and applies `mended`. Raises UnicodeDecodeError for other bytes."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError:
@@ -36,8 +35,7 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """Returns the UTF-8 of a text, after `mended`. It is equal for a text and its bytes. Bytes that are not UTF-8 are
-    returned unchanged."""
+    """Returns the UTF-8 of a text, after `mended`: equal for a text and its bytes. Other bytes are unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):

@@ -93,8 +93,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """The special tokens before a prompt that no chat template renders: what the tokenizer itself puts there, else
-        what the files beside it say."""
+        """The special tokens before a prompt without a chat template: the tokenizer's own, else those of its files."""
         return [] if self.bos is None or self.beside.begins is False else [self.bos]
 
     @property
@@ -123,8 +122,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Returns the tokens of each text, without special tokens. The name of a special token in a text is plain
-        text."""
+        """Returns the tokens of each text, without special tokens. Their names in a text are plain text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -165,8 +163,7 @@ class Tokenizer(abc.ABC):
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens of texts that a chat template made. The name of a special token is that token, except
-        where the text came from a message."""
+        """Returns the tokens of rendered texts. A special token's name is that token, except where a message has it."""
         names = pattern(self.special_tokens)
         return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
 
@@ -290,8 +287,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
-    """Trains a byte-level BPE of `vocab_size` tokens, or fewer if the texts are short. Equal texts give equal
-    tokenizers.
+    """Trains a byte-level BPE of at most `vocab_size` tokens. Equal texts give equal tokenizers.
 
     It has one special token, which is put before and after each document.
     """

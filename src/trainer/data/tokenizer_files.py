@@ -85,8 +85,7 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
-    """Returns the files of the tokenizer at `place` by their paths in its folder: a folder, on this machine or in a
-    bucket, or a GGUF file.
+    """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file.
 
     Raises:
       UserError: one is too large, or the tokenizer of a GGUF file is not known.

@@ -39,12 +39,8 @@ def check_unpacked(path: Path) -> None:
 
 
 def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
-    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if values are repeated that can
-    be large. `columns`: the first words of those that are read; None for all.
-
-    Raises:
-      UserError: see `check_unpacked`.
-    """
+    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if large values may be repeated.
+    `columns`: the first words of those that are read; None for all. Raises UserError: see `check_unpacked`."""
     largest = 1
     with path.open("rb") as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
@@ -67,8 +63,7 @@ def _check(path: Path, packed: int, unpacked: int) -> None:
 
 
 def _page_size(header: bytes) -> int:
-    """Returns the unpacked size of a Parquet page: the second field of its header, which has numbers as Thrift's
-    compact protocol writes them."""
+    """Returns the unpacked size of a Parquet page: field 2 of its header, in Thrift's compact protocol."""
     numbers: list[int] = []
     at = 0
     while len(numbers) < 2:

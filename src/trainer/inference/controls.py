@@ -107,8 +107,7 @@ def neutral(count: int, vocab_size: int) -> Controls:
 
 
 def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array:
-    """Returns the logits from which tokens are drawn, float32 [b, v]. Those of rows that ask for nothing keep their
-    values."""
+    """Returns the logits that tokens are drawn from, float32 [b, v]. Rows that ask for nothing keep their values."""
 
     def changed() -> jax.Array:
         logits, drawn = logits_bv.astype(jnp.float32), it.counts > 0

@@ -7,8 +7,7 @@ from trainer.weights.open import open_source
 
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that end a sequence: that of the tokenizer, and those that the model's folder names; without
-    these if the folder is gone.
+    """Returns the tokens that end a sequence: the tokenizer's, and those that the model's folder names, if it is there.
 
     Raises:
       UserError: the folder is damaged.

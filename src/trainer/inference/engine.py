@@ -73,8 +73,7 @@ class Engine:
         return self.config.prefill_chunk_size
 
     def part(self, tokens: np.ndarray, whole: bool = False) -> np.ndarray:
-        """Returns a chunk of a prompt, padded to the next bucket or, if it is `whole` or larger, to prefill_chunk_size:
-        int32 [bucket]."""
+        """Returns a prompt's chunk, int32 [bucket], padded to a bucket; if `whole` or larger, to prefill_chunk_size."""
         sizes = [size for size in self.rows.buckets if size < self.prefill_chunk_size and not whole]
         size = next((size for size in sizes if size >= tokens.size), self.prefill_chunk_size)
         return np.pad(tokens, (0, size - tokens.size))
@@ -110,8 +109,7 @@ class Engine:
         return self.rows.packed(prompts)
 
     def hold(self, params: Any, rest: Any, *, donate: bool = False) -> Any:
-        """Returns canonical variables, such as those of a trainer, as the argument `params` of the other methods. See
-        `weights.to_weights`."""
+        """Returns canonical variables as the argument `params` of the other methods; see `weights.to_weights`."""
         return to_weights((params, rest), self.served, donate)
 
     def init_decode_state(self) -> DecodeState:
@@ -172,8 +170,7 @@ class Engine:
         return self._continue(params, cache, padded_tokens, true_length, before, *drawing)
 
     def places(self, cache: Any) -> list[int]:
-        """Returns for how many positions each array of `cache` has a place; 0 for state that has none, such as a sum
-        over all positions."""
+        """Returns for how many positions each array of `cache` has a place; 0 for state such as a sum over all."""
         pairs = zip(self._cache_axes, jax.tree.leaves(cache), strict=True)
         return [leaf.shape[names.index(PLACES)] if PLACES in names else 0 for names, leaf in pairs]
 
@@ -244,8 +241,7 @@ class Engine:
         return self._release(decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Result]:
-        """Adds a token to the sequence of every slot in use, until it has max_target_length tokens. `decode_state` is
-        donated."""
+        """Adds a token to every sequence in use that is below max_target_length. `decode_state` is donated."""
         return self._generate(params, decode_state)
 
     @functools.cached_property

@@ -30,8 +30,7 @@ class PrefixCache:
         return self._size
 
     def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
-        """Returns a prefix that begins like `tokens` and may be donated, and how many tokens they share; else (None,
-        0).
+        """Returns a prefix that begins like `tokens` and may be donated, and how many they share; else (None, 0).
 
         At least one token remains to run, because its hidden state gives the next token. Later entries of a cache are
         overwritten before they are attended to. In the ring of a window they have overwritten earlier entries, so a

@@ -31,10 +31,7 @@ from trainer.ops.losses import cross_entropy, tempered
 
 class Programs:
     """The functions of an engine for the model of `served`, traced on its mesh. For their arguments see `Engine`.
-
-    Attributes:
-      abstract_weights: their argument `params`, a ShapeDtypeStruct with a sharding at each leaf.
-    """
+    `abstract_weights`: their argument `params`, a ShapeDtypeStruct with a sharding at each leaf."""
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config

@@ -31,11 +31,8 @@ class Packed(NamedTuple):
 
 
 class Rows:
-    """Makes rows of prompts with up to `longest` tokens, which are below `vocab_size`.
-
-    Attributes:
-      buckets: the lengths of rows: powers of two, and `longest`.
-    """
+    """Makes rows of prompts with up to `longest` tokens, which are below `vocab_size`. `buckets`: the lengths of rows:
+    powers of two, and `longest`."""
 
     def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):
         """`multiple`: buckets are multiples of this power of two. `multiple_of_starts`: prompts that share a row begin

@@ -35,11 +35,7 @@ class SamplePrompt(NamedTuple):
 def sample_prompt(
     config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None], chat: Chat | None = None
 ) -> SamplePrompt:
-    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`.
-
-    Raises:
-      UserError: the tokens leave no room in a row.
-    """
+    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if they leave no room in a row."""
     eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
     taught = chat.stop_tokens() if chat else eos
     if tokenizer is None or not config.prompt:

@@ -40,11 +40,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or of several sequences, and their seeds.
-
-    Raises:
-      UserError: names each value that is not allowed.
-    """
+    """Checks settings of one or several sequences, and seeds. Raises UserError: names each that is not allowed."""
     temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {
@@ -149,10 +145,7 @@ def _kept_of_candidates(
     ranked_bn: jax.Array, logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns which of the n most likely tokens are kept, bool [b, n], and whether no others are: bool [b].
-
-    Args:
-      ranked_bn: the largest logits of `logits_bv`, in falling order.
-    """
+    `ranked_bn`: the largest logits of `logits_bv`, in falling order."""
     top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
     largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA sorts the whole vocabulary

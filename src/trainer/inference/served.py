@@ -78,8 +78,7 @@ class Served(NamedTuple):
 
 
 def row_parts(mesh: Mesh, rules: Rules) -> int:
-    """Returns over how many devices of `mesh` the sequences are sharded that are generated at once. `rules`: of
-    training."""
+    """Returns over how many devices of `mesh` sequences generated at once are sharded. `rules`: of training."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
 
 

@@ -16,7 +16,7 @@ from trainer.config.errors import UserError
 from trainer.layers import across as split
 from trainer.layers.across import GATHERED, HEADS, KEYS, QUERIES, QUERY_ROWS, Across, mask_axes
 from trainer.layers.cache import Cache, own_mask
-from trainer.layers.dense import INPUT, RESIDUAL, dense_maker
+from trainer.layers.dense import INPUT, RESIDUAL, Dense, dense_maker
 from trainer.layers.norm import RMSNorm, normalized
 from trainer.layers.param import EXACT, param
 from trainer.layers.sown import MaxLogit, captures, sow
@@ -123,8 +123,27 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores and is not part of the
-    weights."""
+    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores, not part of the weights.
+
+    Args:
+      rope: None for no rotation.
+      op: a name in OPS. `tiles`: for the op splash.
+      window, soft_cap: see `ops.attention`; 0 for none. `chunked`: whether `window` is the size of chunks
+        (`ops.attention.Mask.in_chunks`).
+      scale: the factor on the scores; None for 1 / sqrt(head_dim).
+      temperature: a factor on queries that depends on their position within their document; None for none.
+      sinks: whether each head has a learned sink (`ops.attention`), initially 0.
+      qk_norm_epsilon: epsilon of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
+        no norm. `qk_norm_offset`: see `RMSNorm`.
+      qk_norm_over_heads: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
+        arXiv:2501.00656), in place of one for each head.
+      qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
+      bias: whether all projections have a bias, or the names of those that have one.
+      fused: whether one matrix `qkv_proj` computes queries, keys and values, with equal numbers of heads.
+
+    Raises:
+      UserError: the op does not support sinks.
+    """
 
     def __init__(
         self,
@@ -154,36 +173,13 @@ class Attention(nnx.Module):
         fused: bool = False,
         rngs: nnx.Rngs,
     ):
-        """`rope`: None for no rotation. `op`: a name in OPS. `window`, `soft_cap`: see `ops.attention`; 0 for none.
-        `chunked`: whether `window` is the size of chunks (`ops.attention.Mask.in_chunks`). `scale`: the factor on the
-        scores; None for 1 / sqrt(head_dim). `temperature`: a factor on queries that depends on their position within
-        their document; None for none. `sinks`: whether each head has a learned sink
-        (`ops.attention`), initially 0. `tiles`: for the op splash. `qk_norm_epsilon`: epsilon of a norm of each head's
-        queries and keys (Henry et al. 2020, arXiv:2010.04245); None for no norm. `qk_norm_offset`: see `RMSNorm`.
-        `qk_norm_over_heads`: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
-        arXiv:2501.00656), in place of one for each head. `qk_norm_rotated`: epsilon of a norm without parameters of
-        each head's queries and keys, after RoPE; None for no norm. `bias`: whether all projections have a bias, or the
-        names of those that have one. `fused`: whether one matrix `qkv_proj` computes queries, keys and values, with
-        equal numbers of heads.
-
-        Raises:
-          UserError: the op does not support sinks.
-        """
         if sinks and not KERNELS[op].sinks:
             raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
 
-        dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across, chunked)
         self.rope, self.temperature = rope, temperature
-        if fused:
-            assert heads == kv_heads, (heads, kv_heads)
-            self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
-        else:
-            self.query = dense("query", [width], [heads, head_dim], ("embed", "q_heads", "kv"))
-            self.key = dense("key", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
-            self.value = dense("value", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
-        self.out = dense("out", [heads, head_dim], [width], ("heads", "kv", "embed"))
+        self._add_projections(width, dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs))
         self.has_sinks = sinks
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
@@ -195,6 +191,17 @@ class Attention(nnx.Module):
             )
             self.query_norm = norm(head_dim * heads if qk_norm_over_heads else head_dim)
             self.key_norm = norm(head_dim * kv_heads if qk_norm_over_heads else head_dim)
+
+    def _add_projections(self, width: int, dense: Callable[..., Dense]) -> None:
+        heads, kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
+        if self.fused:
+            assert heads == kv_heads, (heads, kv_heads)
+            self.qkv_proj = dense("qkv_proj", [width], [3, heads, head_dim], ("embed", "qkv", "q_heads", "kv"))
+        else:
+            self.query = dense("query", [width], [heads, head_dim], ("embed", "q_heads", "kv"))
+            self.key = dense("key", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+            self.value = dense("value", [width], [kv_heads, head_dim], ("embed", "kv_heads", "kv_head_dim"))
+        self.out = dense("out", [heads, head_dim], [width], ("heads", "kv", "embed"))
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
@@ -219,8 +226,7 @@ class Attention(nnx.Module):
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
-        size."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of its size."""
         size = min(length, self.scores.ring) if self.scores.ring else length
         empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
@@ -250,12 +256,7 @@ class Attention(nnx.Module):
             return norm(x_bthd)
         return norm(x_bthd.reshape(*x_bthd.shape[:2], -1)).reshape(x_bthd.shape)
 
-    def __call__(
-        self,
-        x_bte: jax.Array,
-        cache: Cache | None,
-        context: Context,
-    ) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
         With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is

@@ -16,8 +16,7 @@ class Clipped(Protocol):
     heads: int  # the number of heads whose logits the layer sows
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, Any]:
-        """Returns the factors of the layer's parameters that scale the logits of head h by eta_h, float32 [heads], at
-        most 1.
+        """Returns factors of the layer's parameters that scale the logits of head h by eta_h, float32 [heads], <= 1.
 
         The result is a nested dict with names of the layer's parameters. A factor applies to all parameters below its
         name, such as kernel and bias. Its axes align with their last axes and have the same length or length 1. The

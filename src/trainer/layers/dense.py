@@ -67,8 +67,7 @@ class Dense(WithMatrices):
         self.kernel.set_value(stored(self.product, self.kernel.get_value()))
 
     def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
-        """Returns the kernel in `dtype`, [*in, *out]; None if the product computes something else than the product with
-        an array."""
+        """Returns the kernel in `dtype`, [*in, *out]; None if the product is not that with one array."""
         kernel = self.kernel.get_value()
         if self.product is product:
             return kernel.astype(dtype)
@@ -87,7 +86,8 @@ class Dense(WithMatrices):
         out = self.product(x, self.inputs, self.kernel.get_value(), early, context)
         out = sharding.for_product(out, rows, outputs)
         if self.adds_bias:
-            out = out + self.bias.get_value().astype(out.dtype)
+            # In float32: the gradient of the bias is a sum over rows in the dtype of the addition.
+            out = (out.astype(jnp.float32) + self.bias.get_value()).astype(out.dtype)
         return sharding.constrain(out, out_names)
 
 

@@ -20,8 +20,7 @@ from trainer.products.context import Context
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns `block`, a module or its state, with equal values, such that XLA cannot move casts to `dtype` out of the
-    loop.
+    """Returns `block`, a module or its state, with equal values: XLA cannot move its casts to `dtype` out of the loop.
 
     If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler moves the casts of all
     layers before the loop, keeps the results through the step, and transposes them in float32 to the layout that the

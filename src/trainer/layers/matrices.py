@@ -37,8 +37,7 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
 
 
 def matrices(module: nnx.Module, path: str) -> list[tuple[WithMatrices, str, Kernel]]:
-    """Returns the matrices of `module`, each with its layer and the layer's name for it. `path`: see
-    `choose_products`."""
+    """Returns the matrices of `module`, each with its layer and its name in it. `path`: see `choose_products`."""
     return [
         (layer, name, kernel._replace(name="/".join([*filter(None, [path]), *map(str, below), name])))
         for below, layer in list(nnx.iter_modules(module))

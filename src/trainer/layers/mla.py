@@ -113,8 +113,7 @@ class LatentAttention(nnx.Module):
         return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
 
     def init_cache(self, rows: int, length: int) -> LatentCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of at most its
-        size."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of its size."""
         dtype, ring = self.wkv_a.dtype, self.scores.ring
         size = min(length, ring) if ring else length
         return LatentCache(*(jnp.zeros((rows, size, width), dtype) for width in (self.kv_rank, self.rope_dim)))

@@ -8,15 +8,13 @@ from trainer.layers.param import EXACT, param
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis and multiplies by offset + scale (Zhang and Sennrich 2019,
-    arXiv:1910.07467).
+    """Divides by the root mean square over the last axis, times offset + scale (Zhang and Sennrich, arXiv:1910.07467).
 
     The scale is learned, and offset + scale is 1 initially. Computed in float32, returned in `dtype`.
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
-        """`weight_dtype`: unused, a norm is float32 (`EXACT`). `offset`: 1 in Gemma, so that weight decay moves the
-        factor towards 1."""
+        """`weight_dtype`: unused, a norm is float32 (`EXACT`). `offset`: 1 in Gemma, to which weight decay pulls."""
         del weight_dtype
         self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype

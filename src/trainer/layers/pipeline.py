@@ -207,8 +207,7 @@ def _stage(
 
 
 def _everything(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy that keeps everything except a stage's `WEIGHTS`, and floats of 8 bits, whose bits are kept
-    (`products.quantized`)."""
+    """The policy that keeps all except a stage's `WEIGHTS`, and the bits of 8-bit floats (`products.quantized`)."""
     return params.get("name") != WEIGHTS and primitive is not jax.lax.bitcast_convert_type_p
 
 

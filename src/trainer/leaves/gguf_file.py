@@ -56,14 +56,9 @@ class GgufHeader(NamedTuple):
     size: int
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of `key`, or `default` if there is none.
-
-        Args:
-          kind: int, float (which also accepts an int), str, bool, list (of str) or np.ndarray.
-
-        Raises:
-          UserError: the value has another type, or is a number that is not finite.
-        """
+        """Returns the value of `key`, or `default` if there is none. `kind`: int, float (which also accepts an int),
+        str, bool, list (of str) or np.ndarray. Raises UserError if the value has another type, or is a number that is
+        not finite."""
         if (value := self.values.get(key)) is None:
             return default
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))

@@ -50,8 +50,7 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """Returns the custom metadata in the sidecar file of the checkpoint that contains the Orbax tree at `path`; {} if
-    there are none.
+    """Returns the custom metadata of the checkpoint that has the Orbax tree at `path`; {} if there are none.
 
     Raises:
       UserError: the file is damaged.
@@ -62,8 +61,7 @@ def custom_metadata(path: Path) -> dict[str, Any]:
 
 
 def _address(path: Path) -> dict[str, Any]:
-    """Returns Orbax's arguments for the tree at `path`. Orbax refuses the path of a tree that is part of a
-    checkpoint."""
+    """Returns Orbax's arguments for the tree at `path`. Orbax itself refuses a tree that is part of a checkpoint."""
     if (path / _TREE).exists() and (path.parent / COMPOSITE).exists():
         return {"path": absolute(path.parent), "checkpointable_name": path.name}
     return {"path": absolute(path)}

@@ -13,8 +13,7 @@ from trainer.sharding import Axes
 
 
 def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> linen.Module:
-    """Returns the NNX module `make(*args, rngs=...)` as a Linen module with the same parameter names and logical
-    axes."""
+    """Returns the NNX module `make(*args, rngs=...)` as a Linen module with equal parameter names and axes."""
     return _ToLinen(make, args=args, metadata_fn=_box, **fields)
 
 

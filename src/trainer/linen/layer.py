@@ -65,8 +65,7 @@ def _check_linen(config: Config, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """Returns, for one layer of the rolled loop, the result of `block` for `x` and `args`, and its sown values of
-    `types`.
+    """Returns the result of `block` for `x` and `args` in one layer of the rolled loop, and its sown `types`.
 
     `block` is a child of the running module. `number` is the number of the layer. For `cast_inside` see
     `layers.loop.run_loop`.
@@ -87,8 +86,7 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """Does the same as `call_layer` for a block without a parent, applied to `variables`, so that the unrolled loop
-    makes no copy.
+    """Does the same as `call_layer` for `block` applied to `variables`: the unrolled loop makes no copy.
 
     A Linen block sows into collections with the names of the types. It draws dropout from the layer's key, which is
     also in its context (the last of `args`).

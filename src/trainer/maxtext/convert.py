@@ -1,6 +1,7 @@
 """Converts a MaxText command to this trainer's command, with a verdict for each key.
 
-`load` gives the same verdicts for the same words, because each key is read by the same `Reader`.
+`load` gives the same verdicts for the same words, because each key is read by the same `Reader`; the words of
+`Facts.maxtext_words` are converted here alone.
 """
 
 import fnmatch
@@ -21,6 +22,7 @@ from trainer.config.load import Loaded, load
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command, as_text
+from trainer.maxtext.family_words import of_family
 from trainer.maxtext.program import (
     base_words,
     has_own_defaults,
@@ -157,10 +159,11 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     if runs in (GENERATE, EXPORT):
         rows = [_without_data(row, runs) for row in rows]
     yml = yml_of(command.yml)
+    texts = {name: text for name, (_, text) in environment.items()}
+    rows = of_family(rows, {**yml.given} | texts | dict(word.partition("=")[::2] for word in command.words))
     written = [(row, row.word) for row in rows if row.word]
     assigned = [word for row, word in written if in_environment(row)]
-    given = {**yml.given} | {name: text for name, (_, text) in environment.items()}
-    given |= dict(word.partition("=")[::2] for _, word in written)
+    given = {**yml.given} | texts | dict(word.partition("=")[::2] for _, word in written)
     names = [*yml.names, *environment, *(word.partition("=")[0] for word in command.words)]
     version = version or version_of(names)
     method = method_of(runs)

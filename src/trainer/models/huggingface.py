@@ -194,6 +194,7 @@ class HuggingFace(NamedTuple):
       period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
       ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
       rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
+      rope_ignored: fields of the RoPE object that transformers does not read.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
         this field of config.json.
@@ -204,7 +205,8 @@ class HuggingFace(NamedTuple):
         default. attention_bias and mlp_bias must be false in families that do not name them here.
       powers: further keys, each with a positive field and a power of it, which is the value: {"logits_multiplier":
         ("logits_scaling", -1)} if logits are divided by logits_scaling. null: the key's default.
-      latent: whether the attention is multi-head latent attention.
+      latent: whether the attention is multi-head latent attention. `whole_heads_of_latents`: whether its head_dim is
+        that of a whole head, of which partial_rotary_factor says how much RoPE rotates; else it is that of this part.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
@@ -228,6 +230,7 @@ class HuggingFace(NamedTuple):
     period_field: str = ""
     ropes: Sequence[str] = ()
     rope_sizes: Mapping[str, str] = {}
+    rope_ignored: Sequence[str] = ()
     partial: bool = False
     local_rope: str = ""
     epsilon: str = "rms_norm_eps"
@@ -243,6 +246,7 @@ class HuggingFace(NamedTuple):
     fields: Sequence[str] = ()
     write: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     latent: bool = False
+    whole_heads_of_latents: bool = False
     implies: Mapping[str, Any] = {}
     aliases: Sequence[str] = ()
     modules: Mapping[str, str] = {}

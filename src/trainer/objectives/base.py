@@ -133,8 +133,7 @@ class Objective(Protocol):
         capture: tuple[type[nnx.Variable], ...] = (),
         sampled: jax.Array | None = None,
     ) -> Sums:
-        """Returns the sums over `batch`, with the sown values of `capture`. `key` and `sampled` are passed to the model
-        (`backends.Model.apply`)."""
+        """Returns the sums over `batch`, and the sown `capture`. `key` and `sampled` are for `backends.Model.apply`."""
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """Returns the values that evaluation reports for `batch`, without dropout."""
@@ -154,8 +153,7 @@ _TERMS = ("z_loss_multiplier", "label_smoothing", "mtp_num_layers")
 
 
 def reads_of(objective: Objective) -> Collection[str]:
-    """Returns which of the keys of `unread` the objective reads. The attribute `reads` is not inherited: a subclass
-    may compute another loss."""
+    """Returns which keys of `unread` the objective reads; not inherited, as a subclass may compute another loss."""
     return objective.reads if "reads" in vars(type(objective)) else ()  # type: ignore[attr-defined]
 
 

@@ -27,8 +27,7 @@ def first_parameters(config: Config, model: Any) -> Frozen:
 
 
 def reference_parameters(params: Any, frozen: Any) -> Any:
-    """Returns all parameters of the reference model, of which `frozen` has those that are trained. They have no
-    gradient."""
+    """Returns the reference model's parameters, without gradients; `frozen` has those that are trained."""
     joined = jax.tree.map(
         lambda now, first: now if first is None else first, params, frozen, is_leaf=lambda leaf: leaf is None
     )

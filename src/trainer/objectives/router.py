@@ -9,20 +9,7 @@ import jax.numpy as jnp
 
 from trainer.config.errors import UserError
 from trainer.layers.sown import RouterLoss
-from trainer.objectives.base import (
-    Batch,
-    Evaluation,
-    Field,
-    Frozen,
-    Objective,
-    Sums,
-    Weights,
-    derived_of,
-    frozen_of,
-    maxima_of,
-    prepared,
-    reads_of,
-)
+from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights, reads_of
 
 # The name of a term, and the last part of the path of the values that a layer sows for it.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
@@ -54,28 +41,13 @@ class WithRouters:
         return (*self.objective.captures, RouterLoss)
 
     @property
-    def frozen(self) -> Frozen | None:
-        """See `Objective`."""
-        return frozen_of(self.objective)
-
-    @property
     def reads(self) -> Collection[str]:
         """See `Objective`."""
         return reads_of(self.objective)
 
-    @property
-    def maxima(self) -> tuple[str, ...]:
-        """See `Objective`."""
-        return maxima_of(self.objective)
-
-    @property
-    def derived(self) -> Mapping[str, Field]:
-        """See `Objective`."""
-        return derived_of(self.objective)
-
-    def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Objective`."""
-        return prepared(self.objective, batch)
+    def __getattr__(self, name: str) -> Any:
+        """Returns one of the attributes of `Objective` that not every objective has."""
+        return getattr(self.objective, name)
 
     def weights(self, batch: Batch) -> Weights:
         """See `Objective.weights`."""

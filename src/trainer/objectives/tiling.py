@@ -66,8 +66,7 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
 
 
 class _Tiled:
-    """The forward and backward pass. A head is the tree of its parameters; buffers are its variables without
-    gradients."""
+    """The forward and backward pass. A head is the tree of its parameters; buffers have no gradients."""
 
     def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
         """`params` and `rest` supply the shapes of the parts that `fn` does not read."""
@@ -82,8 +81,7 @@ class _Tiled:
         return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
 
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
-        """Returns the gradients of the head and of the hidden states, given the arguments of `forward` and the
-        gradients of the values."""
+        """Returns gradients of the head and the hidden states, from `forward`'s arguments and the values' gradients."""
         head, *others = args
         with self.same_mesh():  # JAX traces the backward pass later
             run = sharding.shard_mapped(

@@ -68,7 +68,17 @@ def banner_rows(
     products: Sequence[tuple[str, str]] = (),
     pipeline: str = "",
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows for the resolved `config`. For the arguments see `Console.banner`."""
+    """Returns (label, text) rows for the resolved `config`.
+
+    Args:
+      device_kind, platform: of the mesh's devices, as named by JAX.
+      capability: see `config.resolve`.
+      parameters: the number of parameters of the model. `trained`: how many of them are trained; None: all.
+      dataset: one line on the data.
+      passes: what follows the number of steps (`training.passes_text`).
+      products: rows on what is quantized, sparse and adapted (`product_rows`).
+      pipeline: its stages in words; "" without one.
+    """
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     reason = why_no_kernel(config, mesh_axes(config), platform, capability) or _bias(config, capability)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'position')} per step"
@@ -141,7 +151,7 @@ def _islands(config: Config) -> str:
 
 
 def devices_text(config: Config, device_kind: str, platform: str, process_count: int) -> str:
-    """Returns the devices of the mesh, as in "8 x cpu, 1 process". For the arguments see `Console.banner`."""
+    """Returns the devices of the mesh, as in "8 x cpu, 1 process". For the arguments see `banner_rows`."""
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config.capabilities.kernels import Capability
 from trainer.config.keys import Config
 from trainer.config.words import counted, visible
 from trainer.observe.banner import Needs, banner_rows, needs_rows
@@ -56,55 +55,13 @@ class Console:
         self._warns_of_lost = True
         self._evaluated: Mapping[str, float] = {}
 
-    def banner(
-        self,
-        config: Config,
-        *,
-        device_kind: str,
-        platform: str,
-        capability: Capability | None = None,
-        process_count: int,
-        parameters: int,
-        work: Work,
-        dataset: str,
-        run_dir: Path,
-        trained: int | None = None,
-        passes: str = "",
-        products: Sequence[tuple[str, str]] = (),
-        pipeline: str = "",
-        warnings: Sequence[str] = (),
-    ) -> None:
+    def banner(self, config: Config, *, work: Work, run_dir: Path, warnings: Sequence[str] = (), **facts: Any) -> None:
         """Prints the summary of the run and each warning. Call it before the first `step`.
 
-        Args:
-          config: resolved.
-          device_kind, platform: of the mesh's devices, as named by JAX.
-          capability: see `config.resolve`.
-          parameters: the number of parameters of the model.
-          work: the work of one step, from `work_of`.
-          dataset: one line on the data.
-          trained: how many of them are trained; None: all.
-          passes: what follows the number of steps (`training.passes_text`).
-          products: rows on what is quantized, sparse and adapted (`product_rows`).
-          pipeline: its stages in words; "" without one.
+        `config`: resolved. `work`: of one step, from `work_of`. `facts`: the other arguments of `banner_rows`.
         """
         self._work, self._run_dir, self._peak = work, run_dir, config.learning_rate
-        self._table(
-            banner_rows(
-                config,
-                device_kind=device_kind,
-                platform=platform,
-                capability=capability,
-                process_count=process_count,
-                parameters=parameters,
-                dataset=dataset,
-                run_dir=run_dir,
-                trained=trained,
-                passes=passes,
-                products=products,
-                pipeline=pipeline,
-            )
-        )
+        self._table(banner_rows(config, run_dir=run_dir, **facts))
         for warning in warnings:
             self._warn(warning)
 

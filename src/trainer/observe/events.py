@@ -45,11 +45,7 @@ class EventsWriter(AppendedFile):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, float | str]) -> None:
-        """Appends an event with the numbers of `row`, which has MaxText's names (`maxtext_row`).
-
-        Raises:
-          UserError: the disk is full.
-        """
+        """Appends an event with the numbers of `row`, in MaxText's names. Raises UserError if the disk is full."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 

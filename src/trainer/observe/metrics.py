@@ -71,11 +71,7 @@ class TokensSeen:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl, without a truncated last line.
-
-    Raises:
-      UserError: another line is not a valid row.
-    """
+    """Returns the rows of a metrics.jsonl without a truncated last line. Raises UserError if another line is no row."""
     rows = []
     *lines, last = path.read_bytes().decode("utf-8", "replace").split("\n")
     # Text after the last newline is a truncated row, or the zeros that a power cut leaves.

@@ -15,8 +15,7 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """Returns a row of metrics.jsonl in the format of MaxText's `metrics_file`, with DiLoCo's `diloco/...` added.
-    Numbers are floats.
+    """Returns a row of metrics.jsonl as MaxText's `metrics_file` has it, in floats, with DiLoCo's `diloco/...` added.
 
     Args:
       row: a row of a step, of an evaluation, or of one by tasks.

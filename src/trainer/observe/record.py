@@ -10,6 +10,7 @@ import numpy as np
 
 from trainer.config.errors import UserError
 from trainer.config.saved import read_saved
+from trainer.observe.goodput import GOODPUT_FILE, Goodput, read_goodput
 from trainer.observe.lines import has_loss, last_rewards
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rollouts import newest_rollouts
@@ -29,6 +30,7 @@ class Record:
       starts: the starts of its processes; see `starts.json`.
       samples: the rows of samples.jsonl.
       rollouts: the completions of the newest round; see `observe.rollouts`.
+      goodput: how its time was spent.
       series: the values of each field of metrics.jsonl.
       step_times: in seconds.
       sums: the number of loss-bearing tokens, and of skipped updates.
@@ -38,6 +40,7 @@ class Record:
         self.name, self.config, self.starts = name, config, starts
         self.samples: list[dict[str, Any]] = []
         self.rollouts: list[dict[str, Any]] = []
+        self.goodput = Goodput()
         self.series: dict[str, Series] = {}
         self.step_times = array("d")
         self._rates = array("d")
@@ -114,7 +117,7 @@ def read_run(folder: Path) -> Record:
       UserError: the folder has no metrics.jsonl, or one of its files is damaged.
     """
     metrics = folder / METRICS_FILE
-    check_folder(folder, (METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, STARTS_FILE))
+    check_folder(folder, (METRICS_FILE, CONFIG_FILE, SAMPLES_FILE, STARTS_FILE, GOODPUT_FILE))
     if not metrics.is_file():
         raise UserError(
             f"{folder} is not the folder of a run: it has no {METRICS_FILE}; give base_output_directory/run_name"
@@ -130,6 +133,7 @@ def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
     record = Record(folder.resolve().name, saved, read_starts(folder / STARTS_FILE))
     record.samples = read_rows(samples) if samples.is_file() else []
     record.rollouts = newest_rollouts(folder)
+    record.goodput = read_goodput(folder)
     for row in rows:
         record.add(row)
     return record

@@ -8,13 +8,14 @@ from typing import Any
 
 from trainer.config.dump import to_flow
 from trainer.config.schema import schema
-from trainer.config.words import visible
+from trainer.config.words import counted, visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.metrics import TASKS_TIME
 from trainer.observe.record import Record
 from trainer.observe.report_style import STYLE
 from trainer.observe.rundir import ROLLOUTS
 from trainer.observe.series import INTERVALS, Series, number
+from trainer.observe.text import clock
 
 # (title, field of a row, unit, scale to that unit)
 _CHARTS = (
@@ -42,14 +43,7 @@ _SECTIONS = {
     ),
     "DiLoCo": ("outer_grad_norm", "island_losses", "island_distance", "island_cosine"),
     "QK-Clip": ("max_logit", "clipped_heads"),
-    "Routers": (
-        "moe_lb_loss",
-        "router_z_loss",
-        "router_entropy",
-        "expert_load",
-        "tokens_per_expert",
-        "dropped_tokens",
-    ),
+    "Routers": ("moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "tokens_per_expert", "dropped_tokens"),
 }
 # Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
@@ -79,7 +73,7 @@ def report_html(runs: Sequence[Record]) -> str:
             for name, names in _grouped(runs).items()
         ),
         _notes(runs),
-        *(part(run, alone) for part in (_samples, _rollouts, _starts, _sharding) for run in runs),
+        *(part(run, alone) for part in (_time, _samples, _rollouts, _starts, _sharding) for run in runs),
         _settings(runs, ["value"] if alone else heads),
     ]
     return (
@@ -140,6 +134,26 @@ def _summary(runs: Sequence[Record]) -> list[list[str]]:
     columns = [run.facts() for run in runs]
     names = dict.fromkeys(name for facts in columns for name in facts)
     return [[name, *(html.escape(facts.get(name, "")) for facts in columns)] for name in names]
+
+
+def _time(run: Record, alone: bool) -> str:
+    """Returns how the run spent its time, over all of its processes: a bar and a table."""
+    spent = run.goodput.seconds()
+    whole = sum(spent.values())
+    if not whole:
+        return ""
+    shades = [f"opacity: {1 - 0.9 * number / len(spent):.2f}" for number in range(len(spent))]
+    bar = "".join(
+        f'<span style="flex: {seconds / whole:.4f}; {shade}" title="{html.escape(part)}"></span>'
+        for (part, seconds), shade in zip(spent.items(), shades, strict=True)
+    )
+    rows = [
+        [f'<span class="swatch" style="{shade}"></span> {html.escape(part)}', clock(seconds), f"{seconds / whole:.1%}"]
+        for (part, seconds), shade in zip(spent.items(), shades, strict=True)
+    ]
+    processes = counted(run.goodput.processes, "process", "processes")
+    table = _table(["", f"of {clock(whole)} in {processes}", "share"], rows)
+    return f'<h2>{_titled("Time", run, alone)}</h2><div class="bar">{bar}</div>{table}'
 
 
 def _samples(run: Record, alone: bool) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.observe.goodput import Goodput
 from trainer.observe.record import Record, begun
 from trainer.observe.report import report_html
 from trainer.observe.rollouts import newest_rollouts
@@ -14,17 +15,24 @@ from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
-    """Keeps the data of the page, so that writing it takes the same time after any number of steps. Only the newest
-    completions are read again.
+    """Keeps the data of the page, so that writing it takes as long after any number of steps. Rereads only rollouts.
 
     A failure to write the page is reported, once for each reason, and does not end the run.
     """
 
-    def __init__(self, folder: Path, rows: Iterable[Mapping[str, Any]], say: Callable[[str], None]):
-        """`rows`: the rows of earlier steps."""
+    def __init__(
+        self,
+        folder: Path,
+        rows: Iterable[Mapping[str, Any]],
+        say: Callable[[str], None],
+        goodput: Goodput | None = None,
+    ):
+        """`rows`: the rows of earlier steps. `goodput`: grows with the run; None: as the folder has it now."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)
+        if self._record is not None and goodput is not None:
+            self._record.goodput = goodput
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds the next row of metrics.jsonl."""

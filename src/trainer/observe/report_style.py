@@ -20,6 +20,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem .8rem; bord
 .wide { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { text-align: left; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid var(--grid); vertical-align: top; }
 td { font-variant-numeric: tabular-nums; max-width: min(40rem, 60vw); overflow-wrap: break-word; }
+.bar { display: flex; height: 1.4rem; margin: .6rem 0; } .bar span, .swatch { background: var(--c0); }
+.swatch { display: inline-block; width: .8em; height: .8em; }
 .texts td { white-space: pre-wrap; } .fixed td { max-width: none; white-space: nowrap; }
 """
 _OF_LINES = "".join(

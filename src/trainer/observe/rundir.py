@@ -5,12 +5,12 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from trainer.config.errors import UserError
 from trainer.config.words import counted
 from trainer.observe.events import EVENTS_FILE
+from trainer.observe.goodput import GOODPUT_FILE
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.profiler import TRACES
 from trainer.observe.starts import STARTS_FILE, with_start
@@ -23,7 +23,8 @@ CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.htm
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
 ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
 EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a folder for each
-_FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
+_FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, GOODPUT_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
+_GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files that the next run would continue
 OWN_FILES = (*_FILES, LOCK_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
@@ -45,9 +46,7 @@ class RunDir(NamedTuple):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -139,7 +138,7 @@ class RunDir(NamedTuple):
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
         """Keeps the files of an earlier run, except its report, under the next free number."""
         taken = {path.name for path in entries(self.folder)}
-        others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE)
+        others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE, GOODPUT_FILE)
         kept = [METRICS_FILE, *(name for name in others if (self.path / name).is_file())]
         number = next(
             n for n in itertools.count(1) if taken.isdisjoint(Path(_numbered_file(name, n)).parts[0] for name in kept)
@@ -150,12 +149,13 @@ class RunDir(NamedTuple):
                 copy = self.remote / _numbered_file(name, number)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes((self.path / name).read_bytes())
-            for name in (METRICS_FILE, EVENTS_FILE):
+            for name in (METRICS_FILE, *_GROWING):
                 (self.remote / name).unlink(missing_ok=True)
         for name in kept[1:]:
             (self.path / _numbered_file(name, number)).parent.mkdir(exist_ok=True)
             shutil.copyfile(self.path / name, self.path / _numbered_file(name, number))
-        (self.path / EVENTS_FILE).unlink(missing_ok=True)
+        for name in _GROWING:
+            (self.path / name).unlink(missing_ok=True)
         (self.path / METRICS_FILE).rename(self.path / _numbered_file(METRICS_FILE, number))
         *names, last = (_numbered_file(name, number) for name in kept)
         names_text = f"{', '.join(names)} and {last}" if names else last
@@ -189,8 +189,7 @@ def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]
 
 
 def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
-    """Returns whether a run that resumes nothing keeps the existing metrics under other names, instead of writing them
-    again.
+    """Returns whether a run that resumes nothing keeps existing metrics under other names; else it writes them again.
 
     Args:
       path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.

@@ -36,8 +36,7 @@ class Mask(NamedTuple):
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
-        """Returns the mask with which a `window` of `size` becomes a chunk: a query sees only keys of its own chunk of
-        `size` positions of its document.
+        """Returns the mask with which a `window` of `size` is a chunk: queries see only their own chunk of a document.
 
         Each document becomes two segments: its even and its odd chunks. The window keeps two even ones apart.
         """
@@ -107,8 +106,7 @@ def attend(
     sinks: jax.Array | None,
     sums: jnp.dtype | None,
 ) -> jax.Array:
-    """Computes attention: [b, t, h, d]. Keeps the weights in `keep_bhts` (None: all) and scales them by 1 / (1 -
-    rate)."""
+    """Computes attention: [b, t, h, d]. `keep_bhts`: the weights to keep (None: all), scaled by 1 / (1 - rate)."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)

@@ -41,8 +41,7 @@ class Spread(NamedTuple):
 
 
 def round_size(choices: int, devices: int, buffer: float) -> int:
-    """Returns c: `buffer` times an equal share of a device's choices; with -1 all of them, so that one round is always
-    enough."""
+    """Returns c: `buffer` times an equal share of a device's choices; with -1 all: one round is always enough."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
 
 

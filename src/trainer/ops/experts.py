@@ -95,8 +95,7 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 
 
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
-    """Returns how many tokens of a row an expert takes, at least 1: MaxText's formula, ceil(length k / e) times
-    `factor`.
+    """Returns how many tokens of a row an expert takes, MaxText's formula: ceil(length k / e) times `factor`, >= 1.
 
     No token chooses an expert twice, so the length of a row is always enough.
     """

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = False) -> tuple[jax.Array, ...]:
-    """Returns the negative log-likelihood of each target in nats, and the log of the softmax normalizer Z: float32
-    [b, t].
+    """Returns each target's negative log-likelihood in nats, and the log of the normalizer Z: float32 [b, t].
 
     With `mean`, also returns the mean of the negative log-likelihood over the vocabulary, which is the cross entropy
     with a uniform distribution.

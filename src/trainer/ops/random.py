@@ -8,15 +8,13 @@ DROPOUT, SAMPLING, ROUNDING = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
 def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
-    """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams. Independent of JAX's default
-    generator."""
+    """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams, whatever JAX's default is."""
     key = jax.random.key(seed, impl="threefry2x32")
     return key if stream is None else jax.random.fold_in(key, stream)
 
 
 def gumbel_at(key: jax.Array, index_n: jax.Array) -> jax.Array:
-    """Returns `jax.random.gumbel(key, (v,), mode="low")[index_n]`, in every bit, without drawing the others: float32
-    [n].
+    """Returns `jax.random.gumbel(key, (v,), mode="low")[index_n]` in every bit, drawing only these: float32 [n].
 
     Threefry's bits at an index are those of the key folded with the index (jax_threefry_partitionable, the default).
     """

@@ -133,8 +133,7 @@ def ring_attention(
 
 
 def ring_largest(query: jax.Array, key: jax.Array, mask: Mask, ring: Ring) -> jax.Array:
-    """Returns the largest logit of each head over this device's queries and all keys, float32 [h]; see
-    `ops.max_logits`."""
+    """Returns each head's largest logit over this device's queries and all keys, float32 [h]; see `ops.max_logits`."""
     query, key = jax.lax.stop_gradient((query, key))
     queries, keys = _cut(ring, query, key, key[..., :0], mask)
 

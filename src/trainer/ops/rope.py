@@ -81,8 +81,7 @@ def _partner(x: jax.Array, how: Rope) -> jax.Array:
 
 
 def _per_entry(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
-    """Arranges values of the first and of the second entries of the pairs, each [..., d / 2], in head order [...,
-    d]."""
+    """Arranges values of the pairs' first and second entries, each [..., d / 2], in head order [..., d]."""
     if how.interleave:
         return jnp.stack((first, second), axis=-1).reshape(*first.shape[:-1], -1)
     return jnp.concatenate((first, second), axis=-1)

@@ -56,6 +56,15 @@ def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> 
     return Routing(expert, _probability(logits, expert))
 
 
+def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups: int, kept: int) -> Routing:
+    """The largest probabilities of the softmax over all experts, among those of `kept` of the `groups`: those whose two
+    largest probabilities add up to most (Mistral 4). `normalize`: divide the weights of a token by their sum."""
+    score = jax.nn.softmax(logits, axis=-1)
+    _, expert = jax.lax.top_k(_of_best_groups(score, groups, kept, best=2), chosen)
+    weight = _probability(logits, expert)
+    return Routing(expert, weight / weight.sum(-1, keepdims=True) if normalize else weight)
+
+
 def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:
     """`score` [..., e], -inf for experts outside of the `kept` groups with the largest sum of their `best` scores."""
     by_group = score.reshape(*score.shape[:-1], groups, -1)
@@ -74,8 +83,7 @@ def by_sigmoid(
     groups: int = 1,
     kept: int = 1,
 ) -> Routing:
-    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids alone (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2).
+    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
 
     Only experts of `kept` of the `groups` can be chosen: of the groups whose two largest sums add up to most. The bias
     gets no gradient.
@@ -139,7 +147,6 @@ def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The sum over the real tokens of a row of the entropy of the softmax over experts, in nats: [b]. For sigmoid
-    scores see `load_balance`."""
+    """The entropy of the softmax over experts in nats, summed over a row's real tokens: [b]. See `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

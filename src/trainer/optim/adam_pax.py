@@ -24,8 +24,7 @@ def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
-    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), where mu and nu are the averages of
-    `adam_pax`."""
+    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), of the averages mu and nu of `adam_pax`."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(

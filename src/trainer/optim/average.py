@@ -57,8 +57,7 @@ def averaging(config: Config) -> Rule:
 
 
 def averaged(tree: Any) -> Any:
-    """Returns the parameters of a TrainTree for evaluation and sampling: where the optimizer state has averages, these
-    averages in the dtype of the parameters."""
+    """Returns the parameters to evaluate: the averages of the optimizer state where it has them, in their dtype."""
     rules = tree.opt_state.rules if isinstance(tree.opt_state, WithRules) else {}
     if NAME not in rules:
         return tree.params

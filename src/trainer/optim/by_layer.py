@@ -35,8 +35,7 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """For each leading axis of each stack, yields the axis to map over for each leaf of the parameters and of the
-        state."""
+        """Yields, for each leading axis of each stack, the axis to map over for each leaf of parameters and state."""
         layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -20,8 +20,7 @@ from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
-    """Returns clipping, then the optimizer `opt_type`, then the factors of `learning_rate_groups`, for the trained
-    parameters.
+    """Returns clipping, the optimizer `opt_type`, and the factors of `learning_rate_groups`, for trained parameters.
 
     All of this reads parameters and gradients in float32, so updates are float32, and so is the state except what is in
     `mu_dtype`: only a parameter itself is rounded to its dtype. Parameters that are not trained keep their values and

@@ -87,8 +87,7 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
 
 
 def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[str, jax.Array]]:
-    """Returns `tree` with the rules' state after `observe`, and all their reasons to skip the step, bools [] by
-    name."""
+    """Returns `tree` with the rules' state after `observe`, and their reasons to skip the step, bools [] by name."""
     reasons: dict[str, jax.Array] = {}
     for rule in rules:
         if rule.observe is not None:

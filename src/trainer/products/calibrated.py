@@ -101,11 +101,7 @@ def values(quantized: QArray, scales: jax.Array | None = None) -> jax.Array:
 
 
 def check(inputs: int, how: How, name: str) -> None:
-    """Refuses a `how` that does not fit a kernel with that number of inputs.
-
-    Raises:
-      UserError: the last block would be shorter.
-    """
+    """Refuses a `how` for a kernel with that number of inputs. Raises UserError if the last block would be shorter."""
     if how.block and inputs % how.block:
         raise UserError(
             f"{name}: its {inputs} inputs are no multiple of {how.block}, the number of inputs that share a scale; "

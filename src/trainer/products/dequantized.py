@@ -63,11 +63,7 @@ class Storage:
     awq: bool = False
 
     def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
-        """Returns how Qwix quantizes `kernel`, with `stacked` axes in front of it.
-
-        Raises:
-          UserError: a block fits an axis badly.
-        """
+        """Returns how Qwix quantizes `kernel`, after `stacked` axes. Raises UserError if a block fits an axis badly."""
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
         tiles: dict[int, int] = {}
@@ -81,8 +77,7 @@ class Storage:
         return qarray.HowToQuantize(qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method)
 
     def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
-        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to the nearest. The scales of AWQ
-        are 1."""
+        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to nearest. AWQ's scales are 1."""
         found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
         inputs = value.shape[: value.ndim - len(kernel.out_shape)]
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
@@ -100,11 +95,7 @@ class Storage:
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
         """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis
-        each, with a scale for each output.
-
-        Args:
-          awq_scale: [*groups, in].
-        """
+        each, with a scale for each output. `awq_scale`: [*groups, in]."""
         groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
         counts = [
             size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe, wait
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from trainer.config.errors import UserError, report, shortened
@@ -108,9 +107,7 @@ class Rewards:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -160,8 +157,7 @@ class Rewards:
             self._workers.append(_Worker(self._functions))
 
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
-        """Waits for workers that are at work, for `_LOOK_SECONDS` at most, and yields those that have ended their task,
-        with the task.
+        """Waits for busy workers, at most `_LOOK_SECONDS`, and yields those that have ended their task, with the task.
 
         They are idle again, or are no longer workers if they died or took too long.
         """

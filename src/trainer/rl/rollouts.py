@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -56,8 +55,7 @@ class _Where(NamedTuple):
 
 
 class Rollouts:
-    """A `training.BatchSource`: `rl_num_iterations` updates take the batch of a round, which the parameters at its
-    beginning made.
+    """A `training.BatchSource`: a round's batch, drawn with its first parameters, is for `rl_num_iterations` updates.
 
     Everything that is drawn depends on decode_sampling_seed, the number of the round and the parameters, so a run that
     resumes makes the same rounds. Every process generates all completions; the first one judges them.
@@ -105,9 +103,7 @@ class Rollouts:
             self._stack.enter_context(self._rewards)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._stream.close()
 
@@ -134,8 +130,7 @@ class Rollouts:
         return self._round
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`: the most likely answers to held-out prompts, with their rewards. With ema_decay,
-        the averages answer."""
+        """See `BatchSource.held_out`: the likeliest answers, with rewards; with ema_decay those of the averages."""
         run, held_out = self._run, self._dataset.held_out
         assert held_out is not None, "eval_interval is above 0"
         rows, steps = run.eval_rows, run.config.eval_steps

@@ -15,8 +15,7 @@ def completion_limit(config: Config) -> int | None:
 
 
 def rows_for(config: Config, needed: int) -> int:
-    """Returns the rows of an update that takes `needed` rows: those of all microbatches, or of half of them, a quarter,
-    ..., so that few programs are compiled."""
+    """Returns the rows of an update with `needed` rows: all, or a half, a quarter, ...: few programs are compiled."""
     rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
     while parts > 1 and -(-parts // 2) * rows >= needed:
         parts = -(-parts // 2)

@@ -59,8 +59,7 @@ def distributed(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_to_others(words: Sequence[str]) -> Iterator[None]:
-    """Reads the command line `words`, before `distributed`. If that fails in one of several processes, all end with its
-    message.
+    """Reads the command line `words`. If that fails in one of several processes, all end with its message.
 
     The process connects to the others nevertheless, and they learn of the error in their first call of `agreed`, which
     must be their first agreement.

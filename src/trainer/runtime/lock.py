@@ -30,8 +30,7 @@ def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a live process holds the lock on the folder. Changes nothing in the folder, which may not
-    exist."""
+    """Returns whether a live process holds the folder's lock. Changes nothing in it; it may not exist."""
     try:
         with open(folder / LOCK_FILE, encoding="utf-8", opener=not_through_a_link) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

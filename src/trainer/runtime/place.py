@@ -44,11 +44,8 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers the arrays of a batch that have a sharding. Each process passes its `share_of_rows`.
-
-    Args:
-      rows: the rows of the global batch; None if this process passes all of them.
-    """
+    """Transfers the arrays of a batch that have a sharding. Each process passes its `share_of_rows`. `rows`: the rows
+    of the global batch; None if this process passes all of them."""
     with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
         return {name: _place(batch[name], sharding, rows) for name, sharding in shardings.items()}
 

@@ -9,31 +9,34 @@ from pathlib import Path
 
 from trainer.config.topologies import Topology, find_topology
 
-# Prefix of a JAX plugin's name -> (JAX's name of its platform, a device file that exists if the hardware is present).
-_GPUS = {"xla_cuda": ("cuda", "/dev/nvidiactl"), "xla_rocm": ("rocm", "/dev/kfd")}
+# Prefix of a JAX plugin's name -> (JAX's name of its platform, device files of which one exists if the hardware is
+# present; /dev/dxg in Windows' Linux).
+_GPUS = {"xla_cuda": ("cuda", ("/dev/nvidiactl", "/dev/dxg")), "xla_rocm": ("rocm", ("/dev/kfd",))}
 
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _THREADS_PER_DEVICE = 4
 
 
 def leave_out_absent_tpu() -> None:
-    """Prevents JAX from starting libtpu on a machine without a TPU, where libtpu serves only ahead-of-time compilation.
+    """Prevents JAX from starting libtpu without a TPU, or a plugin for GPUs without a GPU, where these serve only
+    ahead-of-time compilation.
 
     JAX starts every platform whose library is installed. Without a TPU, libtpu then prints warnings and holds a lock
-    file that makes a second process fail. This function changes nothing if JAX_PLATFORMS is set, if there is a TPU, or
-    if an unknown plugin is installed.
+    file that makes a second process fail; without a GPU, a plugin prints a traceback. This function changes nothing if
+    JAX_PLATFORMS is set, if there is a TPU, or if an unknown plugin is installed.
     """
-    if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None or has_tpu():
+    if os.environ.get("JAX_PLATFORMS") or has_tpu():
         return
-    gpus = []
+    present: list[str] = []
+    absent = ["tpu"] if importlib.util.find_spec("libtpu") else []
     for plugin in _plugins():
         gpu_platform = next((gpu for prefix, gpu in _GPUS.items() if plugin.startswith(prefix)), None)
         if gpu_platform is None:
             return
-        platform, device = gpu_platform
-        if Path(device).exists():
-            gpus.append(platform)
-    os.environ["JAX_PLATFORMS"] = ",".join([*gpus, "cpu"])
+        platform, files = gpu_platform
+        (present if any(Path(file).exists() for file in files) else absent).append(platform)
+    if absent:
+        os.environ["JAX_PLATFORMS"] = ",".join([*present, "cpu"])
 
 
 def prepare_compile_only_tpu() -> None:
@@ -53,16 +56,15 @@ def prepare_compile_only_tpu() -> None:
 
 
 def prepare_to_compile(topology: str) -> None:
-    """Prepares this process for compiling for the devices that compile_topology names: TPUs, or simulated devices."""
+    """Prepares this process for compiling for the devices that compile_topology names."""
     prepare_compile_only_tpu()
     known = find_topology(topology)
-    if isinstance(known, Topology) and known.generation is None:
+    if isinstance(known, Topology) and known.platform == "cpu":
         simulate_cpu_devices(known.devices)
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier number of
-    devices."""
+    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier number."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -41,8 +41,7 @@ class Preemption:
         self._alone, self._saves = jax.process_count() == 1, saves
 
     def check(self, updates: int) -> bool:
-        """Returns whether to end before the next update. Every process calls it after each update; all get the same
-        answer.
+        """Returns whether to end before the next update. All processes call it after each; all get the same answer.
 
         It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
         a number when it saves, which is `updates`, so `updates + 1` is always the next number.
@@ -65,9 +64,7 @@ class Preemption:
             signal.signal(signal.SIGINT, self._interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._alone:
             signal.signal(signal.SIGTERM, self._before)
         if self._takes_sigint:
@@ -94,8 +91,7 @@ def _is_the_systems(number: int) -> bool:
 
 @contextlib.contextmanager
 def ends_at_signals(text: str) -> Iterator[None]:
-    """A context in which SIGTERM and Ctrl-C print their name and `text` and end the process immediately, SIGTERM with
-    its exit code.
+    """A context in which SIGTERM and Ctrl-C print their name and `text` and end the process, SIGTERM with its code.
 
     It is for compilations, which may take minutes. With some backends, a Python signal handler or an exception would
     wait for the end of the compilation. So the signal wakes a thread through a file descriptor, and the thread ends the

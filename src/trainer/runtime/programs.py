@@ -9,8 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def compile_anew(devices: Sequence[jax.Device]) -> None:
-    """Disables JAX's compilation cache in this process if its programs run on several CPU devices. Says so in one line
-    if the user has set the cache."""
+    """Disables JAX's compilation cache if programs run on several CPU devices; says so if the user has set one."""
     enabled, folder = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # missing in the stubs
     used = getattr(jax.config, enabled) and getattr(jax.config, folder)
     if not used or len(devices) == 1 or devices[0].platform != "cpu":
@@ -26,9 +25,6 @@ def compile_anew(devices: Sequence[jax.Device]) -> None:
 
 
 def is_mixed_up(compiled: Any, kind: str, number: int) -> bool:
-    """Returns whether XLA may mix up the data of devices if it loads the program `compiled` from a file.
-
-    Args:
-      kind, number: of its devices.
-    """
+    """Returns whether XLA may mix up the data of devices if it loads the program `compiled` from a file. `kind`,
+    `number`: of its devices."""
     return kind == "cpu" and number > 1 and " collective-permute(" in compiled.as_text()

@@ -76,8 +76,7 @@ def remove_tree(path: Any) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Returns why the local folder `path` cannot be created or written, judging by the permissions of existing folders;
-    None if it can."""
+    """Returns why the local folder `path` cannot be created or written, by permissions on the way; None if it can."""
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return os.strerror(errno.ENOTDIR)
@@ -99,6 +98,5 @@ def user_cache() -> Path:
 
 
 def mirror(path: Any) -> Path:
-    """Returns the local folder where the files of a bucket's folder are written before they are copied to the
-    bucket."""
+    """Returns the local folder where a bucket's files are written before they are copied to the bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

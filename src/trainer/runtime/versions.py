@@ -20,8 +20,7 @@ def installed() -> Mapping[str, str]:
 
 
 def other_versions(before: Mapping[str, str]) -> str:
-    """Returns a line if a checkpoint that was saved with the versions `before` resumes with others; "" if they are the
-    same, or if the checkpoint does not tell (`before` is empty)."""
+    """Returns a line if a checkpoint saved with the versions `before` resumes with others; "" if not, or if unknown."""
     now = installed()
     changed = [name for name in now if name in before and before[name] != now[name]]
     changes = ", ".join(f"{name} {visible(before[name], keep='')} -> {now[name]}" for name in changed)

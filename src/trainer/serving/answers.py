@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.serving.front import Generation, Part
+from trainer.serving.front import Delta, Generation
 from trainer.serving.texts import Names, Token
 
 _LEAST = -9999.0  # in place of a logarithm of zero, which JSON has not
@@ -26,7 +26,7 @@ class Answer:
         }
         self._begun: set[int] = set()
 
-    def chunk(self, part: Part) -> dict[str, Any]:
+    def chunk(self, part: Delta) -> dict[str, Any]:
         """Returns the next chunk of a stream."""
         first = part.choice not in self._begun
         self._begun.add(part.choice)
@@ -44,7 +44,7 @@ class Answer:
         """Returns the chunk with the usage, which ends a stream that asks for it."""
         return self._of_kind("chat.completion.chunk", []) | {"usage": self._usage()}
 
-    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+    def whole(self, parts: Sequence[Delta]) -> dict[str, Any]:
         """Returns the whole answer."""
         choices = [self._choice(i, [part for part in parts if part.choice == i]) for i in range(self._count)]
         return self._of_kind("chat.completion", choices) | {"usage": self._usage()}
@@ -53,14 +53,14 @@ class Answer:
     def _count(self) -> int:
         return len(self._generation.texts)
 
-    def _choice(self, i: int, parts: Sequence[Part]) -> dict[str, Any]:
+    def _choice(self, i: int, parts: Sequence[Delta]) -> dict[str, Any]:
         text, scored = self._echoed(parts[0])
         text += "".join(part.text for part in parts[1:])
         tokens = [token for part in parts for token in part.tokens]
         said = {"message": {"role": "assistant", "content": text}} if self._query.chat else {"text": text}
         return {"index": i, **said, **self._details(i, scored, tokens, True), "finish_reason": parts[-1].end}
 
-    def _echoed(self, part: Part) -> tuple[str, list[Token]]:
+    def _echoed(self, part: Delta) -> tuple[str, list[Token]]:
         """Returns the text of the first part of a choice; for echo after its prompt, whose tokens come with scores."""
         if not self._query.echo:
             return part.text, []

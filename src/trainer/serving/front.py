@@ -53,7 +53,7 @@ class Model(NamedTuple):
         return self.scheduler.engine.config
 
 
-class Part(NamedTuple):
+class Delta(NamedTuple):
     """What a choice gets at once.
 
     Attributes:
@@ -75,7 +75,7 @@ class Generation:
         self.query, self.prompts, self.received = query, prompts, received
         self.texts = [Text(front.model.tokenizer, row, query.stop) for row in prompts for _ in range(query.n)]
         self._front, self._numbers = front, list[int]()
-        self._parts: asyncio.Queue[Part | ApiError] = asyncio.Queue()
+        self._parts: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         self._left = len(self.texts)
 
     def prompt_of(self, choice: int) -> list[int]:
@@ -92,10 +92,10 @@ class Generation:
         part, tokens = text.add(event)
         end = "stop" if text.stopped else event.end
         if part or tokens or end or event.prompt is not None:
-            self._parts.put_nowait(Part(choice, part, tokens, end, event.prompt))
+            self._parts.put_nowait(Delta(choice, part, tokens, end, event.prompt))
         return text.stopped
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[Delta]:
         """Yields parts until all choices have ended. Raises ApiError if the server ends the request."""
         while self._left:
             part = await self._parts.get()
@@ -121,11 +121,8 @@ class _Running:
 
 
 class Front:
-    """Accepts requests for `model`, in one event loop.
-
-    Attributes:
-      state: STARTING until the programs are compiled, then READY; DRAINING and FAILED accept nothing.
-    """
+    """Accepts requests for `model`, in one event loop. `state`: STARTING until the programs are compiled, then READY;
+    DRAINING and FAILED accept nothing."""
 
     def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
         """`say`: see `Service`."""

@@ -49,11 +49,7 @@ class Parameter(NamedTuple):
 
 
 _NO, _YES, _ANY_TEXT = Parameter(neutral=(False,)), Parameter(neutral=(True,)), Parameter(neutral=Field(str))
-STREAM_OPTIONS = {
-    "include_usage": Parameter(Field(bool)),
-    "include_obfuscation": _NO,
-    "continuous_usage_stats": _NO,
-}
+STREAM_OPTIONS = {"include_usage": Parameter(Field(bool)), "include_obfuscation": _NO, "continuous_usage_stats": _NO}
 COMMON = {
     "model": Parameter(Field(str)),
     "stream": Parameter(Field(bool)),

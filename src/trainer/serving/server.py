@@ -23,11 +23,7 @@ _GRACE_SECONDS = 5  # after drain_seconds, for answers that say that the server 
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Returns a socket at an address, which nobody can connect to yet.
-
-    Raises:
-      UserError: the address is taken or does not exist.
-    """
+    """Returns a socket that nobody can connect to yet. Raises UserError if the address is taken or does not exist."""
     with contextlib.ExitStack() as failing:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -12,11 +12,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Token(NamedTuple):
-    """A token of a text.
-
-    Attributes:
-      start: where its characters begin in the text of the choice.
-    """
+    """A token of a text. `start`: where its characters begin in the text of the choice."""
 
     id: int
     log_prob: float | None

@@ -1,7 +1,7 @@
 """Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config.rules import make_rules
-from trainer.sharding.capability import compute_capability, hardware, slice_count
+from trainer.sharding.capability import compute_capability, hardware, memory_kinds, slice_count, slice_of
 from trainer.sharding.context import (
     MAPPED,
     capability_of_mesh,
@@ -48,6 +48,7 @@ __all__ = [
     "leading",
     "make_mesh",
     "make_rules",
+    "memory_kinds",
     "memory_order",
     "mesh_axes",
     "named_sharding",
@@ -62,6 +63,7 @@ __all__ = [
     "shards",
     "side_devices",
     "slice_count",
+    "slice_of",
     "spec",
     "splits_rows",
     "sum_dtype",

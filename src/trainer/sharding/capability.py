@@ -23,8 +23,28 @@ def hardware(devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 def slice_count(devices: Sequence[jax.Device]) -> int | None:
     """Returns the number of slices of `devices`; None if the devices have no slices, as on CPU."""
-    slices = {getattr(device, "slice_index", None) for device in devices}
+    slices = {slice_of(device) for device in devices}
     return None if None in slices else len(slices)
+
+
+def slice_of(device: Any) -> int | None:
+    """Returns the number of a device's slice; None if it has none, as on CPU.
+
+    A host of GPUs is a slice. JAX says so where they run, but gives all GPUs that it only compiles for the slice 0.
+    """
+    return device.process_index if _is_absent_gpu(device) else getattr(device, "slice_index", None)
+
+
+def memory_kinds(devices: Sequence[jax.Device]) -> list[str]:
+    """Returns the kinds of memory that each of `devices` can address. GPUs that are only compiled for list none."""
+    if _is_absent_gpu(devices[0]):
+        return ["device", "pinned_host"]
+    return [memory.kind for memory in devices[0].addressable_memories()]
+
+
+def _is_absent_gpu(device: Any) -> bool:
+    client = getattr(device, "client", None)
+    return getattr(client, "runtime_type", "") == "compile_only_runtime" and device.platform == "gpu"
 
 
 def compute_capability(devices: Sequence[jax.Device]) -> tuple[int, int] | None:

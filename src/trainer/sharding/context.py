@@ -53,8 +53,7 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_stages() -> Iterator[None]:
-    """A context in which only `activation_stage`, and `stages` of parameters, are sharded over the stages of a
-    pipeline."""
+    """A context in which only `activation_stage`, and `stages` of parameters, are sharded over a pipeline's stages."""
     current = current_mesh.get()
     with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
         yield
@@ -84,8 +83,7 @@ def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function that makes a context with the current mesh and rules, for code that is traced later, such as a
-    backward pass."""
+    """Returns a function that makes a context of this mesh and these rules, for code traced later: a backward pass."""
     return functools.partial(_traced_on, current_mesh.get())
 
 
@@ -99,8 +97,7 @@ def on_platform(name: str) -> bool:
 
 
 def capability_of_mesh() -> tuple[int, int] | None:
-    """Returns the compute capability of the GPUs on which traced code will run; see `on_platform` and
-    `compute_capability`."""
+    """Returns the compute capability of the GPUs for which code is traced; see `on_platform`, `compute_capability`."""
     current = current_mesh.get()
     return compute_capability(current[0].devices.ravel().tolist() if current else jax.devices()[:1])
 
@@ -203,8 +200,7 @@ def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedShard
 def shard_mapped(
     fn: Callable[..., Any], in_names: Any, out_names: Any, *, over: Sequence[str] | None = None, check: bool = True
 ) -> Callable[..., Any]:
-    """Returns a function that runs `fn` on each device with its shards of the arguments and assembles the results by
-    `out_names`.
+    """Returns a function that runs `fn` on each device with its shards, and assembles results by `out_names`.
 
     Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
     argument: values that `fn` assigns to its Variables persist after the call, attributes that `fn` adds do not.

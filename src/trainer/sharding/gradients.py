@@ -13,8 +13,7 @@ from trainer.sharding.rules import without_fsdp
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by the logical names of its axes, but not over the mesh axes of `derived.FSDP`. Its gradient
-    is sharded over these, too."""
+    """Returns `x`, sharded by logical names without mesh axes of `derived.FSDP`, over which its gradient is, too."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
 

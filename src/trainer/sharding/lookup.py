@@ -151,8 +151,7 @@ def _summed_by_device(
 def _by_columns(
     names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
 ) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns shardings of the ids and of the rows for `_summed_by_columns`, if mesh axes that shard the columns of the
-    table shard the ids, too, and not alone; else None."""
+    """Returns shardings of ids and rows for `_summed_by_columns`, if mesh axes of columns also shard ids; else None."""
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None

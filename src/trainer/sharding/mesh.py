@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.resolve import resolve
 from trainer.runtime.programs import compile_anew
-from trainer.sharding.capability import hardware, slice_count
+from trainer.sharding.capability import hardware, slice_count, slice_of
 
 
 def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -66,7 +66,10 @@ def _by_network(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ..
 
     try:
         if max(dcn) > 1:
-            return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=split)
+            by_process = any(slice_of(device) != device.slice_index for device in devices)
+            return mesh_utils.create_hybrid_device_mesh(
+                ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=split
+            )
         return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=split)
     except NotImplementedError as error:
         reason = str(error).partition(". ")[0]

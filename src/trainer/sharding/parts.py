@@ -57,14 +57,8 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     """Returns a parameter whose parts can be sharded like it, for `shard_mapped`: where devices share a tile, the parts
-    have the entries of smaller tiles, which divide both.
-
-    Args:
-      axes: of the parameter, in `shard_mapped`.
-
-    Raises:
-      UserError: the last tile of an axis is shorter, and the axis is sharded.
-    """
+    have the entries of smaller tiles, which divide both. `axes`: of the parameter, in `shard_mapped`. Raises UserError
+    if the last tile of an axis is shorter, and the axis is sharded."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)
@@ -93,8 +87,7 @@ def _whole(axes: Axes, parameter: Any) -> tuple[int, ...]:
 
 
 def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
-    """Returns the possible axes of an array of `shape`, made from an array of shape `whole` with `axes`; [] if it does
-    not fit.
+    """Returns possible axes of an array of `shape`, made from one of shape `whole` with `axes`; [] if it does not fit.
 
     The array may lack axes, except those of STACKED, or have length 1 in them, and then the axis has no name. It keeps
     the other axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come

@@ -68,11 +68,7 @@ def get_abstract_state_nnx(
 
 
 def get_named_sharding_nnx(abstract_state: Any) -> Any:
-    """Returns the sharding of each leaf of `abstract_state`, a tree of arrays or ShapeDtypeStructs.
-
-    Raises:
-      UserError: a leaf has no sharding.
-    """
+    """Returns the sharding of each leaf of `abstract_state`, a tree. Raises UserError if a leaf has no sharding."""
 
     def one(path: Any, leaf: Any) -> Any:
         if getattr(leaf, "sharding", None) is None:

@@ -30,8 +30,7 @@ INNER = "inner_state"
 
 
 class DiLoCoTrainState(NamedTuple):
-    """A train state of DiLoCo. `inner_state` is a `TrainTree` in the canonical form, and the native train state of the
-    combination in the native form."""
+    """A train state of DiLoCo; `inner_state` is a `TrainTree`, or in the native form the combination's state."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
@@ -118,11 +117,7 @@ class DiLoCoCodec:
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns the canonical form of a native state: a permutation of its leaves.
-
-        Raises:
-          ValueError: the state is canonical already.
-        """
+        """Returns a native state in the canonical form, its leaves permuted. Raises ValueError if it is canonical."""
         if isinstance(native.inner_state, TrainTree):
             raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))

@@ -139,8 +139,7 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
-    """Applies `choose` to the layer numbers of each stack, counted through all stacks; returns indices within each
-    stack."""
+    """Applies `choose` to the layer numbers, counted through all stacks; returns indices in each stack."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

@@ -35,8 +35,7 @@ def in_layers(config: Config, tree: T) -> T:
 
 
 def in_stages(config: Config, tree: T, abstract: T) -> T:
-    """Returns the inverse of `in_layers`, with the shardings of `abstract`, a train state divided into stages. The
-    arrays that are converted are deleted."""
+    """Returns the inverse of `in_layers` with the shardings of `abstract`. Deletes the arrays that are converted."""
     found = _division(config)
     if found is None:
         return tree

@@ -26,8 +26,7 @@ _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
 
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
-    """Returns a row for each leaf of three trees with equal structure (see `state.shardings`): params first, then the
-    optimizer.
+    """Returns a row for each leaf of three equal trees (see `state.shardings`): params first, then the optimizer.
 
     `replicated` is the share of redundant copies in the bytes on all devices: 0 for an array that is sharded over every
     mesh axis, 1 - 1/n for an array that is replicated on n devices.

@@ -32,8 +32,7 @@ class BatchSource(Protocol):
     metrics: dict[str, float]  # of the batch that was taken last, for its row of metrics
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """Returns the next batch, of `run.rows` rows or as many as some of its microbatches have, and the position in
-        the data after it.
+        """Returns the next batch, of `run.rows` rows or those of some of its microbatches, and the position after it.
 
         `state()` returns the native train state, for a source whose batches depend on it. A source that takes long may
         return None as soon as `interrupted()`.

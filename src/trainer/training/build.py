@@ -23,9 +23,9 @@ from trainer.ops.paths import by_name
 from trainer.optim.average import averaged
 from trainer.optim.optimizer import make_optimizer, trainable
 from trainer.optim.rules import Rule, with_rules
-from trainer.sharding import hardware, make_mesh, on_mesh, spec
+from trainer.sharding import hardware, make_mesh, memory_kinds, on_mesh, spec
 from trainer.state.builders import set_named_sharding_nnx
-from trainer.state.host import check_host_memory, fetcher, storage_shardings
+from trainer.state.host import Fetch, check_host_memory, fetcher, storage_shardings
 from trainer.state.init import init_state_fn
 from trainer.state.shardings import ParamShardings, gathered_stages, state_shardings, tensors
 from trainer.state.tolerance import check_tolerance
@@ -74,27 +74,11 @@ def build(
     if config[ONCE]:
         computing = gathered_stages(named, computing)
     params = ParamShardings(codec.unpack(on_device).params, codec.unpack(computing).params)
-    stored = storage_shardings(config, model, abstract, on_device)
-    fetch = fetcher(config, codec.unpack(on_device))
     update = make_update(config, codec.tx, objective, params, update_rules, model.param_axes)
-
-    def trained(tree: TrainTree) -> tuple[Any, Any]:
-        tree = fetch(tree if config.ema_decay else tree._replace(opt_state=None))
-        return averaged(tree), tree.rest
-
-    states = States(
-        codec=codec,
-        tensors=named,
-        shardings=stored,
-        init=init_state_fn(codec, stored, config.init_weights_seed, fetch),
-        fetch=fetch,
-        one=codec.unpack(set_named_sharding_nnx(abstract, stored)),
-        first=lambda tree: tree._replace(opt_state=None),
-        from_one=codec.pack,
-    )
+    states = _states(config, codec, named, on_device)
     computation = Computation(
         update=on_mesh(mesh, inside)(update),
-        trained=trained,
+        trained=functools.partial(_trained, states.fetch, bool(config.ema_decay)),
         metric_shardings=NamedSharding(mesh, spec([], rules)),
         read=functools.partial(read_metrics, config),
     )
@@ -102,6 +86,28 @@ def build(
         states, computation = with_islands(config, mesh, params.storage, states, computation)
     batches, frozen = batch_shardings(objective, mesh, rules), frozen_arrays(objective, mesh, rules)
     return with_steps(Run(config, mesh, rules, objective, params, batches, frozen, states, computation))
+
+
+def _states(config: Config, codec: StateCodec, named: Any, on_device: Any) -> States:
+    """Returns the train states of one model: leaves `named`, sharded as `on_device` except for those in host memory."""
+    stored = storage_shardings(config, codec.model, codec.abstract, on_device)
+    fetch = fetcher(config, codec.unpack(on_device))
+    return States(
+        codec=codec,
+        tensors=named,
+        shardings=stored,
+        init=init_state_fn(codec, stored, config.init_weights_seed, fetch),
+        fetch=fetch,
+        one=codec.unpack(set_named_sharding_nnx(codec.abstract, stored)),
+        first=lambda tree: tree._replace(opt_state=None),
+        from_one=codec.pack,
+    )
+
+
+def _trained(fetch: Fetch, averages: bool, tree: TrainTree) -> tuple[Any, Any]:
+    """Returns `Computation.trained`. `averages`: whether the optimizer state has them."""
+    tree = fetch(tree if averages else tree._replace(opt_state=None))
+    return averaged(tree), tree.rest
 
 
 def _check_trained(config: Config, params: Any) -> None:
@@ -122,7 +128,7 @@ def _has_gradient(leaf: Any) -> bool:
 def _resolved(config: Config, devices: Sequence[jax.Device]) -> Any:
     """Returns `config`, resolved and checked for `devices`."""
     config = resolve(config, **hardware(devices))
-    memory_kinds = [memory.kind for memory in devices[0].addressable_memories()]
-    check_offload(config, memory_kinds)
-    check_host_memory(config, memory_kinds)
+    kinds = memory_kinds(devices)
+    check_offload(config, kinds)
+    check_host_memory(config, kinds)
     return config

@@ -67,8 +67,7 @@ def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
 
 
 class StepsByRows:
-    """The compiled step, called as `step(leaves, batch, frozen)`, and those for batches with fewer microbatches, which
-    are compiled when the first such batch comes."""
+    """The compiled step, `step(leaves, batch, frozen)`; one for fewer microbatches is compiled when it is needed."""
 
     def __init__(self, run: Run, compiled: Any, say: Say):
         """`compiled`: the step for a whole batch."""

@@ -14,8 +14,7 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: one pytree, which is not donated, differentiated, selected, mapped over islands
-    or saved. It is () unless the objective declares it.
+    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint has; () unless declared.
 
     Attributes:
       abstract: shapes with shardings.

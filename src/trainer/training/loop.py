@@ -20,6 +20,7 @@ from trainer.data.batches import Batch
 from trainer.data.dataset import Dataset
 from trainer.data.streams import Position
 from trainer.data.tokenizer import Tokenizer
+from trainer.observe.goodput import EVALUATION, SAVE
 from trainer.observe.profiler import Profiler
 from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
@@ -50,6 +51,8 @@ class Reports(NamedTuple):
     unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
     untested: bool = False  # whether it reported no evaluation of it by tasks
     profiler: Profiler | None = None
+    during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
+    waiting: Callable[[bool], None] = lambda begins: None  # before and after the loop waits for a batch
 
 
 # Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
@@ -115,7 +118,8 @@ def fit(
         elif not loop.untrained:
             loop.save(force=True)
         if manager is not None:
-            manager.wait()  # a second SIGTERM must not end the process during the save that the first one requested
+            with reports.during(SAVE):
+                manager.wait()  # a second SIGTERM must not end the process during the save that the first one requested
     whole = loop.done == steps and loop.evaluated
     return End(loop.state, 0 if whole else preemption.number, start.about.ends)
 
@@ -153,10 +157,12 @@ class _Loop:
         return self._structure.unflatten(self._leaves)
 
     def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
-        """Returns the next batch and its position; None if the run was interrupted meanwhile. If the source fails, the
-        state is saved."""
+        """Returns the next batch and its position; None if interrupted. If the source fails, the state is saved."""
+        self._reports.waiting(True)
         with self._saved_if_it_fails():
-            return batches.take(lambda: self.state, lambda: self._preemption.requested)
+            taken = batches.take(lambda: self.state, lambda: self._preemption.requested)
+        self._reports.waiting(False)
+        return taken
 
     @contextlib.contextmanager
     def _saved_if_it_fails(self) -> Iterator[None]:
@@ -203,7 +209,7 @@ class _Loop:
         step = self.done - 1
         self.reader.flush()
         batches, tokenizer = self._batches.held_out(lambda: self.state), self._dataset.tokenizer
-        with self._saved_if_it_fails():
+        with self._saved_if_it_fails(), self._reports.during(EVALUATION):
             row = evaluate(self._run, self.state, batches, tokenizer, step, self._preemption, self._start.frozen)
         self.evaluated = row is not None
         if row is not None:
@@ -213,7 +219,7 @@ class _Loop:
 
     def _evaluate_by_tasks(self, tasks: Tasks) -> None:
         self.reader.flush()
-        with self._saved_if_it_fails():
+        with self._saved_if_it_fails(), self._reports.during(EVALUATION):
             row = tasks(self.state, self.done, lambda: self._preemption.requested)
         self.evaluated = row is not None
         if row is not None:
@@ -231,25 +237,26 @@ class _Loop:
     def save(self, *, initial: bool = False, force: bool = False) -> None:
         """Saves the state if it is due."""
         config, dataset = self._run.config, self._dataset
-        maybe_save_checkpoint(
-            self._manager,
-            self.state,
-            self.done,
-            config=config,
-            codec=self._run.codec,
-            sidecar=lambda: Sidecar(
-                to_yaml(config),
-                self._position,
-                dataset.fingerprint,
-                {**dataset.tokenizer_files, **self._start.about.files()},
-                base=self._start.base,
-                reference=self._start.reference,
-            ),
-            unsaved=self._unsaved,
-            initial=initial,
-            force=force,
-            before=self._before_saving,
-        )
+        with contextlib.ExitStack() as during:
+            maybe_save_checkpoint(
+                self._manager,
+                self.state,
+                self.done,
+                config=config,
+                codec=self._run.codec,
+                sidecar=lambda: Sidecar(
+                    to_yaml(config),
+                    self._position,
+                    dataset.fingerprint,
+                    {**dataset.tokenizer_files, **self._start.about.files()},
+                    base=self._start.base,
+                    reference=self._start.reference,
+                ),
+                unsaved=self._unsaved,
+                initial=initial,
+                force=force,
+                before=lambda: self._before_saving(during),
+            )
 
     @property
     def untrained(self) -> bool:
@@ -258,13 +265,13 @@ class _Loop:
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`. The run leaves no checkpoint, so the same command does not resume it and
-        report a finished run."""
+        """Stops a run that is `untrained`, without a checkpoint: the same command reports no finished run."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 
-    def _before_saving(self) -> Mapping[str, float]:
+    def _before_saving(self, during: contextlib.ExitStack) -> Mapping[str, float]:
         self.reader.flush()
+        during.enter_context(self._reports.during(SAVE))
         self.check_tokens()
         self._reports.sync()
         row, best = self._last_evaluation, self._run.config.keep_best_metric.partition(":")[2]

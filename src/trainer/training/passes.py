@@ -16,8 +16,7 @@ def steps_of(config: Config, dataset: Dataset) -> int:
 
 
 def passes_text(config: Config, dataset: Dataset) -> str:
-    """Returns how many passes over the data the steps of `config`, resolved, are: " (1.6 passes over 180
-    conversations)"; "" if it is not known."""
+    """Returns the passes of the steps of `config`, resolved: " (1.6 passes over 180 conversations)"; "" if unknown."""
     if dataset.epoch is None:
         return ""
     passes = float(config.steps * _rows(config) / dataset.epoch.rows)

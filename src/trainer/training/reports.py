@@ -15,6 +15,7 @@ from trainer.config.keys import Config
 from trainer.observe.banner import devices_text, mesh_text, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
+from trainer.observe.goodput import Timeline
 from trainer.observe.lines import Work
 from trainer.observe.metrics import METRICS_FILE, TASKS_FAILED, TASKS_TIME, MetricsWriter, TokensSeen, read_rows
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
@@ -70,13 +71,7 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
     """Returns the file that the key metrics_file names: a list of one in the first process if the key is set, else [].
-
-    Args:
-      path, name: of the run's folder.
-
-    Raises:
-      UserError: the file is not writable.
-    """
+    `path`, `name`: of the run's folder. Raises UserError if the file is not writable."""
     found = []
 
     def check() -> None:
@@ -90,8 +85,9 @@ def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
 class _Files:
     """What a run writes about its steps. Only the first process opens any of it."""
 
-    def __init__(self, run: Run, run_dir: RunDir, say: Callable[[str], None]):
+    def __init__(self, run: Run, run_dir: RunDir, timeline: Timeline, say: Callable[[str], None]):
         self._config, self._work, self._run_dir, self._say = run.config, run_work(run), run_dir, say
+        self._timeline = timeline
         self._metrics: MetricsWriter | None = None
         self._page: ReportFile | None = None
         self._with_maxtext_names: list[MetricsWriter | EventsWriter] = []
@@ -102,7 +98,7 @@ class _Files:
         """Opens all of it until `stack` ends. Returns what `earlier_evaluations` does."""
         updates, resumes = begin.updates, self._config.enable_checkpointing
         self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
-        self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say)
+        self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
         stack.callback(self._page.write)  # even if the run fails
         for file in files:
             copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say)
@@ -141,6 +137,7 @@ def open_reports(
     begin: Start,
     files: list[MetricsFile],
     console: Console,
+    timeline: Timeline,
     stack: contextlib.ExitStack,
 ) -> Reports:
     """Returns the callbacks of `fit`. `stack` closes everything they write to; `files` are from `metrics_files`."""
@@ -150,12 +147,16 @@ def open_reports(
     if config.profiler:
         profiler = Profiler(config, run_dir.path, begin.updates, console.say, traces=is_first())
         stack.enter_context(profiler)
-    written = _Files(run, run_dir, console.say)
+    written = _Files(run, run_dir, timeline, console.say)
     evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
     tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
+    waits_for = "rollouts" if config.reward_functions else "data"
 
     def on_step(row: Any) -> None:
+        timeline.step(row["step"] + 1, **{f"{waits_for}_wait": row["data_wait"] * row["step_time"]})
+        if row["step"] + 1 == config.steps:
+            timeline.end()
         written.write(tokens.add(row))
         console.step(row, config.steps)
         if first is not None:
@@ -170,7 +171,12 @@ def open_reports(
         if warning := lacks_best(row, config):
             console.say(warning)
 
-    return Reports(on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler)
+    def waiting(begins: bool) -> None:
+        timeline.within(waits_for if begins else "")
+
+    return Reports(
+        on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler, timeline.during, waiting
+    )
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:

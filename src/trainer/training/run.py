@@ -66,6 +66,8 @@ class Run(NamedTuple):
     states: States
     computation: Computation
     step: Any = None  # jitted (state, batch, frozen) -> (state, metrics) of a native train state, which is donated
+    # `step`, but the state is passed and returned as a list of leaves: flattening an `nnx.State` is slow.
+    step_on_leaves: Any = None
     eval_step: Any = None  # jitted (state, batch, frozen, bytes per token [vocab]) -> sums
 
     @property
@@ -176,8 +178,7 @@ class Run(NamedTuple):
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the train state and of `frozen` as plain data: mesh axes larger than 1, rows,
-        totals, warnings."""
+        """Returns the shardings of state and `frozen` as plain data: mesh axes above 1, rows, totals, warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
@@ -193,19 +194,6 @@ class Run(NamedTuple):
     def compile(self) -> Any:
         """Returns the compiled training step."""
         return self.step.lower(*self.abstract_args()).compile()
-
-    @property
-    def step_on_leaves(self) -> Any:
-        """`step`, but the state is passed and returned as a list of leaves: flattening an `nnx.State` is slow."""
-        structure: Any = jax.tree.structure(self.abstract_state)  # its stubs lack unflatten
-        step = self.step.__wrapped__
-
-        @functools.wraps(step)
-        def on_leaves(leaves: list[Any], batch: Any, frozen: Any) -> Any:
-            state, metrics = step(structure.unflatten(leaves), batch, frozen)
-            return jax.tree.leaves(state), metrics
-
-        return _jitted(self, on_leaves, jax.tree.leaves(self.states.shardings))
 
     def trace_on_leaves(self, rows: int | None = None) -> Any:
         """Traces `step_on_leaves`. `rows`: those of the batch, if it has not all microbatches."""
@@ -223,13 +211,19 @@ class Run(NamedTuple):
 
 
 def with_steps(run: Run) -> Run:
-    """Returns `run` with `step` and `eval_step`, made from its other fields."""
+    """Returns `run` with its jitted functions, made from its other fields."""
     codec, fetch, update, trained = run.codec, run.states.fetch, run.computation.update, run.computation.trained
+    structure: Any = jax.tree.structure(run.abstract_state)  # its stubs lack unflatten
     evaluation = run.sharded(make_evaluation(run.objective, run.param_shardings))
 
     def step(state: Any, batch: Any, frozen: Any) -> tuple[Any, Any]:
         tree, metrics = update(fetch(codec.unpack(state)), batch, frozen)
         return codec.pack(tree), metrics
+
+    @functools.wraps(step)
+    def on_leaves(leaves: list[Any], batch: Any, frozen: Any) -> Any:
+        state, metrics = step(structure.unflatten(leaves), batch, frozen)
+        return jax.tree.leaves(state), metrics
 
     def eval_step(state: Any, *args: Any) -> Any:
         return evaluation(*trained(codec.unpack(state)), *args)
@@ -237,6 +231,7 @@ def with_steps(run: Run) -> Run:
     evaluated = *_inputs(run, run.states.shardings), run.replicated
     return run._replace(
         step=_jitted(run, step, run.states.shardings),
+        step_on_leaves=_jitted(run, on_leaves, jax.tree.leaves(run.states.shardings)),
         eval_step=jax.jit(
             eval_step, in_shardings=evaluated, out_shardings=run.replicated, compiler_options=_options(run)
         ),

@@ -61,8 +61,7 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the state that the run begins with, and what its objective reads beside it. Lines passed to `say` name
-    the source of the state.
+    """Returns the state that the run begins with, and what its objective reads beside it. `say` gets its source.
 
     Args:
       manager: the run's own checkpoints, which take precedence over every other source; None if there are none.
@@ -83,13 +82,8 @@ def start(
         frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make()
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
-            check_base(
-                _by_layer(run, by_path(frozen)),
-                begin.reference,
-                path,
-                "its reference was a model",
-                "the model of that time",
-            )
+            own, what = _by_layer(run, by_path(frozen)), ("its reference was a model", "the model of that time")
+            check_base(own, begin.reference, path, *what)
         return begin
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)

@@ -32,8 +32,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens, or over the weight of its own
-    term; it is NaN if that weight is 0."""
+    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens or its term's weight; NaN if 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
@@ -120,14 +119,7 @@ def make_update(
     """Returns `update(tree, batch, frozen=()) -> tree, metrics`: one training step.
 
     `batch` holds the fields of the objective; its rows are the global batch. `frozen` is what the objective reads
-    beside the train state (`objectives.Frozen`), or (). The metrics are
-    - float32 means over the whole batch, the norm of the gradient and the learning rate;
-    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
-      no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
-      finite after the step;
-    - with trained parameters in bfloat16 that are rounded to the nearest number, `lost_updates`;
-    - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
-    - with experts, router metrics, see `router_metrics`.
+    beside the train state (`objectives.Frozen`), or (). For the metrics see `_make_metrics`.
 
     Args:
       config: resolved.
@@ -138,44 +130,68 @@ def make_update(
       rules: applied after the optimizer, in order.
       axes: the logical axes of every parameter, for `parameter_metrics_period`.
     """
-    schedule, is_trained, period = make_schedule(config), trainable(config), config.parameter_metrics_period
-    measured, sown_metrics = _sown_metrics(config, maxima_of(objective))
+    is_trained = trainable(config)
+    measured, metrics = _make_metrics(config, maxima_of(objective), rules, axes)
     capture = tuple(dict.fromkeys((*measured, *(kind for rule in rules for kind in rule.sown))))
     gradients = make_gradients(config, objective, shardings, capture, rules)
 
     def update(tree: TrainTree, batch: Batch, frozen: Any = ()) -> tuple[TrainTree, dict[str, jax.Array]]:
-        total, means, tokens, sown, grads = gradients(tree, batch, frozen)
-        grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
-        mask = is_trained(tree.params)
-        trained, others = _partition(mask, tree.params)
-        whole = _combine(grads, jax.tree.map(jnp.zeros_like, others))
+        found = gradients(tree, batch, frozen)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), found.grads))
+        _, others = _partition(is_trained(tree.params), tree.params)
+        whole = _combine(found.grads, jax.tree.map(jnp.zeros_like, others))
         updates, opt_state = tx.update(whole, tree.opt_state, tree.params)
         new = tree._replace(params=applied(config, tree.params, updates, tree.step), opt_state=opt_state)
-        new, reasons = observed(rules, new, Seen(total, grad_norm, tree.step))
-        new = apply_rules(rules, tree, new, sown)
-        accept = jnp.isfinite(total) & jnp.isfinite(grad_norm)
+        new, reasons = observed(rules, new, Seen(found.loss, grad_norm, tree.step))
+        new = apply_rules(rules, tree, new, found.sown)
+        accept = jnp.isfinite(found.loss) & jnp.isfinite(grad_norm)
         for reason in reasons.values():
             accept &= ~reason
         new = _select(accept, new, tree)
-        metrics = {
-            "loss": total,
-            **means,
+        why = {name: jnp.where(reason, 1, 0) for name, reason in reasons.items()}
+        skipped = {"skipped": jnp.where(accept, 0, 1), **why}
+        return new._replace(step=tree.step + 1), metrics(tree, new, found, grad_norm, skipped, updates)
+
+    return update
+
+
+def _make_metrics(
+    config: Config, maxima: Sequence[str], rules: Sequence[Rule], axes: Any
+) -> tuple[tuple[type, ...], Callable[..., dict[str, jax.Array]]]:
+    """Returns the types of sown values that are metrics, and `metrics(old, new, found, grad_norm, skipped, updates)`:
+
+    - float32 means over the whole batch, the norm of the gradient and the learning rate;
+    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
+      no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
+      finite after the step;
+    - with trained parameters in bfloat16 that are rounded to the nearest number, `lost_updates`;
+    - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
+    - with experts, router metrics, see `router_metrics`.
+    """
+    schedule, is_trained, period = make_schedule(config), trainable(config), config.parameter_metrics_period
+    measured, sown_metrics = _sown_metrics(config, maxima)
+
+    def metrics(
+        old: TrainTree, new: TrainTree, found: Gradients, grad_norm: jax.Array, skipped: Any, updates: Any
+    ) -> dict[str, jax.Array]:
+        trained, changes = (_partition(is_trained(old.params), tree)[0] for tree in (old.params, updates))
+        return {
+            "loss": found.loss,
+            **found.means,
             "grad_norm": grad_norm,
-            "skipped": jnp.where(accept, 0, 1),
-            **{name: jnp.where(reason, 1, 0) for name, reason in reasons.items()},
+            **skipped,
             # Finite gradients may give an update that is not finite: Adam without epsilon, a huge learning rate.
             # Skipping it here would require the step to keep both the old and the new state (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
-            "learning_rate": jnp.asarray(schedule(place_on_schedule(tree.opt_state, tree.step)), jnp.float32),
-            "tokens": tokens,
+            "learning_rate": jnp.asarray(schedule(place_on_schedule(old.opt_state, old.step)), jnp.float32),
+            "tokens": found.tokens,
             **{name: value for rule in rules for name, value in rule.metrics(new.opt_state.rules[rule.name]).items()},
-            **sown_metrics(sown),
-            **({} if config.weight_stochastic_rounding else lost_updates(trained, _partition(mask, updates)[0])),
-            **(_every(period, tree.step, axes, grads, tree.params, updates) if period else {}),
+            **sown_metrics(found.sown),
+            **({} if config.weight_stochastic_rounding else lost_updates(trained, changes)),
+            **(_every(period, old.step, axes, found.grads, old.params, updates) if period else {}),
         }
-        return new._replace(step=tree.step + 1), metrics
 
-    return update
+    return measured, metrics
 
 
 def _sown_metrics(
@@ -216,8 +232,7 @@ def _accumulated(
 
 
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """Returns a gradient in float32 with the storage sharding of its parameter; on a TPU in the layout with the least
-    padding.
+    """Returns a gradient in float32, sharded as its parameter is stored; on a TPU in the layout with least padding.
 
     Otherwise XLA keeps the layout of the product that computed the gradient. That layout doubles the size of the
     gradient of a matrix with 64 columns per device.

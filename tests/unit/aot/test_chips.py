@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from trainer.aot.chips import CHIPS, GIB, chip_of
+from trainer.aot.chips import CHIPS, FRACTION, GIB, chip_of
 from trainer.aot.collectives import Collective
 from trainer.aot.cost import Cost
 from trainer.aot.roofline import estimate
-from trainer.config.topologies import GENERATIONS
+from trainer.config.errors import UserError
+from trainer.config.topologies import GENERATIONS, GPUS
 
 V5E = CHIPS["v5e"]
 
@@ -25,9 +26,10 @@ def collective(kind="all-gather", devices=16, slices=1, size=16_000, count=10, m
 def test_figures_are_in_a_plausible_range(name):
     chip = CHIPS[name]
     assert chip.name == name
-    assert 15e9 < chip.hbm_bytes < 110e9
+    assert 15e9 < chip.hbm_bytes < 200e9
     assert 0.5e12 < chip.hbm_bandwidth < 10e12
-    assert chip.flops("bf16") == chip.flops("f32") <= max(chip.peak.values())
+    assert chip.flops("bf16") <= max(chip.peak.values())
+    assert chip.flops("f32") == chip.flops("bf16") / (2 if chip.pool else 1)
     assert chip.dcn_bandwidth < chip.ici_bandwidth < chip.hbm_bandwidth
     assert all(chip_of(kind) is chip for kind in chip.kinds)
 
@@ -44,7 +46,7 @@ PUBLISHED = {
 TORI = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
 
-@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_figures_are_the_published_ones(name):
     chip = CHIPS[name]
     bf16, narrow, capacity, hbm, ici, network = PUBLISHED[name]
@@ -57,6 +59,42 @@ def test_figures_are_the_published_ones(name):
     assert chip.devices == GENERATIONS[name].devices_per_chip
     # libtpu provides up to 3 % less than the physical memory; a published "GB" is a GiB, and v5p has 96 instead of 95.
     assert 0.97 * capacity < chip.hbm_bytes * chip.devices / GIB <= 1.01 * capacity
+
+
+# As in NVIDIA's data sheets, of one GPU: TFLOP/s of bf16, of int8 or fp8, both with sparsity, memory in GB (of the H200
+# and the B200 what is left of 141 and 180 GB or more), GB/s of memory, of NVLink in both directions, and Gbit/s of
+# network in the maker's server of eight.
+GPUS_PUBLISHED = {
+    "a100": (624, 1248, 80, 2039, 600, 200),
+    "h100": (1978, 3958, 80, 3350, 900, 400),
+    "h200": (1978, 3958, 141, 4800, 900, 400),
+    "b200": (4500, 9000, 180, 8000, 1800, 400),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_figures_of_gpus_are_the_published_ones(name):
+    chip = CHIPS[name]
+    bf16, narrow, capacity, bandwidth, nvlink, network = GPUS_PUBLISHED[name]
+    assert chip.peak["bf16"] == bf16 * 1e12 / 2
+    assert {chip.peak[dtype] for dtype in chip.peak if dtype.startswith(("s8", "f8"))} == {narrow * 1e12 / 2}
+    assert chip.hbm_bandwidth == bandwidth * 1e9
+    assert chip.ici_bandwidth == nvlink * 1e9 / 2
+    assert chip.dcn_bandwidth == network * 1e9 / 8
+    assert (chip.torus, chip.devices, chip.pool) == (1, 1, True)
+    assert 0.98 * capacity < chip.hbm_bytes / 1e9 < 1.07 * capacity
+
+
+def test_jax_takes_a_fraction_of_a_gpus_memory(monkeypatch):
+    monkeypatch.delenv(FRACTION, raising=False)
+    assert CHIPS["h100"].usable == int(0.75 * CHIPS["h100"].hbm_bytes)
+    assert V5E.usable == V5E.hbm_bytes
+    monkeypatch.setenv(FRACTION, ".9")
+    assert CHIPS["h100"].usable == int(0.9 * CHIPS["h100"].hbm_bytes)
+    for wrong in ("most", "0", "1.5", "nan"):
+        monkeypatch.setenv(FRACTION, wrong)
+        with pytest.raises(UserError, match=f"{FRACTION}={wrong}: not a number above 0 and at most 1"):
+            _ = CHIPS["h100"].usable
 
 
 def test_a_cpu_is_no_chip():

@@ -234,6 +234,54 @@ def test_what_cannot_be_counted_is_said():
     assert analyze(overlapped, None, VMEM).notes == ()
 
 
+# As libtpu 0.0.51 writes jax.lax.ragged_dot for v5e: 1024 rows [512], 4 matrices [512, 256]. Shortened.
+GROUPED = """%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+%copies (x: bf16[1024,512]) -> bf16[4,1024,512] {
+  %x = bf16[1024,512]{1,0} parameter(0)
+  ROOT %each = bf16[4,1024,512]{2,1,0} broadcast(%x), dimensions={1,2}
+}
+
+%convolution_select_fusion (w: bf16[4,512,256], x: bf16[1024,512], mask: pred[4,1024]) -> bf16[1024,256] {
+  %mask = pred[4,1024]{1,0} parameter(2)
+  %own = pred[4,1024,256]{2,1,0} broadcast(%mask), dimensions={0,1}
+  %x = bf16[1024,512]{1,0} parameter(1)
+  %each = bf16[4,1024,512]{2,1,0} fusion(%x), kind=kLoop, calls=%copies
+  %w = bf16[4,512,256]{2,1,0} parameter(0)
+  %dense = bf16[4,1024,256]{2,1,0} convolution(%each, %w), window={size=4 stride=3 lhs_dilate=4}, LABELS
+  %zero = bf16[] constant(0)
+  %zeros = bf16[4,1024,256]{2,1,0} broadcast(%zero), dimensions={}
+  %selected = bf16[4,1024,256]{2,1,0} select(%own, %dense, %zeros)
+  %out = bf16[1024,256]{1,0} reduce(%selected, %zero), dimensions={0}, to_apply=%add
+  ROOT %negative = bf16[1024,256]{1,0} negate(%out)
+}
+
+ENTRY %main (x: bf16[1024,512], w: bf16[4,512,256], mask: pred[4,1024]) -> bf16[1024,256] {
+  %x = bf16[1024,512]{1,0} parameter(0)
+  %w = bf16[4,512,256]{2,1,0} parameter(1)
+  %mask = pred[4,1024]{1,0} parameter(2)
+  ROOT %out = bf16[1024,256]{1,0} fusion(%w, %x, %mask), kind=kOutput, calls=%convolution_select_fusion, SETTINGS
+}
+"""
+GROUPED = GROUPED.replace("LABELS", "dim_labels=0bf_0io->0bf")
+OF_KERNEL = 'backend_config={"convolution_algorithm_config":{"is_ragged_dot":true,"num_groups_in_ragged_dot":"4"}}'
+
+
+def test_rows_of_a_grouped_product_are_multiplied_with_their_own_group():
+    """What is fused with the product counts once, too. The rolled counts are XLA's, of rows with every group."""
+    product, results = 2 * 1024 * 512 * 256, 1024 * 256
+    cost = analyze(GROUPED.replace("SETTINGS", OF_KERNEL))
+    assert (cost.matmul_flops, cost.flops) == ({"bf16": product}, product + results)
+    assert cost.rolled_flops == 4 * product + 4 * results + 3 * results + results
+    assert cost.bytes_accessed == 2 * (1024 * 512 + 4 * 512 * 256 + 1024 * 256) + 4 * 1024
+    dense = analyze(GROUPED.replace("SETTINGS", "backend_config={}"))
+    assert dense.flops == dense.rolled_flops == cost.rolled_flops
+
+
 ROUNDS = """%more (at: (s32[], s32[], f32[64])) -> pred[] {
   %at = (s32[], s32[], f32[64]{0}) parameter(0)
   %i = s32[] get-tuple-element(%at), index=0

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trainer.aot.chips import CHIPS
+from trainer.aot.chips import CHIPS, FRACTION
 from trainer.aot.collectives import Collective
 from trainer.aot.dump import Dump
 from trainer.aot.report import make_report
@@ -104,10 +104,7 @@ def test_a_loop_of_unknown_length_is_said_instead_of_an_estimate(step, monkeypat
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):
-    class Chip:
-        hbm_bytes = int(15.75 * GIB)
-
-    monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: Chip)
+    monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["v5e"])
     monkeypatch.setattr("trainer.aot.report.estimate", lambda *args: None)
     texts = step.texts._replace(assignment="", live_range="")
     failed = make_report(step.run, None, MESSAGE, texts, (0.0, 0.0), 1)
@@ -121,3 +118,29 @@ def test_a_step_that_does_not_fit(step, monkeypatch):
     laid_out = make_report(step.run, None, MESSAGE, Dump(*texts)._replace(assignment=assignment), (0.0, 0.0), 1)
     assert laid_out.memory.temporaries == 17 * GIB
     assert failed.cost.rolled_flops == failed.rolled_flops
+
+
+def test_a_gpu_has_a_fraction_of_its_memory(step, monkeypatch):
+    monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["h100"])
+    monkeypatch.delenv(FRACTION, raising=False)
+    fits = make_report(step.run, step.compiled, "", step.texts, (0.0, 0.0), 1)
+    assert (fits.fits, fits.fraction, fits.rematerialized) == (True, 0.75, 0)
+    assert "  available is 0.75 of a GPU's 79.11 GiB, which XLA_PYTHON_CLIENT_MEM_FRACTION sets\n" in report_text(fits)
+    large = dataclasses.replace(fits, fits=False, memory=dataclasses.replace(fits.memory, peak=70 * GIB))
+    assert verdict(large) == (
+        "does not fit: it needs 70.00 GiB on each device, 10.67 GiB more than the available 59.33 GiB; with "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.89 it fits"
+    )
+    assert large.as_dict()["fitting_fraction"] == 0.89
+    larger = dataclasses.replace(large, memory=dataclasses.replace(fits.memory, peak=76 * GIB))
+    assert larger.fitting_fraction is None
+    assert verdict(larger).endswith("the available 59.33 GiB")
+
+
+def test_what_xla_computes_again_is_said(step):
+    again = step.texts.optimized.replace(
+        "ENTRY ", "%more (x: f32[]) -> f32[] {\n  %add.1.remat2 = f32[] add()\n}\n\nENTRY "
+    )
+    report = make_report(step.run, step.compiled, "", step.texts._replace(optimized=again), (0.0, 0.0), 1)
+    assert report.rematerialized == 1
+    assert "  XLA computes 1 value again to save memory" in report_text(report)

@@ -4,6 +4,7 @@ import pytest
 from support import tiny_config
 
 from trainer.aot.suggest import suggest
+from trainer.config.keys import Config
 from trainer.config.resolve import resolve
 
 STATE = ["optimizer_memory_host_offload=true", "parameter_memory_host_offload=true", "shard_optimizer_over_data=true"]
@@ -42,6 +43,13 @@ def test_the_cheapest_come_first():
         "max_target_length=8",
     ]
     assert all(suggestion.price for suggestion in suggest(config, **TIGHT))
+
+
+def test_more_gpus_are_more_hosts():
+    config = tiny_config("nnx", compile_topology="h100-4")
+    assert "compile_topology=h100-8 ici_fsdp_parallelism=2" in settings(config)
+    config = Config(dict(config.items()) | {"compile_topology": "h100-8", "compile_topology_num_slices": 2})
+    assert "compile_topology_num_slices=4 dcn_fsdp_parallelism=2" in settings(config)
 
 
 @pytest.mark.parametrize("policy", ["full", "qkv_proj_offloaded", "minimal_offloaded"])

@@ -96,6 +96,7 @@ CASES = {
     ],
     "compile_topology": [{"compile_topology": "v9-8"}],
     "compile_topology compile_topology_num_slices": [{"compile_topology": "cpu-8", "compile_topology_num_slices": 2}],
+    "compile_topology compiled_trainstep_file": [{"compile_topology": "h100-8", "compiled_trainstep_file": "step"}],
     "decoder_block attention_type sliding_window_pattern sliding_window_size": [
         {"attention_type": "local_sliding", "sliding_window_size": 0}
     ],

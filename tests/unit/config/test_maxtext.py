@@ -113,7 +113,7 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "first_num_hash_layers=0 logits_dot_in_fp32=false enable_goodput_recording=False distill_beta=0.5 "
+        "first_num_hash_layers=0 logits_dot_in_fp32=false managed_mldiagnostics=False distill_beta=0.5 "
         "sharding_strategy=null checkpoint_conversion_fn=none engram_layers=[] "
         "use_iota_embed=true gcs_metrics=false hf_access_token=secret steps=10"
     )
@@ -140,7 +140,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("first_num_hash_layers=1", "not supported yet (only 0 is accepted)"),
         ("logits_dot_in_fp32=true", "instead: dtype=float32"),
         ("rl.max_concurrency=4", "rl.max_concurrency=4 (command line): not supported yet"),
-        ("enable_goodput_recording=true", "not supported (only false is accepted)"),
+        ("managed_mldiagnostics=true", "not supported (only false is accepted)"),
         ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
         ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
         ("use_manual_quantization=true", "not supported yet (only false is accepted); leave it out; "),

@@ -7,7 +7,7 @@ import yaml
 from support import ALL_COMBINATIONS, pinned
 
 from trainer.config.capabilities.all_keys import ROWS, keys_of
-from trainer.config.dump import PROCESSES, to_yaml
+from trainer.config.dump import PROCESSES, SUPERVISION, to_yaml
 from trainer.config.errors import UserError
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Resume
@@ -133,7 +133,7 @@ OTHERS = {
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
-BY_ITSELF |= set(PROCESSES)
+BY_ITSELF |= {*PROCESSES, *SUPERVISION}
 
 
 def other(name):
@@ -239,8 +239,9 @@ def test_the_run_may_have_another_name_and_place():
 
 
 def test_how_processes_find_each_other_is_no_part_of_a_configuration():
-    assert {name for name, key in schema().keys.items() if key.section == "Several processes"} == set(PROCESSES)
-    assert not set(PROCESSES) & set(saved())
+    keys = {*PROCESSES, *SUPERVISION}
+    assert {name for name, key in schema().keys.items() if key.section == "Several processes"} == keys
+    assert not keys & set(saved())
     assert check("coordinator_address=there:1 num_processes=4 process_id=3 skip_jax_distributed_system=true") == []
 
 

@@ -1,4 +1,4 @@
-"""TPU topologies by name."""
+"""Topologies by name."""
 
 import pytest
 
@@ -6,12 +6,12 @@ from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.dump import PROCESSES
 from trainer.config.errors import UserError
 from trainer.config.load import load
-from trainer.config.topologies import GENERATIONS, find_topology, topologies
+from trainer.config.topologies import GENERATIONS, GPUS, find_topology, topologies
 
 
 def test_names_count_as_maxtext_counts():
     known = topologies()
-    assert len(known) == 223
+    assert len([topology for topology in known.values() if topology.platform == "tpu"]) == 223
     cases = {
         "v4-8": ("2x2x1", 4),
         "v4-4096": ("8x16x16", 2048),
@@ -27,7 +27,7 @@ def test_names_count_as_maxtext_counts():
     for name, (shape, devices) in cases.items():
         topology = known[name]
         assert ("x".join(map(str, topology.shape)), topology.devices, topology.platform) == (shape, devices, "tpu")
-    assert {name.partition("-")[0] for name in known} == set(GENERATIONS)
+    assert {name.partition("-")[0] for name in known} == {*GENERATIONS, *GPUS}
 
 
 def test_rings_close_where_the_network_does():
@@ -46,14 +46,24 @@ def test_simulated_devices():
     assert (topology.platform, topology.devices, topology.generation) == ("cpu", 8, None)
 
 
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_slice_of_gpus_is_one_host(kind):
+    for count in (1, 2, 4, 8):
+        topology = find_topology(f"{kind}-{count}")
+        assert (topology.platform, topology.devices, topology.kind) == ("gpu", count, kind)
+    hosts = f"give compile_topology={kind}-8 compile_topology_num_slices=5"
+    assert find_topology(f"{kind}-33") == f"a slice of GPUs is one host, with at most 8; {hosts}"
+
+
 @pytest.mark.parametrize(
     ("name", "end"),
     [
+        ("h100-3", "there is no slice h100-3; h100 has h100-1, h100-2, h100-4, h100-8; nearest: h100-4"),
         ("v5e-100", "v5e-128, v5e-256; nearest: v5e-128"),
         ("v5p-300", "; nearest: v5p-256"),
         ("tpu7x-1", "; nearest: tpu7x-2"),
-        ("v5-16", "allowed: v4-N, v5p-N, v5e-N, v6e-N, tpu7x-N, cpu-N; nearest: v5p-16"),
-        ("a3", "allowed: v4-N, v5p-N, v5e-N, v6e-N, tpu7x-N, cpu-N"),
+        ("v5-16", "v6e-N, tpu7x-N, a100-N, h100-N, h200-N, b200-N, cpu-N; nearest: v5p-16"),
+        ("a3", "is h100-8 here"),
         ("v5e-x", "v5e-128, v5e-256"),
         ("v5e-0", "v5e-128, v5e-256"),
         ("cpu-0", "such as cpu-8"),
@@ -68,6 +78,12 @@ def test_an_unknown_one_is_an_error_with_the_nearest(name, end):
 def test_simulated_devices_lie_in_no_slices():
     with pytest.raises(UserError, match="simulated CPU devices have no slices: give cpu-N"):
         load(["compile_topology=cpu-4", "compile_topology_num_slices=2"])
+
+
+def test_a_step_for_gpus_is_not_saved():
+    with pytest.raises(UserError, match="compiled for GPUs without one is not saved: none has been loaded on a GPU"):
+        load(["compile_topology=h100-8", "compiled_trainstep_file=step"])
+    load(["compile_topology=h100-8"])
 
 
 def test_which_keys_make_the_step():

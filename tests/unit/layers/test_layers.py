@@ -146,6 +146,24 @@ def context_of(row_b, key=None):
     return Context(ids, ids, row_b, key)
 
 
+def test_the_gradient_of_a_bias_is_a_sum_in_float32():
+    """A sum in bfloat16 is 1 % off with so many rows."""
+    sizes = {"dtype": jnp.dtype("bfloat16"), "weight_dtype": jnp.dtype("float32")}
+    layer = Dense([4], [3], ("embed", "mlp"), bias=True, rngs=nnx.Rngs(0), **sizes)
+    graphdef, params = nnx.split(layer, nnx.Param)
+    by = jnp.asarray(normal(1, 4096, 3), jnp.bfloat16)
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        out = nnx.merge(graphdef, params)(normal(1, 4096, 4), (None,) * 3)
+        assert out.dtype == jnp.bfloat16
+        return (out * by).astype(jnp.float32).sum()
+
+    bias = gradient(params)["bias"].get_value()
+    np.testing.assert_allclose(bias, double(by).sum((0, 1)), rtol=1e-6)  # sums of 4096 numbers in another order
+
+
 def test_mlp_has_biases_only_where_they_are_asked_for():
     for given, names in (({}, ["kernel"]), ({"bias": True}, ["bias", "kernel"])):
         layer = MLP(6, 10, ["silu", "linear"], dropout_rate=0.0, rngs=nnx.Rngs(0), **given, **FLOAT32)

@@ -243,6 +243,42 @@ def test_verdicts_agree_with_what_maxtext_does(word, kind):
     assert row.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("words", "kinds", "ours"),
+    [
+        (
+            "model_name=gpt-oss-20b attention_sink=True mlp_bias=true routed_bias=true",
+            {"attention_sink=True": verdicts.NEEDLESS, "mlp_bias=true": verdicts.NEEDLESS},
+            {"routed_bias": False},  # a buffer here; this family trains its bias
+        ),
+        ("decoder_block=gpt_oss mlp_bias=false", {"mlp_bias=false": REFUSED}, None),
+        ("model_name=gpt-oss-120b routed_bias=False", {"routed_bias=False": REFUSED}, None),
+        ("model_name=mixtral-8x7b mlp_bias=true", {"mlp_bias=true": verdicts.NOT_YET}, None),
+        ("model_name=mixtral-8x7b mlp_bias=false", {"mlp_bias=false": verdicts.NEEDLESS}, {}),
+        (
+            "model_name=llama4-17b-128e rope_type=llama3.1 rope_use_scale=false",
+            {"rope_type=llama3.1": verdicts.NEEDLESS, "rope_use_scale=false": verdicts.RENAMED},
+            {"rope_type": "default"},
+        ),
+        (
+            "model_name=llama4-17b-16e rope_use_scale=false",
+            {"rope_use_scale=false": verdicts.RENAMED},
+            {"rope_type": "default"},
+        ),
+        ("model_name=llama4-17b-16e rope_use_scale=true", {}, {"rope_type": "llama3.1"}),
+    ],
+)
+def test_words_for_what_a_family_always_has_are_left_out_and_others_refused(words, kinds, ours):
+    _, made = converted(f"{SYNTHETIC}{words}")
+    assert kinds.items() <= {row.given: row.kind for row in made.rows}.items()
+    assert made.runs == (ours is not None)
+    if ours:
+        assert ours.items() <= dict(made.loaded.config.items()).items()
+        assert load(made.words[3:]).config == made.loaded.config
+    if ours is None and REFUSED in kinds.values():
+        assert any("models of decoder_block=gpt_oss always have" in row.problem for row in made.rows)
+
+
 def test_the_parts_of_a_command():
     text = """# how we train
     cd src && RUN=a && M_STEPS=3 XLA_FLAGS="--x --y" \\

@@ -227,6 +227,11 @@ WITH_EXPERTS = {
         **{"decoder_block": "gpt_oss", "attention_bias": True, "mlp_activations_limit": 7.0},
         "sliding_window_size": 32,
     },
+    "granite_moe_shared": {"decoder_block": "granite_moe_shared", "shared_experts": 2},
+    "mistral4": {
+        **{"decoder_block": "mistral4", "attention_type": "mla", "base_num_kv_heads": 4, "q_lora_rank": 64},
+        **{"kv_lora_rank": 64, "shared_experts": 1, "first_num_dense_layers": 1, "norm_topk_prob": True},
+    },
     "qwen3_moe": {
         "decoder_block": "qwen3_moe",
         "use_qk_norm": True,

@@ -28,7 +28,8 @@ from trainer.weights.open import open_source
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
-WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-moe", "mixtral", "qwen3-moe")
+WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-moe", "granite-moe-shared", "mistral4-small")
+WITH_EXPERTS += ("mixtral", "qwen3-moe")
 WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4", "granite", "granite4", "ministral3")
 INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
@@ -221,6 +222,11 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("ministral3", "temperature_tuning", False),
         ("ministral3", "temperature_tuning_floor_scale", 7),
         ("ministral3", "rope_attention_scaling", True),
+        ("mistral4", "topk_routing_group", 3),
+        ("mistral4", "norm_topk_prob", False),
+        ("mistral4", "temperature_tuning_floor_scale", 7),
+        ("mistral4", "mscale", 0.0),
+        ("mistral4", "routed_scaling_factor", 1.0),
         ("gpt-oss", "mlp_activations_limit", 1.0),
         ("gpt-oss", "sliding_window_size", 6),
         ("gpt-oss", "rope_truncate", True),

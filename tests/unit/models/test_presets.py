@@ -23,6 +23,7 @@ from published import (
     LLAMA4,
     LONGROPE,
     MINISTRAL3_8B,
+    MISTRAL4,
     OWN,
     OWN_OF_PRESETS,
     PHI4_MINI,
@@ -52,6 +53,8 @@ from trainer.models.transformer import Transformer
 from trainer.training.build import build
 from trainer.weights.huggingface.config_json import model_keys
 
+OTHERS = (*LATENT, *GLM, *LLAMA4, *MISTRAL4)
+
 
 @functools.cache
 def loaded_preset(name: str, *words: str) -> Loaded:
@@ -70,7 +73,7 @@ def preset(name: str) -> Config:
 def test_every_preset_is_here():
     assert preset_names() == [
         "default",
-        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
+        *sorted([*PUBLISHED, *WITH_EXPERTS, *GRANITE_MOE, *OTHERS, TINY, *GPT3, *GPT_OSS, *FAMILIES]),
     ]
 
 
@@ -92,7 +95,7 @@ def test_dropout_is_off_where_maxtext_turns_it_off():
     """With the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
-    assert off == {*PUBLISHED, *WITH_EXPERTS, *LATENT, *GLM, *LLAMA4, TINY, *GPT3, *GPT_OSS} - on
+    assert off == {*PUBLISHED, *WITH_EXPERTS, *OTHERS, TINY, *GPT3, *GPT_OSS} - on
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -199,6 +202,23 @@ def test_a_preset_with_latent_attention_is_the_published_model(name):
     assert tuple(config[key] for key in scales) == SCALES[name]
     assert (config.rope_type, config.original_max_position_embeddings, config.remat_policy) == ("yarn", 4096, "full")
     assert (config.routed_score_func == "sigmoid") == config.routed_bias == config.norm_topk_prob == biased
+    check_count(config, published)
+
+
+@pytest.mark.parametrize("name", MISTRAL4)
+def test_a_preset_of_mistral_4_has_the_sizes_of_transformers_class(name):
+    config = preset(name)
+    *sizes, shared, q_rank, kv_rank, published = MISTRAL4[name]
+    assert [config[key] for key in (*SIZES_WITH_EXPERTS, "shared_experts", "q_lora_rank", "kv_lora_rank")] == [
+        *sizes,
+        *(shared, q_rank, kv_rank),
+    ]
+    width, heads, _, hidden, experts, _, layers, vocab, _, _ = sizes
+    queries = width * q_rank + q_rank + q_rank * heads * 128
+    attention = queries + width * (kv_rank + 64) + kv_rank + kv_rank * heads * 192 + heads * 128 * width
+    block = attention + width * experts + 3 * (experts + shared) * width * hidden + 2 * width
+    assert 2 * vocab * width + layers * block + width == published
+    assert (config.rope_type, config.rope_factor, config.mscale, config.temperature_tuning) == ("yarn", 128, 1, True)
     check_count(config, published)
 
 

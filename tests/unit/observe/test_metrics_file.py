@@ -12,6 +12,7 @@ import pytest
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
+from trainer.observe.goodput import Timeline
 from trainer.observe.lines import Work, step_fields, step_line
 from trainer.observe.metrics import MetricsWriter, read_rows
 from trainer.observe.metrics_file import MetricsFile, maxtext_row
@@ -196,7 +197,7 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None, end_bar=lambda: None)
     with contextlib.ExitStack() as stack:
         file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
-        reports = open_reports(run, run_dir, begin, [file], console, stack)
+        reports = open_reports(run, run_dir, begin, [file], console, Timeline(), stack)
         for step in range(7):
             reports.step(STEP | {"step": step})
         reports.sync()

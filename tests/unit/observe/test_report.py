@@ -100,6 +100,20 @@ def test_runs_side_by_side(tmp_path):
     assert [len(found.split()) for found in re.findall(r'points="([^"]*)"', loss)] == [30, 10]
 
 
+def test_how_each_run_spent_its_time(tmp_path):
+    one, two = make_run(tmp_path / "one", 0.5), make_run(tmp_path / "two", 0.25)
+    events = [{"job_start_time": 1}, {"step_start_time": 1801, "step_count": 0}, {"job_end_time": 7201}]
+    (one / "goodput.jsonl").write_text("\n".join(map(json.dumps, events)))
+    page_of(one, two, f"out={tmp_path / 'both.html'}")
+    text = (tmp_path / "both.html").read_text()
+    assert "of 2:00:00 in 1 process|share|" in "|".join(Page(text).text)
+    assert re.findall(r"</span> (.*?)</td><td>(.*?)</td><td>(.*?)<", text) == [
+        ("steps", "1:30:00", "75.0%"),
+        ("start", "0:30:00", "25.0%"),
+    ]
+    assert re.findall(r"flex: ([0-9.]+)", text) == ["0.7500", "0.2500"]
+
+
 def points(svg):
     return [
         [tuple(map(float, pair.split(","))) for pair in part.split()] for part in re.findall(r'points="(.*?)"', svg)

@@ -30,6 +30,13 @@ def machine(monkeypatch):
 
 def test_without_libtpu_nothing_is_said(machine):
     assert machine(libtpu=False) is None
+    assert machine(libtpu=False, plugins=["xla_cuda12"], devices=["/dev/nvidiactl"]) is None
+    assert machine(libtpu=False, plugins=["xla_cuda12"], devices=["/dev/dxg"]) is None
+
+
+def test_a_plugin_for_gpus_is_not_started_without_a_gpu(machine):
+    assert machine(libtpu=False, plugins=["xla_cuda13"]) == "cpu"
+    assert machine(libtpu=False, plugins=["xla_cuda12", "metal"]) is None
 
 
 def test_libtpu_is_not_started_without_a_tpu(machine):

@@ -11,7 +11,7 @@ from support import arguments, tiny_config
 from trainer.config.derived import MESH_AXES
 from trainer.config.errors import UserError
 from trainer.config.load import load
-from trainer.sharding import get_mesh_from_config, hardware, make_mesh, slice_count
+from trainer.sharding import get_mesh_from_config, hardware, make_mesh, memory_kinds, slice_count
 from trainer.sharding import mesh as mesh_module
 
 
@@ -85,6 +85,23 @@ def test_devices_that_know_their_slices_are_sorted_by_them():
     assert np.vectorize(lambda chip: chip.id)(grid).tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     grid = mesh_module._by_network(chips[::2], (1, 2, 2), (1, 1, 1), False)
     assert np.vectorize(lambda chip: chip.id)(grid).tolist() == [[[0, 2], [4, 6]]]
+
+
+def test_hosts_of_gpus_that_are_only_compiled_for_are_slices():
+    """JAX gives all of them the slice 0, and a host of GPUs that runs a slice of its own."""
+    absent = [Chip(number) for number in range(16)]
+    for chip in absent:
+        chip.process_index, chip.slice_index = chip.id // 4, 0
+        chip.client = SimpleNamespace(runtime_type="compile_only_runtime")
+    running = [Chip(number) for number in range(16)]
+    for chip in running:
+        chip.process_index, chip.slice_index = chip.id // 2, chip.id // 4  # two processes on each host
+    assert slice_count(absent) == slice_count(running) == 4
+    assert memory_kinds(absent) == ["device", "pinned_host"]
+    for ici, dcn in (((1, 2, 2), (2, 1, 2)), ((4, 1, 1), (1, 4, 1)), ((2, 2, 1), (4, 1, 1))):
+        grids = [mesh_module._by_network(chips, ici, dcn, False) for chips in (absent, running)]
+        one, other = (np.vectorize(lambda chip: chip.id)(grid).tolist() for grid in grids)
+        assert one == other
 
 
 def test_a_mesh_that_the_network_does_not_have(monkeypatch):

@@ -7,7 +7,7 @@ from trainer.config.errors import UserError
 from trainer.models.huggingface import EXPERT, Merged
 from trainer.weights.huggingface.merged import scheme_of_whole, stored_name, whole_shapes, wholes, with_parts
 from trainer.weights.huggingface.quantization_config import Scheme
-from trainer.weights.huggingface.safetensors_file import Part
+from trainer.weights.huggingface.safetensors_file import TensorPart
 
 QKV = Merged("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 IN_TURN = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), interleaved=True)
@@ -109,5 +109,5 @@ def test_quantized_parts_of_one_matrix():
 
 def test_a_part_of_a_part():
     held = Held(np.arange(12).reshape(6, 2))
-    part = Part(Part(held, 0, slice(0, 6, 2)), 0, slice(1, 3))
+    part = TensorPart(TensorPart(held, 0, slice(0, 6, 2)), 0, slice(1, 3))
     np.testing.assert_array_equal(part.read((slice(0, 2), slice(1, 2))), [[5], [9]])

@@ -43,6 +43,7 @@ OUTER = {
     "gemma3": {"model_type": "gemma3", "eos_token_id": [1, 9], "image_token_index": 61, "mm_tokens_per_image": 4},
     "mistral": {"model_type": "mistral3", "vision_feature_layer": -1, "tie_word_embeddings": False},
     "ministral3": {"model_type": "mistral3", "eos_token_id": [2, 5], "tie_word_embeddings": False},
+    "mistral4": {"model_type": "mistral3", "eos_token_id": [2, 5], "tie_word_embeddings": False},
 }
 CASES = list(itertools.product(OUTER, FORMS))
 

@@ -1,24 +1,15 @@
 """Checks of the keys of attention, other than those of multi-head latent attention (`latent_keys`)."""
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.dump import to_flow
 from trainer.config.family import BLOCK_KEYS, lacks, readers
-from trainer.config.key_rows import Check, Inert
+from trainer.config.key_rows import Check, Inert, Problem, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import divisors
 from trainer.config.schema import schema
 
 
-def _window(config: Config) -> str | None:
-    if needs_window(config) and not config.sliding_window_size:
-        return "a sliding window needs at least one token"
-    return None
-
-
-def _only_some(key: str) -> Callable[[Any], str | None]:
+def _only_some(key: str) -> Problem:
     def problem(config: Config) -> str | None:
         if to_flow(config[key]) == to_flow(schema().keys[key].default) or not lacks(config, key):
             return None
@@ -27,18 +18,11 @@ def _only_some(key: str) -> Callable[[Any], str | None]:
     return problem
 
 
-def _local_rope(config: Config) -> str | None:
-    if config.local_rope_max_timescale == -1 or config.rope_min_timescale < config.local_rope_max_timescale:
-        return None
-    return "the shortest wavelength must be less than the longest"
-
-
 def _heads(config: Config) -> str | None:
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads == 0:
         return None
-    divisors = {d for n in range(1, math.isqrt(heads) + 1) if heads % n == 0 for d in (n, heads // n)}
-    best = min(divisors, key=lambda n: abs(n - kv_heads))
+    best = min(divisors(heads), key=lambda n: abs(n - kv_heads))
     return f"the number of query heads must be a multiple of the key-value heads; nearest: base_num_kv_heads={best}"
 
 
@@ -58,8 +42,16 @@ CHECKS: tuple[Check, ...] = (
     (("base_num_query_heads", "base_num_kv_heads"), _heads),
     (("head_dim",), _head_dim),
     (("decoder_block", "fused_qkv"), _fused),
-    (("decoder_block", "attention_type", "sliding_window_pattern", "sliding_window_size"), _window),
-    (("rope_min_timescale", "local_rope_max_timescale"), _local_rope),
+    refused(
+        ("decoder_block", "attention_type", "sliding_window_pattern", "sliding_window_size"),
+        lambda c: needs_window(c) and not c.sliding_window_size,
+        "a sliding window needs at least one token",
+    ),
+    refused(
+        ("rope_min_timescale", "local_rope_max_timescale"),
+        lambda c: c.rope_min_timescale >= c.local_rope_max_timescale != -1,
+        "the shortest wavelength must be less than the longest",
+    ),
     *((("decoder_block", key), _only_some(key)) for key in BLOCK_KEYS),
 )
 INERT = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import shortened
-from trainer.config.key_rows import Check, Inert, Place, Row
+from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
 # The path of a function: package.module:function.
@@ -31,10 +31,6 @@ def other_command(config: Config, own: str = "") -> str | None:
     return None
 
 
-def _one_method(config: Config) -> str | None:
-    return "a run trains in one of these ways" if sum(config[key] for key in METHODS) > 1 else None
-
-
 def functions_problem(paths: Sequence[str]) -> str | None:
     """Returns why not every one of `paths` names another function; None if they do."""
     wrong = [path for path in paths if not _FUNCTION.fullmatch(path)]
@@ -46,29 +42,24 @@ def functions_problem(paths: Sequence[str]) -> str | None:
     return f"{twice[0]} is given twice" if twice else None
 
 
-def _one_template(config: Config) -> str | None:
-    return "give only one of them" if config.chat_template and config.chat_template_path else None
-
-
-def _function(config: Config) -> str | None:
-    return functions_problem([config.formatting_func_path] if config.formatting_func_path else [])
-
-
-def _no_template_text(config: Config) -> str | None:
-    text = config.chat_template
-    return None if not text or "{{" in text or "{%" in text else "no template; name its file with chat_template_path"
-
-
 ROWS = (
     Row(("use_sft", "sft_train_on_completion_only", "chat_template", "formatting_func_kwargs"), step=False),
     Row(("chat_template_path",), step=False, path=Place.LOCAL),
     Row(("formatting_func_path",), step=False, code=True),
 )
 CHECKS: tuple[Check, ...] = (
-    (tuple(METHODS), _one_method),
-    (("chat_template", "chat_template_path"), _one_template),
-    (("chat_template",), _no_template_text),
-    (("formatting_func_path",), _function),
+    refused(tuple(METHODS), lambda c: sum(c[key] for key in METHODS) > 1, "a run trains in one of these ways"),
+    refused(
+        ("chat_template", "chat_template_path"),
+        lambda c: c.chat_template and c.chat_template_path,
+        "give only one of them",
+    ),
+    refused(
+        ("chat_template",),
+        lambda c: c.chat_template and "{{" not in c.chat_template and "{%" not in c.chat_template,
+        "no template; name its file with chat_template_path",
+    ),
+    (("formatting_func_path",), lambda c: functions_problem([*filter(None, [c.formatting_func_path])])),
 )
 
 
@@ -120,15 +111,15 @@ def not_texts(config: Config, what: str, example: str) -> list[str]:
     return lines
 
 
-def _no_template(config: Config) -> bool:
-    return not (config.use_sft or config.use_dpo or config.use_chat_template)
-
-
 INERT = (
     Inert(
         ("formatting_func_path", "formatting_func_kwargs"), lambda c: not c.use_sft and not c.use_dpo, "use_sft=false"
     ),
     Inert(("formatting_func_kwargs",), lambda c: not c.formatting_func_path, "formatting_func_path is empty"),
-    Inert(("chat_template", "chat_template_path"), _no_template, "use_sft=false and use_chat_template=false"),
+    Inert(
+        ("chat_template", "chat_template_path"),
+        lambda c: not (c.use_sft or c.use_dpo or c.use_chat_template),
+        "use_sft=false and use_chat_template=false",
+    ),
     Inert(("add_bos", "add_eos"), lambda c: c.use_sft, "the chat template writes the special tokens"),
 )

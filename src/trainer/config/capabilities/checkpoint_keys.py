@@ -2,15 +2,12 @@
 
 import re
 
-from trainer.config.key_rows import Check, Inert, Place, Resume, Row
+from trainer.config.key_rows import Check, Inert, Place, Resume, Row, refused
 from trainer.config.keys import Config
 
 _KEPT = ("max_num_checkpoints_to_keep", "checkpoint_keep_period", "keep_best_checkpoints", "keep_best_metric")
 _SAVED = (
-    "checkpoint_period",
-    "save_checkpoint_on_start",
-    "save_checkpoint_on_completion",
-    "async_checkpointing",
+    *("checkpoint_period", "save_checkpoint_on_start", "save_checkpoint_on_completion", "async_checkpointing"),
     *_KEPT,
 )
 
@@ -41,12 +38,6 @@ def _best_metric(config: Config) -> str | None:
     return None
 
 
-def _sources(config: Config) -> str | None:
-    if config.enable_lora:  # the state has the adapters, and load_parameters_path the base, which may have moved
-        return None
-    return "give only one of them" if config.load_parameters_path and config.load_full_state_path else None
-
-
 ROWS = (
     Row(("load_parameters_path", "load_full_state_path"), step=False, path=Place.BUCKET),
     Row(
@@ -60,7 +51,12 @@ CHECKS: tuple[Check, ...] = (
     (("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     (("keep_best_checkpoints", "keep_best_metric", "checkpoint_period", "eval_interval", "eval_tasks_interval"), _best),
     (("keep_best_metric", "eval_tasks"), _best_metric),
-    (("load_parameters_path", "load_full_state_path"), _sources),
+    # With enable_lora the state has the adapters, and load_parameters_path the base, which may have moved.
+    refused(
+        ("load_parameters_path", "load_full_state_path"),
+        lambda c: c.load_parameters_path and c.load_full_state_path and not c.enable_lora,
+        "give only one of them",
+    ),
 )
 INERT = (
     Inert(_SAVED, lambda c: not c.enable_checkpointing, "enable_checkpointing=false"),

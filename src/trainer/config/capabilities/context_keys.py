@@ -1,16 +1,15 @@
-"""The keys of context parallelism, which splits the tokens of a row over devices: their checks, and settings without
-effect."""
+"""The keys of context parallelism, which splits the tokens of a row over devices, and their checks."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import DCN, ICI, has_dropout, mesh_axes
 from trainer.config.family import facts_of
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import around, divisors, multiples_around
 from trainer.config.rules import make_rules
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
@@ -73,14 +72,8 @@ def _length(config: Config) -> str | None:
     if not unmet:
         return None
     most = [shown for count, shown in unmet.items() if all(other % count for other in unmet if other != count)]
-    nearest = nearest_multiples(length, math.lcm(*wholes))
+    nearest = multiples_around(length, math.lcm(*wholes))
     return f"a row is cut into equal parts, {' and '.join(most)}; nearest: {nearest}"
-
-
-def nearest_multiples(number: int, step: int) -> str:
-    """Returns the multiples of `step` on both sides of `number`, in words."""
-    below = number // step * step
-    return " or ".join(str(n) for n in (below, below + step) if n)
 
 
 def _heads(config: Config) -> str | None:
@@ -89,20 +82,9 @@ def _heads(config: Config) -> str | None:
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _size(config, axis)) == 0:
         return None  # `resolve` reports heads that the rule does not divide
-    fitting = [size for size in range(1, heads // shards + 1) if heads // shards % size == 0]
-    near = [*[size for size in fitting if size < n][-1:], *[size for size in fitting if size > n][:1]]
     local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
-    nearest = " or ".join(map(str, near))
+    nearest = around(n, divisors(heads // shards))
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
-
-
-def _usp(config: Config) -> str | None:
-    if _size(config, ULYSSES) == 1 or config.context_parallel_strategy == "usp":
-        return None
-    return (
-        f"only the strategy usp uses the mesh axis {ULYSSES}; set context_parallel_strategy=usp, or use the "
-        f"axis {CONTEXT}"
-    )
 
 
 def _rules(config: Config) -> str | None:
@@ -126,69 +108,53 @@ def _rules(config: Config) -> str | None:
     return f"{'; '.join(problems)} where rows are split over devices; leave it out" if problems else None
 
 
-def _capacity(config: Config) -> str | None:
-    return "which tokens are dropped depends on the whole row; set sparse_matmul=true" if drops(config) else None
-
-
-def _recurrent(config: Config) -> str | None:
-    facts = facts_of(config)
-    if facts is None or not facts.recurrent:
-        return None
-    return "its blocks have a recurrent state, which passes from token to token; do not split rows over devices"
-
-
-def _own_block(config: Config) -> str | None:
-    if facts_of(config) is not None:
-        return None
-    return f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}"
-
-
-def _dropout(config: Config) -> str | None:
-    if not has_dropout(config):
-        return None
-    return f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
-
-
-def _rounding(config: Config) -> str | None:
-    if not rounds(config):
-        return None
-    return f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}"
-
-
-def _acceptance(config: Config) -> str | None:
-    if not config.mtp_eval_target_module or config.eval_interval <= 0:
-        return None
-    return f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}"
-
-
-def _if(
-    holds: Callable[[Config], Any], *checks: tuple[tuple[str, ...], Callable[[Any], str | None]]
-) -> list[tuple[tuple[str, ...], Callable[[Any], str | None]]]:
-    def only(problem: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-        return lambda config: problem(config) if holds(config) else None
-
-    return [(keys, only(problem)) for keys, problem in checks]
-
-
 ROWS = (Row(KEYS, Resume.LAYOUT),)
-CHECKS: tuple[Check, ...] = (
-    *_if(
-        splits_rows,
-        (("max_target_length",), _length),
-        (("base_num_query_heads", "context_parallel_strategy"), _heads),
-        (("context_parallel_strategy", ICI[ULYSSES], DCN[ULYSSES]), _usp),
-        (("logical_axis_rules",), _rules),
-        (("sparse_matmul", "capacity_factor"), _capacity),
-        (("decoder_block",), _recurrent),
+# Where rows are split over devices.
+_OF_PARTS: tuple[Check, ...] = (
+    (("max_target_length",), _length),
+    (("base_num_query_heads", "context_parallel_strategy"), _heads),
+    refused(
+        ("context_parallel_strategy", ICI[ULYSSES], DCN[ULYSSES]),
+        lambda c: _size(c, ULYSSES) != 1 and c.context_parallel_strategy != "usp",
+        f"only the strategy usp uses the mesh axis {ULYSSES}; set context_parallel_strategy=usp, or use the axis "
+        f"{CONTEXT}",
     ),
-    *_if(
-        token_order,
-        (("decoder_block",), _own_block),
-        (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
-        (("bwd_stochastic_rounding",), _rounding),
-        (("mtp_eval_target_module",), _acceptance),
+    (("logical_axis_rules",), _rules),
+    refused(
+        ("sparse_matmul", "capacity_factor"),
+        drops,
+        "which tokens are dropped depends on the whole row; set sparse_matmul=true",
+    ),
+    refused(
+        ("decoder_block",),
+        lambda c: (facts := facts_of(c)) is not None and facts.recurrent,
+        "its blocks have a recurrent state, which passes from token to token; do not split rows over devices",
     ),
 )
+# Where their tokens are reordered.
+_OF_ORDER: tuple[Check, ...] = (
+    refused(
+        ("decoder_block",),
+        lambda c: facts_of(c) is None,
+        f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}",
+    ),
+    refused(
+        ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
+        has_dropout,
+        f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}",
+    ),
+    refused(
+        ("bwd_stochastic_rounding",),
+        rounds,
+        f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}",
+    ),
+    refused(
+        ("mtp_eval_target_module",),
+        lambda c: c.mtp_eval_target_module and c.eval_interval > 0,
+        f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}",
+    ),
+)
+CHECKS: tuple[Check, ...] = (*only_if(splits_rows, _OF_PARTS), *only_if(token_order, _OF_ORDER))
 
 
 def _one_size(axis: str) -> Callable[[Config], bool]:

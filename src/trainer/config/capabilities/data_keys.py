@@ -31,16 +31,8 @@ _NEEDED = {
 }
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
-    "data_cache_directory",
-    "tokenizer_path",
-    "tokenizer_type",
-    "add_bos",
-    "add_eos",
-    "packing",
-    "grain_packing_type",
-    "max_segments_per_seq",
-    "use_truncation",
-    "enable_data_shuffling",
+    *("data_cache_directory", "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "packing"),
+    *("grain_packing_type", "max_segments_per_seq", "use_truncation", "enable_data_shuffling"),
 )
 # A weight of a mixture. Fractions are exact, so 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
@@ -203,16 +195,10 @@ def _trained_vocabulary(config: Config) -> str | None:
 ROWS = (
     Row(
         (
-            *(
-                "dataset_type",
-                "data_pipeline",
-                "train_split",
-                "train_data_columns",
-                "held_out_share",
-                "grain_file_type",
-            ),
-            *("grain_worker_count", "grain_shuffle_buffer_size", "tokenizer_type", "add_bos", "add_eos", "packing"),
-            *("tokenize_train_data", "grain_packing_type", "max_segments_per_seq", "use_truncation"),
+            *("dataset_type", "data_pipeline", "train_split", "train_data_columns", "held_out_share"),
+            *("grain_file_type", "grain_worker_count", "grain_shuffle_buffer_size", "tokenizer_type", "add_bos"),
+            *("add_eos", "packing", "tokenize_train_data", "grain_packing_type", "max_segments_per_seq"),
+            "use_truncation",
             *("reuse_example_batch", "enable_data_shuffling", "data_shuffle_seed"),
         ),
         step=False,
@@ -220,11 +206,7 @@ ROWS = (
     Row(("dataset_path", "grain_train_mixture_config_path", "hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
     Row(("grain_train_files", "hf_train_files"), step=False, path=Place.GLOBS),
     Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
-    Row(
-        ("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"),
-        Resume.AROUND,
-        step=False,
-    ),
+    Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory",), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.GLOBS),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
@@ -354,8 +336,7 @@ INERT = (
 
 
 def without_rows(words: Iterable[str]) -> dict[str, int]:
-    """Returns the default of max_target_length for a command without rows: one that the learned positions in `words`,
-    key=value, allow."""
+    """Returns max_target_length for a command without rows, within the learned positions in `words`, key=value."""
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default
     if "max_target_length" in given or not positions.isdecimal():

@@ -1,8 +1,7 @@
 """Checks of the keys of text generation, and settings without effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
-from trainer.config.key_rows import Check, Inert, Resume, Row
-from trainer.config.keys import Config
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
@@ -26,28 +25,19 @@ SERVING = (
 )
 
 
-def _top_k(config: Config) -> str | None:
-    if config.decode_sampling_strategy in TOP_K and config.decode_sampling_top_k < 1:
-        return "this strategy needs the number of tokens to choose from"
-    return None
-
-
-def _nucleus(config: Config) -> str | None:
-    if config.decode_sampling_strategy in NUCLEUS and not 0 < config.decode_sampling_nucleus_p <= 1:
-        return "this strategy needs the probability of the nucleus, in (0, 1]"
-    return None
-
-
-ROWS = (
-    Row(("prompt", *KEYS), Resume.AROUND, step=False),
-    Row(SERVING, Resume.AROUND, step=False),
-)
+ROWS = (Row(("prompt", *KEYS, *SERVING), Resume.AROUND, step=False),)
 CHECKS: tuple[Check, ...] = (
-    (("decode_sampling_strategy", "decode_sampling_top_k"), _top_k),
-    (("decode_sampling_strategy", "decode_sampling_nucleus_p"), _nucleus),
+    refused(
+        ("decode_sampling_strategy", "decode_sampling_top_k"),
+        lambda c: c.decode_sampling_strategy in TOP_K and c.decode_sampling_top_k < 1,
+        "this strategy needs the number of tokens to choose from",
+    ),
+    refused(
+        ("decode_sampling_strategy", "decode_sampling_nucleus_p"),
+        lambda c: c.decode_sampling_strategy in NUCLEUS and not 0 < c.decode_sampling_nucleus_p <= 1,
+        "this strategy needs the probability of the nucleus, in (0, 1]",
+    ),
 )
-
-
 INERT = (
     Inert(("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
     Inert(("decode_sampling_nucleus_p",), lambda c: c.decode_sampling_strategy not in NUCLEUS, "no nucleus"),

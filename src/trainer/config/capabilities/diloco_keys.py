@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from trainer.config.derived import DCN, ICI
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 from trainer.config.rules import make_rules
 from trainer.config.words import counted
@@ -70,12 +70,6 @@ def timetable(config: Config) -> str:
     return when + late + end
 
 
-def _needs_diloco(config: Config) -> str | None:
-    if config.enable_streaming_diloco and not config.enable_diloco:
-        return "streaming is a kind of DiLoCo; set enable_diloco=true too"
-    return None
-
-
 def _fragments(config: Config) -> str | None:
     plan, layers = schedule(config), config.base_num_decoder_layers
     if plan.fragments > layers + 1:
@@ -102,12 +96,6 @@ def _delay(config: Config) -> str | None:
     )
 
 
-def _islands(config: Config) -> str | None:
-    if config.enable_diloco or config[ICI["diloco"]] == config[DCN["diloco"]] == 1:
-        return None
-    return "only DiLoCo uses the mesh axis diloco; set enable_diloco=true, or leave both sizes at 1"
-
-
 def _rules_of_islands(config: Config) -> str | None:
     crossing = [name for name, axes in make_rules(config.logical_axis_rules).items() if "diloco" in axes]
     return (
@@ -118,30 +106,32 @@ def _rules_of_islands(config: Config) -> str | None:
     )
 
 
-def _average_of_islands(config: Config) -> str | None:
-    if config.enable_diloco and config.ema_decay:
-        return "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0"
-    return None
-
-
 _STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_period")
 # When fragments synchronize, which layers they have, and when islands take them over.
 _OF_STREAMING = ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha")
 ROWS = (
     Row(
-        ("diloco_sync_period", "enable_streaming_diloco", "use_sequential_layers", *_OF_STREAMING[:2]),
-        Resume.TIMETABLE,
+        ("diloco_sync_period", "enable_streaming_diloco", "use_sequential_layers", *_OF_STREAMING[:2]), Resume.TIMETABLE
     ),
-    Row(
-        ("diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype", _OF_STREAMING[2]),
-        Resume.UPDATE,
-    ),
+    Row(("diloco_outer_lr", "diloco_outer_momentum", "diloco_outer_grad_dtype", _OF_STREAMING[2]), Resume.UPDATE),
 )
 CHECKS: tuple[Check, ...] = (
     (("logical_axis_rules",), _rules_of_islands),
-    (("enable_diloco", ICI["diloco"], DCN["diloco"]), _islands),
-    (("enable_diloco", "ema_decay"), _average_of_islands),
-    (("enable_diloco", "enable_streaming_diloco"), _needs_diloco),
+    refused(
+        ("enable_diloco", ICI["diloco"], DCN["diloco"]),
+        lambda c: not c.enable_diloco and (c[ICI["diloco"]] != 1 or c[DCN["diloco"]] != 1),
+        "only DiLoCo uses the mesh axis diloco; set enable_diloco=true, or leave both sizes at 1",
+    ),
+    refused(
+        ("enable_diloco", "ema_decay"),
+        lambda c: c.enable_diloco and c.ema_decay,
+        "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0",
+    ),
+    refused(
+        ("enable_diloco", "enable_streaming_diloco"),
+        lambda c: c.enable_streaming_diloco and not c.enable_diloco,
+        "streaming is a kind of DiLoCo; set enable_diloco=true too",
+    ),
     ((*_STREAMING, "base_num_decoder_layers"), _fragments),
     ((*_STREAMING, "num_communication_overlapping_steps"), _delay),
 )

@@ -5,17 +5,15 @@ from trainer.config.key_rows import Inert, Resume, Row
 ROWS = (
     # If evaluation takes its rows from the training documents, the fingerprint of the data detects a change.
     Row(
-        ("eval_interval", "eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),
+        (
+            *("eval_interval", "eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),
+            *("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_timeout_seconds", "abort_on_eval_tasks_error"),
+            "eval_tasks_allow_code",
+        ),
         Resume.AROUND,
         step=False,
     ),
     Row(("eval_tasks",), Resume.AROUND, step=False, code=True),
-    Row(
-        ("eval_tasks_interval", "eval_tasks_limit", "eval_tasks_timeout_seconds", "abort_on_eval_tasks_error"),
-        Resume.AROUND,
-        step=False,
-    ),
-    Row(("eval_tasks_allow_code",), Resume.AROUND, step=False),
 )
 INERT = (
     Inert(

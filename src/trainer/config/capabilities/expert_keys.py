@@ -1,7 +1,7 @@
 """Keys of mixtures of experts: what they say, and their checks."""
 
 from trainer.config.family import lacks, readers, reads
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
 KEYS = (
@@ -71,30 +71,6 @@ def _family(config: Config) -> str | None:
     return None
 
 
-def _chosen(config: Config) -> str | None:
-    if config.num_experts_per_tok <= config.num_experts:
-        return None
-    return "a token cannot choose an expert twice: there are fewer experts than it chooses"
-
-
-def _width(config: Config) -> str | None:
-    if some_experts(config) and config.base_moe_mlp_dim == -1:
-        return "the hidden width of an expert is missing"
-    return None
-
-
-def _activations(config: Config) -> str | None:
-    if some_experts(config) and len(config.mlp_activations) == 1:
-        return "the MLP of an expert is gated: give two activations, such as [silu, linear]"
-    return None
-
-
-def _dense(config: Config) -> str | None:
-    if _first_dense(config) >= config.base_num_decoder_layers:
-        return "no layer with experts is left; reduce first_num_dense_layers"
-    return None
-
-
 def _interleaved(config: Config) -> str | None:
     if not some_experts(config) or not has_experts(config):
         return None
@@ -107,12 +83,6 @@ def _interleaved(config: Config) -> str | None:
     )
 
 
-def _shared(config: Config) -> str | None:
-    if reads(config, "shared_experts") and not config.shared_experts:
-        return "this family has at least one shared expert"
-    return None
-
-
 def _routing_groups(config: Config) -> str | None:
     groups, kept, experts = config.n_routing_groups, config.topk_routing_group, config.num_experts
     if not reads(config, "n_routing_groups") or groups in (-1, 1):
@@ -123,7 +93,7 @@ def _routing_groups(config: Config) -> str | None:
         return f"of {groups} groups a token can choose 1 to {groups}"
     if kept * (experts // groups) < config.num_experts_per_tok:
         return f"{kept} groups have {kept * (experts // groups)} experts, and a token chooses more"
-    if scores_by_sigmoid(config):
+    if scores_by_sigmoid(config) or not reads(config, "routed_score_func"):
         return "a group counts as its two best experts and has only one" if experts == groups else None
     if config.norm_topk_prob:
         return "with softmax scores, groups do not support norm_topk_prob=true"
@@ -148,16 +118,36 @@ def _bias(config: Config) -> str | None:
 
 ROWS = (Row(("routed_bias_update_rate",), Resume.AROUND),)  # DeepSeek-V3 sets it to 0 for the last part of its training
 CHECKS: tuple[Check, ...] = (
-    (("first_num_dense_layers", "base_num_decoder_layers"), _dense),
+    refused(
+        ("first_num_dense_layers", "base_num_decoder_layers"),
+        lambda c: _first_dense(c) >= c.base_num_decoder_layers,
+        "no layer with experts is left; reduce first_num_dense_layers",
+    ),
     (("interleave_moe_layer_step", "base_num_decoder_layers"), _interleaved),
-    (("decoder_block", "shared_experts"), _shared),
+    refused(
+        ("decoder_block", "shared_experts"),
+        lambda c: reads(c, "shared_experts") and not c.shared_experts,
+        "this family has at least one shared expert",
+    ),
     (("n_routing_groups", "topk_routing_group", "num_experts", "num_experts_per_tok"), _routing_groups),
     (("decoder_block", "num_experts"), _family),
     (("decoder_block", "routed_score_func"), _score),
     (("decoder_block", "routed_bias", "routed_score_func"), _bias),
-    (("num_experts_per_tok", "num_experts"), _chosen),
-    (("decoder_block", "base_moe_mlp_dim"), _width),
-    (("decoder_block", "mlp_activations"), _activations),
+    refused(
+        ("num_experts_per_tok", "num_experts"),
+        lambda c: c.num_experts_per_tok > c.num_experts,
+        "a token cannot choose an expert twice: there are fewer experts than it chooses",
+    ),
+    refused(
+        ("decoder_block", "base_moe_mlp_dim"),
+        lambda c: some_experts(c) and c.base_moe_mlp_dim == -1,
+        "the hidden width of an expert is missing",
+    ),
+    refused(
+        ("decoder_block", "mlp_activations"),
+        lambda c: some_experts(c) and len(c.mlp_activations) == 1,
+        "the MLP of an expert is gated: give two activations, such as [silu, linear]",
+    ),
 )
 INERT = (
     Inert(KEYS, lambda c: not has_experts(c), "num_experts=1"),

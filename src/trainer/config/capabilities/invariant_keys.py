@@ -1,12 +1,12 @@
 """The key of bits that do not depend on the batch (`batch_invariant`), and its checks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from platform import machine
 
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.derived import DCN, ICI, has_dropout
 from trainer.config.family import facts_of
-from trainer.config.key_rows import Check
+from trainer.config.key_rows import Check, left_out, only_if, refused
 from trainer.config.keys import Config
 
 OP = "invariant"
@@ -18,66 +18,48 @@ TILE = 128  # attention sums keys in tiles of this many tokens, at the same plac
 _WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which a device has whole rows, and gathers whole matrices
 
 
-def _length(config: Config) -> str | None:
-    return f"rows must be a multiple of {TILE} tokens" if config.max_target_length % TILE else None
-
-
-def _attention(config: Config) -> str | None:
-    return None if config.attention in ("autoselected", OP) else f"it has an attention op of its own, {OP}"
-
-
-def _dropout(config: Config) -> str | None:
-    if not has_dropout(config):
-        return None
-    return "training would drop values that generation does not; set enable_dropout=false"
-
-
-def _chunk(config: Config) -> str | None:
-    return f"chunks must be a multiple of {QUERIES} tokens" if config.prefill_chunk_size % QUERIES else None
-
-
-def _experts(config: Config) -> str | None:
-    return "which tokens are dropped depends on the batch; set sparse_matmul=true" if drops(config) else None
-
-
-def _blocks(config: Config) -> str | None:
-    return "the bits of your own blocks are not known" if facts_of(config) is None else None
-
-
-def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
-
-
-def _one_axis(axis: str, key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    return (key,), lambda config: None if config[key] in (1, -1) else _why_not(axis)
-
-
 def _why_not(axis: str) -> str:
     """Returns why a mesh axis must have one device."""
     parts = "each device must have whole rows and whole matrices"
     return f"{'bits of a pipeline are not proved' if axis == 'stage' else parts}; use data and fsdp"
 
 
+def _one_device(key: str, why: str) -> Check:
+    return refused((key,), lambda c: c[key] not in (1, -1), why)
+
+
 _ALL = (
-    (("max_target_length",), _length),
-    (("attention",), _attention),
-    (("enable_dropout", "dropout_rate", "attention_dropout_rate"), _dropout),
-    (("sparse_matmul", "capacity_factor"), _experts),
-    (("decoder_block",), _blocks),
-    (("prefill_chunk_size",), _chunk),
-    _left_out("quantization", "bits of quantized products are not proved"),
-    _left_out("quantize_kvcache", "training has no cache in 8 bits"),
-    _left_out("weight_sparsity_m", "bits of masked products are not proved"),
-    _left_out("lora_weight_qtype", "bits of quantized products are not proved"),
-    *(_one_axis(axis, keys[axis]) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
+    refused(("max_target_length",), lambda c: c.max_target_length % TILE, f"rows must be a multiple of {TILE} tokens"),
+    refused(
+        ("attention",),
+        lambda c: c.attention not in ("autoselected", OP),
+        f"it has an attention op of its own, {OP}",
+    ),
+    refused(
+        ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
+        has_dropout,
+        "training would drop values that generation does not; set enable_dropout=false",
+    ),
+    refused(
+        ("sparse_matmul", "capacity_factor"),
+        drops,
+        "which tokens are dropped depends on the batch; set sparse_matmul=true",
+    ),
+    refused(("decoder_block",), lambda c: facts_of(c) is None, "the bits of your own blocks are not known"),
+    refused(
+        ("prefill_chunk_size",),
+        lambda c: c.prefill_chunk_size % QUERIES,
+        f"chunks must be a multiple of {QUERIES} tokens",
+    ),
+    left_out("quantization", "bits of quantized products are not proved"),
+    left_out("quantize_kvcache", "training has no cache in 8 bits"),
+    left_out("weight_sparsity_m", "bits of masked products are not proved"),
+    left_out("lora_weight_qtype", "bits of quantized products are not proved"),
+    *(_one_device(keys[axis], _why_not(axis)) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
 )
 
 
-def _with_key(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    return lambda config: problem(config) if config.batch_invariant else None
-
-
-CHECKS: tuple[Check, ...] = tuple((("batch_invariant", *keys), _with_key(problem)) for keys, problem in _ALL)
+CHECKS = only_if(lambda c: c.batch_invariant, _ALL, shown=("batch_invariant",))
 
 
 def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
@@ -87,8 +69,7 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
-    """Returns the options with which XLA compiles training, prefill and decoding for devices of `platform`; {} without
-    the key.
+    """Returns the options with which XLA compiles training and generation for `platform`; {} without the key.
 
     XLA's CPU backend gives sums, and the operations around them, to a library if there are enough elements, and the
     library sums in another order. With the option it computes only products.

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.config.capabilities.context_keys import AXES, nearest_multiples, parts, splits_rows
+from trainer.config.capabilities.context_keys import AXES, parts, splits_rows
 from trainer.config.capabilities.documents import most_documents
 from trainer.config.capabilities.invariant_keys import OP
 from trainer.config.capabilities.windows import has_window
 from trainer.config.family import has_sinks
 from trainer.config.keys import Config
+from trainer.config.numbers import multiples_around
 from trainer.config.rules import make_rules
 
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
@@ -126,8 +127,7 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns the most documents in a row of the data of a resolved `config`, for a kernel that reads them as lengths;
-    None if it does not, or not so many."""
+    """Returns the most documents in a row of the data, resolved, that a kernel reads as lengths; None if it cannot."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
@@ -211,7 +211,7 @@ def shares_of_queries(values: Config) -> int:
 def _shares(shares: int, length: int, step: int) -> str:
     if shares == 1:
         return ""
-    return f" for {shares} devices, {step // shares} tokens each; nearest: {nearest_multiples(length, step)}"
+    return f" for {shares} devices, {step // shares} tokens each; nearest: {multiples_around(length, step)}"
 
 
 def _unmet_on_mesh(kernel: Kernel, values: Config, mesh: Mapping[str, int]) -> list[str]:

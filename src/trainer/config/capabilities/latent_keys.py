@@ -1,7 +1,7 @@
 """Checks of the keys of multi-head latent attention."""
 
 from trainer.config.family import LATENT, lacks, readers
-from trainer.config.key_rows import Check, Inert
+from trainer.config.key_rows import Check, Inert, refused
 from trainer.config.keys import Config
 
 TYPE = "mla"
@@ -18,29 +18,23 @@ def _family(config: Config) -> str | None:
     return None
 
 
-def _heads(config: Config) -> str | None:
-    if is_latent(config) and config.base_num_query_heads != config.base_num_kv_heads:
-        return "with attention_type=mla every head has its own keys and values; give both the same number"
-    return None
-
-
-def _even(config: Config) -> str | None:
-    if is_latent(config) and config.qk_rope_head_dim % 2:
-        return "must be even, since RoPE rotates pairs"
-    return None
-
-
-def _norm(config: Config) -> str | None:
-    if is_latent(config) and config.use_qk_norm:
-        return "multi-head latent attention normalizes latents, not heads; leave use_qk_norm at false"
-    return None
-
-
 CHECKS: tuple[Check, ...] = (
     (("decoder_block", "attention_type"), _family),
-    (("base_num_query_heads", "base_num_kv_heads"), _heads),
-    (("qk_rope_head_dim",), _even),
-    (("attention_type", "use_qk_norm"), _norm),
+    refused(
+        ("base_num_query_heads", "base_num_kv_heads"),
+        lambda c: is_latent(c) and c.base_num_query_heads != c.base_num_kv_heads,
+        "with attention_type=mla every head has its own keys and values; give both the same number",
+    ),
+    refused(
+        ("qk_rope_head_dim",),
+        lambda c: is_latent(c) and c.qk_rope_head_dim % 2,
+        "must be even, since RoPE rotates pairs",
+    ),
+    refused(
+        ("attention_type", "use_qk_norm"),
+        lambda c: is_latent(c) and c.use_qk_norm,
+        "multi-head latent attention normalizes latents, not heads; leave use_qk_norm at false",
+    ),
 )
 INERT = (
     Inert(LATENT, lambda c: not is_latent(c), "attention_type is not mla"),

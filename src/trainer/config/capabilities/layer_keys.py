@@ -3,29 +3,11 @@
 import math
 
 from trainer.config.errors import nearest, shortened
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
 # Functions of jax.nn, gelu by its tanh approximation; "linear" changes nothing.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
-
-
-def _rope(config: Config) -> str | None:
-    if config.rope_min_timescale < config.rope_max_timescale:
-        return None
-    return "the shortest wavelength must be less than the longest"
-
-
-def _llama_rope(config: Config) -> str | None:
-    if config.rope_type != "llama3.1" or config.rope_low_freq_factor <= config.rope_high_freq_factor:
-        return None
-    return "with rope_type=llama3.1 the low factor must not be greater than the high one"
-
-
-def _yarn(config: Config) -> str | None:
-    if config.rope_type != "yarn" or config.beta_slow <= config.beta_fast:
-        return None
-    return "with rope_type=yarn beta_slow must not be greater than beta_fast"
 
 
 def _rotated(config: Config) -> str | None:
@@ -45,12 +27,6 @@ def _longrope(config: Config) -> str | None:
     return None
 
 
-def _longrope_lengths(config: Config) -> str | None:
-    if config.rope_type != "longrope" or (config.rope_factor and config.original_max_position_embeddings > 1):
-        return None
-    return "with rope_type=longrope both must be given, and the original length is at least 2"
-
-
 def _activations(config: Config) -> str | None:
     if len(config.mlp_activations) not in (1, 2):
         return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
@@ -61,50 +37,52 @@ def _activations(config: Config) -> str | None:
     return None
 
 
-def _positions(config: Config) -> str | None:
-    if config.trainable_position_size == -1 or config.trainable_position_size >= config.max_target_length:
-        return None
-    return "a row has more positions than the table"
-
-
 ROWS = (Row(("scan_layers",), Resume.LAYOUT),)
 CHECKS: tuple[Check, ...] = (
-    (("rope_min_timescale", "rope_max_timescale"), _rope),
-    (("rope_low_freq_factor", "rope_high_freq_factor"), _llama_rope),
-    (("beta_slow", "beta_fast"), _yarn),
+    refused(
+        ("rope_min_timescale", "rope_max_timescale"),
+        lambda c: c.rope_min_timescale >= c.rope_max_timescale,
+        "the shortest wavelength must be less than the longest",
+    ),
+    refused(
+        ("rope_low_freq_factor", "rope_high_freq_factor"),
+        lambda c: c.rope_type == "llama3.1" and c.rope_low_freq_factor > c.rope_high_freq_factor,
+        "with rope_type=llama3.1 the low factor must not be greater than the high one",
+    ),
+    refused(
+        ("beta_slow", "beta_fast"),
+        lambda c: c.rope_type == "yarn" and c.beta_slow > c.beta_fast,
+        "with rope_type=yarn beta_slow must not be greater than beta_fast",
+    ),
     (("head_dim", "partial_rotary_factor"), _rotated),
     (("rope_short_factor", "rope_long_factor"), _longrope),
-    (("rope_factor", "original_max_position_embeddings"), _longrope_lengths),
+    refused(
+        ("rope_factor", "original_max_position_embeddings"),
+        lambda c: c.rope_type == "longrope" and not (c.rope_factor and c.original_max_position_embeddings > 1),
+        "with rope_type=longrope both must be given, and the original length is at least 2",
+    ),
     (("mlp_activations",), _activations),
-    (("trainable_position_size", "max_target_length"), _positions),
+    refused(
+        ("trainable_position_size", "max_target_length"),
+        lambda c: -1 != c.trainable_position_size < c.max_target_length,
+        "a row has more positions than the table",
+    ),
 )
 INERT = (
     Inert(("rope_linear_scaling_factor",), lambda c: c.rope_type != "default", "rope_type is not default"),
-    Inert(
-        ("rope_factor", "original_max_position_embeddings"),
-        lambda c: c.rope_type == "default",
-        "rope_type=default",
-    ),
+    Inert(("rope_factor", "original_max_position_embeddings"), lambda c: c.rope_type == "default", "rope_type=default"),
     Inert(
         ("rope_low_freq_factor", "rope_high_freq_factor"),
         lambda c: c.rope_type != "llama3.1",
         "rope_type is not llama3.1",
     ),
-    Inert(
-        ("beta_fast", "beta_slow", "rope_truncate"),
-        lambda c: c.rope_type != "yarn",
-        "rope_type is not yarn",
-    ),
+    Inert(("beta_fast", "beta_slow", "rope_truncate"), lambda c: c.rope_type != "yarn", "rope_type is not yarn"),
     Inert(
         ("rope_attention_scaling",),
         lambda c: c.rope_type not in ("longrope", "yarn"),
         "rope_type is not longrope or yarn",
     ),
-    Inert(
-        ("rope_short_factor", "rope_long_factor"),
-        lambda c: c.rope_type != "longrope",
-        "rope_type is not longrope",
-    ),
+    Inert(("rope_short_factor", "rope_long_factor"), lambda c: c.rope_type != "longrope", "rope_type is not longrope"),
     Inert(
         ("temperature_tuning_scale", "temperature_tuning_floor_scale"),
         lambda c: not c.temperature_tuning,

@@ -1,9 +1,8 @@
 """Keys of low-rank adapters, and their checks."""
 
 import re
-from collections.abc import Callable
 
-from trainer.config.key_rows import Check, Inert, Place, Row
+from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
 # What an empty lora_module_path means: the matrices of the layers, without routers.
@@ -18,12 +17,6 @@ def trained_patterns(config: Config) -> list[str]:
     return [*([ADAPTER.pattern] if config.enable_lora else []), *config.trainable_parameters_mask]
 
 
-def _numbers(config: Config) -> str | None:
-    if config.enable_lora and not (config.lora_rank > 0 and config.lora_alpha > 0):
-        return "both must be positive: the product of an adapter is scaled by lora_alpha / lora_rank"
-    return None
-
-
 def _pattern(config: Config) -> str | None:
     try:
         re.compile(config.lora_module_path)
@@ -32,42 +25,34 @@ def _pattern(config: Config) -> str | None:
     return None
 
 
-def _tile(config: Config) -> str | None:
-    if config.lora_weight_qtype == "nf4" and config.lora_tile_size % 2:
-        return "two inputs share a byte of nf4, so their number must be even"
-    return None
-
-
-def _adapters_twice(config: Config) -> str | None:
-    if config.enable_lora and config.lora_restore_path and config.load_full_state_path:
-        return "both give adapters; give only one of them"
-    return None
-
-
-def _stored_twice(config: Config) -> str | None:
-    if config.enable_lora and config.lora_weight_qtype and config.quantization:
-        return "both say how matrices are quantized; with checkpoint_is_quantized=true the checkpoint does"
-    return None
-
-
-def _moved(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    def problem(config: Config) -> str | None:
-        return f"{reason}, and adapters leave the base as it is; leave out one of them" if _both(config, key) else None
-
-    return ("enable_lora", key), problem
-
-
-def _both(config: Config, key: str) -> bool:
-    return bool(config.enable_lora and config[key])
+def _moved(key: str, reason: str) -> Check:
+    why = f"{reason}, and adapters leave the base as it is; leave out one of them"
+    return refused(("enable_lora", key), lambda c: c.enable_lora and c[key], why)
 
 
 ROWS = (Row(("lora_restore_path",), step=False, path=Place.ANY),)
 CHECKS: tuple[Check, ...] = (
-    (("enable_lora", "lora_rank", "lora_alpha"), _numbers),
+    refused(
+        ("enable_lora", "lora_rank", "lora_alpha"),
+        lambda c: c.enable_lora and not (c.lora_rank > 0 and c.lora_alpha > 0),
+        "both must be positive: the product of an adapter is scaled by lora_alpha / lora_rank",
+    ),
     (("lora_module_path",), _pattern),
-    (("lora_tile_size", "lora_weight_qtype"), _tile),
-    (("lora_restore_path", "load_full_state_path"), _adapters_twice),
-    (("enable_lora", "lora_weight_qtype", "quantization"), _stored_twice),
+    refused(
+        ("lora_tile_size", "lora_weight_qtype"),
+        lambda c: c.lora_weight_qtype == "nf4" and c.lora_tile_size % 2,
+        "two inputs share a byte of nf4, so their number must be even",
+    ),
+    refused(
+        ("lora_restore_path", "load_full_state_path"),
+        lambda c: c.enable_lora and c.lora_restore_path and c.load_full_state_path,
+        "both give adapters; give only one of them",
+    ),
+    refused(
+        ("enable_lora", "lora_weight_qtype", "quantization"),
+        lambda c: c.enable_lora and c.lora_weight_qtype and c.quantization,
+        "both say how matrices are quantized; with checkpoint_is_quantized=true the checkpoint does",
+    ),
     _moved("weight_sparsity_n", "masks make weights zero"),
     _moved("use_qk_clip", "it scales queries and keys"),
     _moved("routed_bias_update_rate", "it moves the biases of routers"),

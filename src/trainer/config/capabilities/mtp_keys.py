@@ -1,6 +1,6 @@
 """Checks of the keys of multi-token prediction."""
 
-from trainer.config.key_rows import Check, Inert
+from trainer.config.key_rows import Check, Inert, refused
 from trainer.config.keys import Config
 
 
@@ -11,14 +11,12 @@ def _modules(config: Config) -> str | None:
     return f"module k predicts the token k + 1 positions ahead, so a row has a loss for at most {longest} modules"
 
 
-def _target(config: Config) -> str | None:
-    if config.mtp_eval_target_module <= config.mtp_num_layers:
-        return None
-    return "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none"
-
-
 CHECKS: tuple[Check, ...] = (
     (("mtp_num_layers", "max_target_length"), _modules),
-    (("mtp_eval_target_module", "mtp_num_layers"), _target),
+    refused(
+        ("mtp_eval_target_module", "mtp_num_layers"),
+        lambda c: c.mtp_eval_target_module > c.mtp_num_layers,
+        "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none",
+    ),
 )
 INERT = (Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),)

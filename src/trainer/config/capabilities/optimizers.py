@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.config.key_rows import Check, Inert, Resume, Row, regexes
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused, regexes
 from trainer.config.keys import Config
 from trainer.config.schema import FLOAT32_MAX
 
@@ -99,15 +99,6 @@ def _consistent_rms(config: Config) -> str | None:
     return None if number is None or 0 < number <= FLOAT32_MAX else f"must be a number in (0, {FLOAT32_MAX:g}], or none"
 
 
-def _muon_epsilon(config: Config) -> str | None:
-    if config.opt_type != "muon" or config.adam_eps:
-        return None
-    return (
-        "muon divides each matrix by its norm plus adam_eps before Newton-Schulz, and the norm may be 0; adam_eps must "
-        "be above 0, such as 1e-8"
-    )
-
-
 def _groups(config: Config) -> str | None:
     try:
         groups_of(config.learning_rate_groups)
@@ -133,7 +124,12 @@ def _inert(name: str) -> list[Inert]:
 ROWS = (Row(("opt_type", *KEYS, "learning_rate_groups"), Resume.UPDATE),)
 CHECKS: tuple[Check, ...] = (
     (("muon_consistent_rms",), _consistent_rms),
-    (("opt_type", "adam_eps"), _muon_epsilon),
+    refused(
+        ("opt_type", "adam_eps"),
+        lambda c: c.opt_type == "muon" and not c.adam_eps,
+        "muon divides each matrix by its norm plus adam_eps before Newton-Schulz, and the norm may be 0; adam_eps must "
+        "be above 0, such as 1e-8",
+    ),
     regexes("adamw_mask"),
     (("learning_rate_groups",), _groups),
 )

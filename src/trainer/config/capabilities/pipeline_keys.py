@@ -1,11 +1,11 @@
 """The keys of pipeline parallelism, their checks, and settings without effect."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.config.derived import DCN, FSDP, ICI, mesh_axes
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import multiples_around
 from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
@@ -124,8 +124,7 @@ def _microbatches(config: Config) -> str | None:
     given, count, least = config.num_pipeline_microbatches, stages(config), fewest(config)
     if given == -1 or (given % count == 0 and given >= least):
         return None
-    below = given // count * count
-    fitting = " or ".join(str(n) for n in ((below, below + count) if below >= least else (least,)))
+    fitting = multiples_around(given, count) if given // count * count >= least else str(least)
     twice = (
         f", at least {least}, since a result arrives an iteration later"
         if config.pipeline_delay_activation_forwarding
@@ -151,32 +150,24 @@ def _rules(config: Config) -> str | None:
     return f"{'; '.join(problems)}; leave it out" if problems else None
 
 
-def _streaming(config: Config) -> str | None:
-    moves = "a fragment is a set of layers, whose parameters would have to move between stages"
-    return f"{moves}; set it to false" if config.enable_streaming_diloco else None
-
-
-def _of_stages(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    return lambda config: problem(config) if stages(config) > 1 else None
-
-
-def _gathers(config: Config) -> str | None:
-    both = config[ONCE] and config[PER_REPEAT]
-    return "weights are gathered once, or once for each repeat; set one of them" if both else None
-
-
 ROWS = (Row(KEYS, Resume.LAYOUT),)
-_ALL = (
+_ALL: tuple[Check, ...] = (
     (("num_pipeline_microbatches", "pipeline_delay_activation_forwarding"), _microbatches),
     (("logical_axis_rules",), _rules),
-    (("enable_streaming_diloco",), _streaming),
+    refused(
+        ("enable_streaming_diloco",),
+        lambda c: c.enable_streaming_diloco,
+        "a fragment is a set of layers, whose parameters would have to move between stages; set it to false",
+    ),
 )
 CHECKS: tuple[Check, ...] = (
-    ((ONCE, PER_REPEAT), _gathers),
-    *(((*SIZES, *keys), _of_stages(problem)) for keys, problem in _ALL),
+    refused(
+        (ONCE, PER_REPEAT),
+        lambda c: c[ONCE] and c[PER_REPEAT],
+        "weights are gathered once, or once for each repeat; set one of them",
+    ),
+    *only_if(lambda c: stages(c) > 1, _ALL, shown=SIZES),
 )
-
-
 INERT = (
     Inert(KEYS, lambda c: all(c[key] == 1 for key in SIZES), f"there is one stage: {' and '.join(SIZES)} are 1"),
     Inert(

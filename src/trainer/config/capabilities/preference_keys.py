@@ -1,10 +1,8 @@
 """Keys of preference optimization, and their checks."""
 
-from collections.abc import Callable
-
 from trainer.config.capabilities.chat_keys import TOOLS, not_texts
 from trainer.config.derived import has_reference
-from trainer.config.key_rows import Check, Inert, Row
+from trainer.config.key_rows import Check, Inert, Row, left_out, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 
@@ -24,36 +22,26 @@ def _max_prompt(config: Config) -> str | None:
     return None if number is None or 1 <= number <= INT32_MAX else f"must be from 1 to {INT32_MAX}, or none"
 
 
-def _packing(config: Config) -> str | None:
-    if not config.use_dpo or not config.packing or config.grain_packing_type != "concat_then_split":
-        return None
-    return (
-        "this would split pairs, whose two sequences must be in one row; take best_fit or first_fit, or packing=false"
-    )
-
-
-def _no_part(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    return ("use_dpo", key), lambda config: f"{reason}; leave it out" if config.use_dpo and config[key] else None
-
-
-def _moves(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    def problem(config: Config) -> str | None:
-        if not has_reference(config) or not config[key]:
-            return None
-        return f"{reason}, which the reference model reads, too, and it must not move; leave it out"
-
-    return ("use_dpo", "dpo_algo", "use_grpo", "rl_grpo_beta", key), problem
-
-
+_WITHOUT = (
+    left_out("mtp_num_layers", "rewards are of whole answers, and modules of multi-token prediction have none"),
+    left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
+    left_out("label_smoothing", "this smooths the loss of the next token; dpo_label_smoothing that of pairs"),
+)
+_READ_TOO = "which the reference model reads, too, and it must not move"
+_UNMOVED = (
+    left_out("routed_bias_update_rate", f"it moves the biases of routers, {_READ_TOO}"),
+    left_out("weight_sparsity_n", f"it moves masks of weights, {_READ_TOO}"),
+)
 ROWS = (Row(("dpo_max_prompt_length",), step=False),)
 CHECKS: tuple[Check, ...] = (
     (("dpo_max_prompt_length",), _max_prompt),
-    (("use_dpo", "packing", "grain_packing_type"), _packing),
-    _no_part("mtp_num_layers", "rewards are of whole answers, and modules of multi-token prediction have none"),
-    _no_part("z_loss_multiplier", "this is a term of the loss of the next token"),
-    _no_part("label_smoothing", "this smooths the loss of the next token; dpo_label_smoothing that of pairs"),
-    _moves("routed_bias_update_rate", "it moves the biases of routers"),
-    _moves("weight_sparsity_n", "it moves masks of weights"),
+    refused(
+        ("use_dpo", "packing", "grain_packing_type"),
+        lambda c: c.use_dpo and c.packing and c.grain_packing_type == "concat_then_split",
+        "this would split pairs, whose two sequences must be in one row; take best_fit or first_fit, or packing=false",
+    ),
+    *only_if(lambda c: c.use_dpo, _WITHOUT, shown=("use_dpo",)),
+    *only_if(has_reference, _UNMOVED, shown=("use_dpo", "dpo_algo", "use_grpo", "rl_grpo_beta")),
 )
 INERT = (
     Inert(

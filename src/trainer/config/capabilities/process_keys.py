@@ -1,14 +1,15 @@
-"""The keys for how processes connect and on what they run. None of them affects the training result."""
+"""The keys for how processes connect, on what they run and how they are watched. None affects the training result."""
 
 import re
 
-from trainer.config.key_rows import Check, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row
 from trainer.config.keys import Config
 
 PROCESSES = (
     *("hardware", "coordinator_address", "num_processes", "process_id", "skip_jax_distributed_system"),
     *("jax_distributed_initialization_timeout", "jax_distributed_heartbeat_timeout_seconds"),
 )
+SUPERVISION = ("supervise", "hang_timeout_seconds", "hang_grace_seconds")
 
 
 def _processes(config: Config) -> str | None:
@@ -24,5 +25,6 @@ def _processes(config: Config) -> str | None:
     return None
 
 
-ROWS = (Row(PROCESSES, Resume.SAME_BITS, step=False),)
+ROWS = (Row((*PROCESSES, *SUPERVISION), Resume.SAME_BITS, step=False),)
 CHECKS: tuple[Check, ...] = ((("coordinator_address", "num_processes", "process_id"), _processes),)
+INERT = (Inert(SUPERVISION[1:], lambda c: not c.supervise, "supervise=false"),)

@@ -1,10 +1,10 @@
 """Keys of quantization, in training and of stored weights: the recipes, what is quantized, and their checks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trainer.config.capabilities.expert_keys import has_experts
-from trainer.config.key_rows import Check, Inert, regexes
+from trainer.config.key_rows import Check, Inert, refused, regexes
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.config.values import read_text
@@ -50,12 +50,7 @@ OF_STORED = (
     METHODS[0],
     *WHICH,
 )
-KEYS = (
-    *METHODS,
-    "bwd_stochastic_rounding",
-    *WHICH,
-    "quantization_local_shard_count",
-)
+KEYS = (*METHODS, "bwd_stochastic_rounding", *WHICH, "quantization_local_shard_count")
 
 
 def asks_for_floats(words: Sequence[str]) -> bool:
@@ -85,7 +80,7 @@ def rounds(config: Config) -> bool:
     return bool(config.quantization and config.bwd_stochastic_rounding and not config.checkpoint_is_quantized)
 
 
-def _method(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+def _method(key: str) -> Check:
     def problem(config: Config) -> str | None:
         text = config[key]
         if not text and key in MAY_BE_EMPTY:
@@ -123,12 +118,6 @@ def _stored(config: Config) -> str | None:
     return None
 
 
-def _tied_head(config: Config) -> str | None:
-    if config.checkpoint_is_quantized and config.quantize_logits_proj and config.logits_via_embedding:
-        return "tokens are looked up in the table of a tied head, so it is stored as an array"
-    return None
-
-
 def _block(config: Config) -> str | None:
     sizes = config.weight_block_size
     if sizes is not None and (len(sizes) != 2 or min(sizes) < 1):
@@ -152,36 +141,32 @@ def _algorithm(config: Config) -> str | None:
     return None
 
 
-def _mtp(config: Config) -> str | None:
-    return (
-        "there are no such modules; set mtp_num_layers" if config.quantize_mtp and not config.mtp_num_layers else None
-    )
-
-
-def _rounding(config: Config) -> str | None:
-    if not config.bwd_stochastic_rounding or not config.quantization:
-        return None
-    if not is_integer(config):
-        return "Qwix rounds fp8 to the nearest number; only int8 and int4 can be rounded stochastically"
-    return None
-
-
-def _rounded_head(config: Config) -> str | None:
-    if rounds(config) and config.quantize_logits_proj:
-        return "the output head has no random key, so its gradients cannot be rounded stochastically"
-    return None
-
-
 CHECKS: tuple[Check, ...] = (
     regexes("unquantized_modules"),
     *map(_method, METHODS),
     (("checkpoint_is_quantized", "quantization", METHODS[0]), _stored),
-    (("checkpoint_is_quantized", "quantize_logits_proj", "logits_via_embedding"), _tied_head),
+    refused(
+        ("checkpoint_is_quantized", "quantize_logits_proj", "logits_via_embedding"),
+        lambda c: c.checkpoint_is_quantized and c.quantize_logits_proj and c.logits_via_embedding,
+        "tokens are looked up in the table of a tied head, so it is stored as an array",
+    ),
     (("weight_block_size", "checkpoint_is_quantized", "quantization"), _block),
     (("weight_quantization_algorithm", "quantization", "weight_block_size", METHODS[0]), _algorithm),
-    (("quantize_mtp", "mtp_num_layers"), _mtp),
-    (("quantization", "bwd_stochastic_rounding"), _rounding),
-    (("quantization", "bwd_stochastic_rounding", "quantize_logits_proj"), _rounded_head),
+    refused(
+        ("quantize_mtp", "mtp_num_layers"),
+        lambda c: c.quantize_mtp and not c.mtp_num_layers,
+        "there are no such modules; set mtp_num_layers",
+    ),
+    refused(
+        ("quantization", "bwd_stochastic_rounding"),
+        lambda c: c.bwd_stochastic_rounding and c.quantization and not is_integer(c),
+        "Qwix rounds fp8 to the nearest number; only int8 and int4 can be rounded stochastically",
+    ),
+    refused(
+        ("quantization", "bwd_stochastic_rounding", "quantize_logits_proj"),
+        lambda c: rounds(c) and c.quantize_logits_proj,
+        "the output head has no random key, so its gradients cannot be rounded stochastically",
+    ),
 )
 INERT = (
     Inert(KEYS, lambda c: not c.quantization, "nothing is quantized"),

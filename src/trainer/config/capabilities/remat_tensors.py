@@ -1,5 +1,4 @@
-"""The tensors of a block that a rematerialization policy can keep. Their names are used by layers and as keys of
-base.yml.
+"""The tensors of a block that a rematerialization policy can keep. Layers use their names, and keys of base.yml.
 
 With remat_policy=custom, each key says what to do with the tensor of that name.
 """

@@ -7,38 +7,19 @@ from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import shares_scales
 from trainer.config.derived import has_dropout
 from trainer.config.dump import to_flow
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.numbers import multiples_around
 
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 KEYS = (
-    *(
-        "batch_size",
-        "num_batches",
-        "rollout_micro_batch_size",
-        "rl_num_generations",
-        "rl_num_iterations",
-        "rl_grpo_beta",
-        "rl_grpo_epsilon",
-        "rl_epsilon_high",
-        "rl_loss_algo",
-    ),
-    *("rl_loss_agg_mode", "reward_functions"),
+    *("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_generations", "rl_num_iterations"),
+    *("rl_grpo_beta", "rl_grpo_epsilon", "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode", "reward_functions"),
 )
 _WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
 # The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
 # distribution.
 RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
-
-
-def _of_rl(problem: Callable[[Config], str | None]) -> Callable[[Config], str | None]:
-    return lambda config: problem(config) if config.use_grpo else None
-
-
-def _drawn(config: Config) -> str | None:
-    if config.decode_sampling_strategy == "greedy" or not config.decode_sampling_temperature:
-        return "the completions of a prompt would all be the same; draw them, as with weighted and temperature 1"
-    return None
 
 
 def _functions(config: Config) -> str | None:
@@ -57,19 +38,15 @@ def _room(config: Config) -> str | None:
     return f"prompts of {longest} tokens leave no room for a completion in {row}" if longest >= row else None
 
 
-def _rounds(key: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
+def _rounds(key: str) -> Check:
     def problem(config: Config) -> str | None:
         every, count = config.rl_num_iterations, config[key]
         if count <= 0 or count % every == 0 or (key == "steps" and config.num_batches > 0):
             return None
-        fitting = " or ".join(str(n) for n in (count // every * every, (count // every + 1) * every) if n)
-        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {fitting}"
+        nearest = multiples_around(count, every)
+        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {nearest}"
 
     return (key, "rl_num_iterations"), problem
-
-
-def _left_out(key: str, reason: str) -> tuple[tuple[str, ...], Callable[[Config], str | None]]:
-    return (key,), lambda config: f"{reason}; leave it out" if config[key] else None
 
 
 ROWS = (
@@ -79,21 +56,24 @@ ROWS = (
     # Where and how long reward functions run, and how many completions are generated at once.
     Row((*_WORKERS, "rollout_micro_batch_size"), Resume.AROUND, step=False),
 )
-_ALL = (
-    (("decode_sampling_strategy", "decode_sampling_temperature"), _drawn),
+_ALL: tuple[Check, ...] = (
+    refused(
+        ("decode_sampling_strategy", "decode_sampling_temperature"),
+        lambda c: c.decode_sampling_strategy == "greedy" or not c.decode_sampling_temperature,
+        "the completions of a prompt would all be the same; draw them, as with weighted and temperature 1",
+    ),
     (("reward_functions",), _functions),
     (("train_data_columns", "eval_data_columns"), _columns),
     (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
     _rounds("checkpoint_period"),
-    _left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
-    _left_out("mtp_num_layers", "modules of multi-token prediction would not be trained"),
-    _left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
-    _left_out("label_smoothing", "this smooths the loss of the next token"),
-    _left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
+    left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
+    left_out("mtp_num_layers", "modules of multi-token prediction would not be trained"),
+    left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
+    left_out("label_smoothing", "this smooths the loss of the next token"),
+    left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
 )
-CHECKS: tuple[Check, ...] = tuple((("use_grpo", *keys), _of_rl(problem)) for keys, problem in _ALL)
-
+CHECKS = only_if(lambda c: c.use_grpo, _ALL, shown=("use_grpo",))
 INERT = (
     Inert(KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
     Inert(_WORKERS, lambda c: not c.use_grpo and not c.eval_tasks, "use_grpo=false and eval_tasks is empty"),
@@ -127,8 +107,7 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 
 def drifts(config: Config) -> list[str]:
-    """Returns one line for each reason why log-probabilities of rollouts are not those of the first update after
-    them."""
+    """Returns one line for each reason why the first update has other log-probabilities than its rollouts."""
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"

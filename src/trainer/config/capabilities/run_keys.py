@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from trainer.config.key_rows import Check, Inert, Place, Resume, Row
+from trainer.config.key_rows import Check, Inert, Place, Resume, Row, refused
 from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 
@@ -14,10 +14,6 @@ def _run_name(config: Config) -> str | None:
     if "/" in config.run_name or config.run_name in (".", "..") or not config.run_name.isprintable():
         return "must be the name of one folder, without / or control characters; base_output_directory sets its parent"
     return None
-
-
-def _output_directory(config: Config) -> str | None:
-    return None if config.base_output_directory else "empty; use . for the current folder"
 
 
 def _metrics_file(config: Config) -> str | None:
@@ -32,18 +28,6 @@ def _metrics_file(config: Config) -> str | None:
         return "exists and is not a file; choose another path"
     parent = next((folder for folder in path.parents if os.path.exists(folder)), None)
     return f"{parent} is not a folder; give a file in a folder" if parent and not os.path.isdir(parent) else None
-
-
-def _profiled(config: Config) -> str | None:
-    if not config.profiler or config.steps == -1 or config.skip_first_n_steps_for_profiler < config.steps:
-        return None
-    return "the run ends before the first step to profile; skip fewer steps"
-
-
-def _profiled_again(config: Config) -> str | None:
-    if not config.profiler or not 0 < config.profile_periodically_period < config.profiler_steps:
-        return None
-    return "a trace would begin before the last one ends"
 
 
 ROWS = (
@@ -62,10 +46,18 @@ ROWS = (
 )
 CHECKS: tuple[Check, ...] = (
     (("run_name",), _run_name),
-    (("base_output_directory",), _output_directory),
+    refused(("base_output_directory",), lambda c: not c.base_output_directory, "empty; use . for the current folder"),
     (("metrics_file",), _metrics_file),
-    (("profiler", "skip_first_n_steps_for_profiler", "steps"), _profiled),
-    (("profile_periodically_period", "profiler_steps"), _profiled_again),
+    refused(
+        ("profiler", "skip_first_n_steps_for_profiler", "steps"),
+        lambda c: c.profiler and -1 != c.steps <= c.skip_first_n_steps_for_profiler,
+        "the run ends before the first step to profile; skip fewer steps",
+    ),
+    refused(
+        ("profile_periodically_period", "profiler_steps"),
+        lambda c: c.profiler and 0 < c.profile_periodically_period < c.profiler_steps,
+        "a trace would begin before the last one ends",
+    ),
 )
 INERT = (
     Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),

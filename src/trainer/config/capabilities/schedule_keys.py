@@ -1,6 +1,6 @@
 """The keys of a run's length and of the learning rate over it."""
 
-from trainer.config.key_rows import Check, Inert, Resume, Row
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
 
@@ -9,12 +9,6 @@ def _schedule_shares(config: Config) -> str | None:
     if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
         return None
     return f"with lr_schedule_type=wsd warm-up and decay are {total:g} of the schedule; the maximum is 1"
-
-
-def _steps(config: Config) -> str | None:
-    if config.steps == -1 and config.learning_rate_schedule_steps == -1:
-        return "each is set to follow the other; set one of them to a number"
-    return None
 
 
 ROWS = (
@@ -32,7 +26,11 @@ ROWS = (
 )
 CHECKS: tuple[Check, ...] = (
     (("warmup_steps_fraction", "wsd_decay_steps_fraction"), _schedule_shares),
-    (("steps", "learning_rate_schedule_steps"), _steps),
+    refused(
+        ("steps", "learning_rate_schedule_steps"),
+        lambda c: c.steps == c.learning_rate_schedule_steps == -1,
+        "each is set to follow the other; set one of them to a number",
+    ),
 )
 INERT = (
     Inert(

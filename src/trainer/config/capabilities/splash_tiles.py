@@ -1,10 +1,10 @@
 """The tile sizes of splash attention: the keys sa_*, and the values that the kernel accepts."""
 
-import math
 from typing import NamedTuple
 
 from trainer.config.key_rows import Inert, Resume, Row
 from trainer.config.keys import Config
+from trainer.config.numbers import around, divisors
 
 LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
 _CHOICES = (512, 256, LANES)
@@ -63,8 +63,7 @@ def tiles_of(config: Config) -> Tiles:
 
 
 def wrong_tiles(values: Config, shares: int) -> list[str]:
-    """Returns one line for each size that the kernel rejects for queries of a share of max_target_length, a multiple of
-    128. `shares`: the number of shares."""
+    """Returns one line for each size that the kernel rejects for queries of one of `shares` equal shares of a row."""
     length = values.max_target_length // shares
     given = tiles_of(values)
     fitted = given.fitted(length)
@@ -82,22 +81,13 @@ def wrong_tiles(values: Config, shares: int) -> list[str]:
             continue
         lines.append(
             f"{KEYS[name]}={getattr(given, name)}: splash attention needs a multiple of {LANES} that divides {what}; "
-            f"nearest: {_nearest(size, whole)}"
+            f"nearest: {around(size, (LANES * part for part in divisors(whole // LANES)))}"
         )
     return lines
 
 
 def _largest(whole: int) -> int:
     return next((size for size in _CHOICES if whole % size == 0), whole)
-
-
-def _nearest(size: int, whole: int) -> str:
-    lanes = whole // LANES
-    small = [part for part in range(1, math.isqrt(lanes) + 1) if lanes % part == 0]
-    fitting = sorted({LANES * part for factor in small for part in (factor, lanes // factor)})
-    below = [part for part in fitting if part < size]
-    above = [part for part in fitting if part > size]
-    return " or ".join(map(str, below[-1:] + above[:1]))
 
 
 ROWS = (Row(tuple(KEYS.values()), Resume.LAYOUT),)

@@ -4,7 +4,7 @@ import re
 
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.errors import shortened
-from trainer.config.key_rows import Check, Inert, Row
+from trainer.config.key_rows import Check, Inert, Row, refused
 from trainer.config.keys import Config
 
 _RATIO = r"\s*[0-9]{0,9}\.?[0-9]{1,9}\s*"
@@ -47,36 +47,28 @@ def _split(config: Config) -> str | None:
     return f"{shortened(text)!r} is not a list of ratios, the first two above 0, such as 99,1"
 
 
-def _packing(config: Config) -> str | None:
-    if config.packing or not token_files(config):
-        return None
-    return "the documents of mmap files are one stream of tokens, which is cut into rows; set packing=true"
-
-
-def _pipeline(config: Config) -> str | None:
-    if config.data_pipeline == "prepared" or not token_files(config):
-        return None
-    return "rows are read from the memory-mapped files, so streaming is not needed; set data_pipeline=prepared"
-
-
-def _begins(config: Config) -> str | None:
-    if not (config.batch_invariant and token_files(config) and config.reset_attention_mask):
-        return None
-    return (
-        f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
-        "ends; set reset_attention_mask=false, so that a row is one sequence"
-    )
-
-
 ROWS = (
     Row(("mmap_eod_id", "reset_attention_mask", "eod_mask_loss", "packing_max_segments_per_sample"), step=False),
     Row(("mmap_npy_split",), step=False),
 )
 CHECKS: tuple[Check, ...] = (
     (("mmap_npy_split",), _split),
-    (("grain_file_type", "packing"), _packing),
-    (("grain_file_type", "data_pipeline"), _pipeline),
-    (("batch_invariant", "grain_file_type", "reset_attention_mask"), _begins),
+    refused(
+        ("grain_file_type", "packing"),
+        lambda c: token_files(c) and not c.packing,
+        "the documents of mmap files are one stream of tokens, which is cut into rows; set packing=true",
+    ),
+    refused(
+        ("grain_file_type", "data_pipeline"),
+        lambda c: token_files(c) and c.data_pipeline != "prepared",
+        "rows are read from the memory-mapped files, so streaming is not needed; set data_pipeline=prepared",
+    ),
+    refused(
+        ("batch_invariant", "grain_file_type", "reset_attention_mask"),
+        lambda c: c.batch_invariant and token_files(c) and c.reset_attention_mask,
+        f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
+        "ends; set reset_attention_mask=false, so that a row is one sequence",
+    ),
 )
 INERT = (
     Inert(_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),

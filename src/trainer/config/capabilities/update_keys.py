@@ -1,22 +1,6 @@
 """The keys of an update beside its optimizer: dtypes, clipping, skipped steps, QK-Clip, frozen parameters."""
 
-from trainer.config.key_rows import Check, Inert, Resume, Row, regexes
-from trainer.config.keys import Config
-
-
-def _clip_and_norm(config: Config) -> str | None:
-    if config.use_qk_clip and config.use_qk_norm:
-        return (
-            "norms of queries and keys undo a scale of their weights, and bound the logits already; use one of the two"
-        )
-    return None
-
-
-def _clip_and_cap(config: Config) -> str | None:
-    if config.use_qk_clip and config.attn_logits_soft_cap:
-        return "a soft cap bounds the logits already, and scaled weights do not scale capped logits; use one of the two"
-    return None
-
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused, regexes
 
 ROWS = (
     Row(
@@ -30,8 +14,16 @@ ROWS = (
     Row(("skip_step_scaling_factor",), Resume.AROUND),
 )
 CHECKS: tuple[Check, ...] = (
-    (("use_qk_clip", "use_qk_norm"), _clip_and_norm),
-    (("use_qk_clip", "attn_logits_soft_cap"), _clip_and_cap),
+    refused(
+        ("use_qk_clip", "use_qk_norm"),
+        lambda c: c.use_qk_clip and c.use_qk_norm,
+        "norms of queries and keys undo a scale of their weights, and bound the logits already; use one of the two",
+    ),
+    refused(
+        ("use_qk_clip", "attn_logits_soft_cap"),
+        lambda c: c.use_qk_clip and c.attn_logits_soft_cap,
+        "a soft cap bounds the logits already, and scaled weights do not scale capped logits; use one of the two",
+    ),
     regexes("trainable_parameters_mask"),
 )
 INERT = (

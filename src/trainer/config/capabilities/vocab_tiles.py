@@ -7,6 +7,7 @@ from typing import Any
 from trainer.config.derived import mesh_axes
 from trainer.config.key_rows import Resume, Row
 from trainer.config.keys import Config
+from trainer.config.numbers import around, divisors
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
 
@@ -24,7 +25,7 @@ def choose_tiles(values: Config) -> list[str]:
         return []
     return [
         f"num_vocab_tiling={asked}: {count} tokens per device in {what} are not a multiple of it; "
-        f"nearest: {_nearest(asked, tokens.values())}"
+        f"nearest: {around(asked, divisors(*tokens.values()))}"
         for what, count in tokens.items()
         if count % asked
     ]
@@ -44,7 +45,7 @@ def worthwhile_tiles(config: Config) -> int:
     """
     logits, waiting = tile_bytes(config)
     fewest = 2 * logits / waiting
-    fitting = [n for n in divisors(_tokens_per_device(config).values()) if n <= _most(logits, waiting)]
+    fitting = [n for n in divisors(*_tokens_per_device(config).values()) if n <= _most(logits, waiting)]
     by_preference = [*(n for n in fitting if n >= fewest), *(n for n in reversed(fitting) if n < fewest)]
     return next((n for n in by_preference if logits - logits / n > waiting), 1)
 
@@ -102,19 +103,6 @@ def _tokens_per_device(values: Any) -> dict[str, int]:
         keys["an evaluation batch"] = "eval_per_device_batch_size"
     devices = math.prod(mesh.values())
     return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}
-
-
-def divisors(numbers: Iterable[int]) -> list[int]:
-    """Returns the common divisors."""
-    common = math.gcd(*numbers)
-    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
-    return sorted({*small, *(common // n for n in small)})
-
-
-def _nearest(asked: int, tokens: Iterable[int]) -> str:
-    fitting = divisors(tokens)
-    below = [n for n in fitting if n < asked][-1:]
-    return " or ".join(str(n) for n in (*below, *[n for n in fitting if n > asked][:1]))
 
 
 def _size(count: int) -> str:

@@ -12,13 +12,8 @@ from trainer.config.values import read_node
 
 # Tables of the mesh and of shardings. They are not read as keys.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
-_NOTED = (
-    "Model",
-    "Data",
-    "Training",
-    "Optimizer",
-    "Loss",
-)  # sections of base.yml; the other defaults do not affect the training result
+# Sections of base.yml. The other defaults do not affect the training result.
+_NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""MaxText's keys that are not in base.yml. Their verdicts are in keys.yml, read only when such a key is
-given."""
+"""MaxText's keys that are not in base.yml. Their verdicts are in keys.yml, read only when such a key is given."""
 
 import difflib
 import functools
@@ -90,8 +89,7 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
 
 
 def is_base(names: Iterable[str]) -> bool:
-    """Returns whether a file with the keys `names` is a version of MaxText's base.yml, whose values count as
-    defaults."""
+    """Returns whether a file with the keys `names` is a MaxText base.yml, whose values count as defaults."""
     given, base = set(names), table()["base"]
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
@@ -108,8 +106,7 @@ def empty_value(name: str) -> Any:
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns what to use instead of a `value` of MaxText that the key `name` of base.yml does not accept; "" if it is
-    none of MaxText's."""
+    """Returns what to use for MaxText's `value` of key `name`, which base.yml refuses; "" if it is not MaxText's."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
@@ -120,8 +117,7 @@ def on_preset(name: str) -> str | None:
 
 
 def alias(name: str) -> dict[str, Any] | None:
-    """Returns the preset, as model_name, and the keys that differ from it, of what MaxText calls `name`; None if there
-    is no such preset."""
+    """Returns the preset (model_name) of what MaxText calls `name`, and the keys that differ; None if there is none."""
     found: dict[str, Any] | None = table()["aliases"].get(name)
     return found
 

@@ -24,6 +24,7 @@ FACTS = Facts(
     ignores={"has a gated unit of its own": ("mlp_activations",)},
     sinks=True,
     period=2,
+    maxtext_words={"attention_sink=true": "", "mlp_bias=true": "", "routed_bias=true": ""},
     checks=((("decoder_block", "mlp_activations_limit"), _limit),),
     tensors=_tensors,
 )

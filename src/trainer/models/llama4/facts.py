@@ -10,5 +10,6 @@ FACTS = Facts(
         *("temperature_tuning_scale", "temperature_tuning_floor_scale"),
     ),
     fixes={"rope_interleave": True, "attention_type": "global"},
+    maxtext_words={"rope_use_scale=false": "rope_type=default"},
     tensors=of_blocks,
 )

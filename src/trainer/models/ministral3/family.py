@@ -21,10 +21,14 @@ class Block(llama2.Block):
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """See `llama2.Block.make_attention`."""
-        if config.temperature_tuning:
-            grown = Temperature(config.temperature_tuning_scale, config.temperature_tuning_floor_scale)
-            given = {"temperature": grown, **given}
-        return super().make_attention(config, rngs, dtypes, **given)
+        return super().make_attention(config, rngs, dtypes, **grown(config), **given)
+
+
+def grown(config: Config) -> dict[str, Any]:
+    """Returns the argument of an attention layer whose queries grow with `temperature_tuning`."""
+    if not config.temperature_tuning:
+        return {}
+    return {"temperature": Temperature(config.temperature_tuning_scale, config.temperature_tuning_floor_scale)}
 
 
 def stacks(config: Config) -> list[Stack]:
@@ -32,7 +36,11 @@ def stacks(config: Config) -> list[Stack]:
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 
-def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+ROPE_SIZES = {"temperature_tuning_scale": "llama_4_scaling_beta"}
+
+
+def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """The length from which queries grow is that from which RoPE is scaled."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
@@ -58,9 +66,9 @@ FAMILY = Family(
             defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
             window="given",
             ropes=("yarn",),
-            rope_sizes={"temperature_tuning_scale": "llama_4_scaling_beta"},
+            rope_sizes=ROPE_SIZES,
             implies={"temperature_tuning": True},
-            read=_read,
+            read=read,
             nested={**_SIZES, "pad_token_id": 11},
         )
     ],

@@ -18,10 +18,12 @@ from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.mtp_names import MODULES
 from trainer.weights.gguf.fields import FACTORS, read_fields
 from trainer.weights.gguf.tensors import (
+    MERGED,
     OF_LATENTS,
     GgufTensor,
     KeysAndValues,
     as_hugging_face,
+    divided,
     joined_latents,
     name_there,
     stored_tensors,
@@ -124,6 +126,8 @@ def _renamed(
     names = dict.fromkeys(stored_name(layout.name, hf.merged) for layout in hf.layouts.values())
     templates = {name: there for name in names if (there := name_there(it, name)) is not None}
     experts, layers = 0, data["num_hidden_layers"]
+    if not any(name.endswith(f"{MERGED}.weight") for name in names):
+        rest = divided(rest, data)
     for name, there in templates.items():
         for i in range(layers if "{}" in there else 1):
             if name.endswith(OF_LATENTS):

@@ -24,6 +24,7 @@ QUANTIZED = (
 )
 _STRIP = 1 << 22  # values to dequantize at once
 OF_LATENTS = "self_attn.kv_b_proj.weight"  # keys and values of latents; a file has two tensors, or one as Hugging Face
+MERGED = "self_attn.qkv_proj"
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
 
 
@@ -95,10 +96,14 @@ class GgufTensor(NamedTuple):
         """Bytes in the file."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
+    def rows(self, first: int, count: int) -> "GgufTensor":
+        """Returns `count` rows from the one with the number `first`."""
+        each = self.nbytes // self.shape[0]
+        return self._replace(shape=(count, *self.shape[1:]), start=self.start + first * each)
+
     def expert(self, i: int) -> "GgufTensor":
         """Returns the `i`-th of the tensors along the first axis."""
-        each = self.nbytes // self.shape[0]
-        return self._replace(shape=self.shape[1:], start=self.start + i * each)
+        return self.rows(i, 1)._replace(shape=self.shape[1:])
 
     def read(self, box: Box) -> np.ndarray:
         """Returns the values in `box`. Reads complete rows, in strips.
@@ -192,6 +197,23 @@ def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndar
     """Returns the part of `OF_LATENTS` that `name` has, the first or second of `latent_names`."""
     heads = value.reshape(-1, keys + values, value.shape[-1])
     return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)
+
+
+def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[str, GgufTensor]:
+    """Returns `stored` with queries, keys and values in place of tensors of all three, as files of older GLM have them.
+
+    Args:
+      data: the content of a config.json.
+    """
+    found, heads, groups = dict(stored), data["num_attention_heads"], data["num_key_value_heads"]
+    rows = [count * data["head_dim"] for count in (heads, groups, groups)]
+    for name, tensor in stored.items():
+        parts = [name.replace(".attn_qkv.", f".attn_{part}.") for part in "qkv"]
+        if name not in parts and tensor.shape[0] == sum(rows) and stored.keys().isdisjoint(parts):
+            del found[name]
+            starts = 0, rows[0], rows[0] + rows[1]
+            found |= {part: tensor.rows(*cut) for part, *cut in zip(parts, starts, rows, strict=True)}
+    return found
 
 
 def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:

@@ -69,7 +69,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
     keys |= {ours: _or_default(ours, power_of(said.get(field), power)) for ours, (field, power) in hf.powers.items()}
     keys |= hf.implies
-    keys |= _latent_keys(said, refused) if hf.latent else {}
+    keys |= _latent_keys(hf, said, refused) if hf.latent else {}
     keys |= _group_keys(hf, said, refused) if any(hf.methods) else {}
     keys |= {"decoder_block": block, **_block_keys(hf, said, sizes, refused)}
     keys |= {**_window_keys(said, hf, refused), **rope_keys(said, hf, refused), **hf.read(said, refused)}
@@ -193,10 +193,11 @@ def _or_default(key: str, value: Any) -> Any:
     return default if value is None else float(value) if isinstance(default, float) else value
 
 
-def _latent_keys(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     """Returns the keys of multi-head latent attention whose values differ from their fields."""
-    if said.get("head_dim") not in (None, said["qk_rope_head_dim"]):
-        refused.append(f"head_dim={said['head_dim']}, which is not qk_rope_head_dim={said['qk_rope_head_dim']}")
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim")[not hf.whole_heads_of_latents :]
+    if said.get("head_dim") not in (None, size := sum(said[part] for part in parts)):
+        refused.append(f"head_dim={said['head_dim']}, which is not {' + '.join(parts)}={size}")
     return {"q_lora_rank": said["q_lora_rank"] or 0}
 
 

@@ -10,7 +10,7 @@ from trainer.config.errors import UserError
 from trainer.models.huggingface import Merged
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Scheme
-from trainer.weights.huggingface.safetensors_file import Part
+from trainer.weights.huggingface.safetensors_file import TensorPart
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -99,7 +99,7 @@ def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merg
         for i, part in enumerate(parts):
             cut = whole.how.cut(sizes, i)
             quantized = isinstance(tensor, PackedMatrix)
-            result[part] = tensor.outputs(cut) if quantized else Part(tensor, axis % len(tensor.shape), cut)
+            result[part] = tensor.outputs(cut) if quantized else TensorPart(tensor, axis % len(tensor.shape), cut)
     return result
 
 

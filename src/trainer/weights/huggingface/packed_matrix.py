@@ -9,7 +9,7 @@ from trainer.config.errors import UserError
 from trainer.leaves.source import Box
 from trainer.weights.huggingface.packed_words import Readable
 from trainer.weights.huggingface.quantization_config import Scheme
-from trainer.weights.huggingface.safetensors_file import Part, StoredTensor
+from trainer.weights.huggingface.safetensors_file import StoredTensor, TensorPart
 
 
 class PackedMatrix(NamedTuple):
@@ -115,8 +115,8 @@ class PackedMatrix(NamedTuple):
             raise UserError(
                 f"{self.where}: {self.name}: {rows} outputs share a scale, and belong to several parameters"
             )
-        zeros = None if self.zeros is None else Part(self.zeros, 0, tiles)
-        codes, scales = Part(self.codes, 0, cut), Part(self.scales, 0, tiles)
+        zeros = None if self.zeros is None else TensorPart(self.zeros, 0, tiles)
+        codes, scales = TensorPart(self.codes, 0, cut), TensorPart(self.scales, 0, tiles)
         return self._replace(codes=codes, scales=scales, zeros=zeros, block=(rows, columns))
 
     @property

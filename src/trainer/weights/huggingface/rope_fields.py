@@ -77,10 +77,11 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
     if theta != int(theta):
         refused.append(f"rope_theta={theta} (rope_max_timescale is an integer)")
     shares = [rope.pop("partial_rotary_factor", None), said.get("partial_rotary_factor")]
-    if set(shares) - {None, 1} and not hf.partial:
-        refused.append("partial_rotary_factor other than 1")
+    usual = _share_of_latents(said) if hf.whole_heads_of_latents else 1
+    if set(shares) - {None, usual} and not hf.partial:
+        refused.append(f"partial_rotary_factor other than {usual:g}")
     own = {ours: float(rope[field]) for ours, field in hf.rope_sizes.items() if rope.get(field) is not None}
-    rope = {name: value for name, value in rope.items() if name not in hf.rope_sizes.values()}
+    rope = {name: it for name, it in rope.items() if name not in (*hf.rope_sizes.values(), *hf.rope_ignored)}
     needed, allowed = _WORDS[kind]
     if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
         refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
@@ -115,6 +116,11 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
         "rope_truncate": bool(rope.get("truncate", True)),
         "rope_attention_scaling": _scales_attention(rope, refused),
     }
+
+
+def _share_of_latents(said: Mapping[str, Any]) -> float:
+    rotated: int = said["qk_rope_head_dim"]
+    return rotated / (said["qk_nope_head_dim"] + rotated)
 
 
 def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, refused: list[str]) -> dict[str, Any]:

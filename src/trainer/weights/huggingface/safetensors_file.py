@@ -94,7 +94,7 @@ class StoredTensor(NamedTuple):
         return found.view(dtype).reshape(self.shape)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Some entries of a tensor along an axis, with the interface of `StoredTensor`.
 
     Attributes:

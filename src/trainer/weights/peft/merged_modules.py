@@ -21,12 +21,12 @@ from trainer.leaves.source import Leaf, names_of, whole
 from trainer.models.huggingface import Layout, Merged
 from trainer.weights.huggingface.merged import whole_of
 from trainer.weights.huggingface.read import head_to_reorder
-from trainer.weights.huggingface.safetensors_file import Part
+from trainer.weights.huggingface.safetensors_file import TensorPart
 from trainer.weights.peft.tensor_names import A, B, Made, Named, Tables, below
 
 
 @dataclass(frozen=True)
-class Module:
+class MergedModule:
     """Parameters that a module merges.
 
     Attributes:
@@ -45,7 +45,7 @@ class Module:
         return self.how.cut(self.sizes, i)
 
 
-def merged_modules(config: Config, tables: Tables) -> list[Module]:
+def merged_modules(config: Config, tables: Tables) -> list[MergedModule]:
     """Returns the modules of `config` that merge several parameters."""
     found = dict[str, dict[int, str]]()
     hows = dict[str, Merged]()
@@ -63,11 +63,11 @@ def merged_modules(config: Config, tables: Tables) -> list[Module]:
         if all(name in shapes for name in names):
             layers = [shapes[name][1:] if tables.place(name) else shapes[name] for name in names]
             sizes = tuple(tables.base[name].shape(it)[0] for name, it in zip(names, layers, strict=True))
-            modules.append(Module(key, hows[key], names, sizes))
+            modules.append(MergedModule(key, hows[key], names, sizes))
     return modules
 
 
-def divided(config: Config, tables: Tables, found: Mapping[str, Named], rank: int) -> dict[str, Named]:
+def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: int) -> dict[str, Named]:
     """Returns `found`, tensors of a file by `below`, with those of parts in place of those of merged modules.
 
     Args:
@@ -85,7 +85,7 @@ def divided(config: Config, tables: Tables, found: Mapping[str, Named], rank: in
     return result
 
 
-def _divide(module: Module, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
+def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
     """Replaces the tensors of one module in `result`, if they have its size.
 
     Raises:
@@ -98,7 +98,7 @@ def _divide(module: Module, name: str, parts: Sequence[str], result: dict[str, N
     own = result.get(name)
     if own is not None and own.tensor.shape[:1] == (sum(module.sizes),):
         del result[name]
-        result |= {part: own._replace(tensor=Part(own.tensor, 0, module.cut(i))) for i, part in enumerate(parts)}
+        result |= {part: own._replace(tensor=TensorPart(own.tensor, 0, module.cut(i))) for i, part in enumerate(parts)}
     a, b = result.get(above + A), result.get(above + B)
     if a is None or b is None or len(a.tensor.shape) != 2 or b.tensor.shape != (sum(module.sizes), a.tensor.shape[0]):
         return
@@ -107,16 +107,16 @@ def _divide(module: Module, name: str, parts: Sequence[str], result: dict[str, N
         return
     del result[above + A], result[above + B]
     for i, stem in enumerate(stems):
-        own_a, rows = a.tensor, Part(b.tensor, 0, module.cut(i))
-        own_b: Part | Made = rows
+        own_a, rows = a.tensor, TensorPart(b.tensor, 0, module.cut(i))
+        own_b: TensorPart | Made = rows
         if alone:
             columns = slice(i * rank, (i + 1) * rank)
-            own_a = Part(a.tensor, 0, columns)
+            own_a = TensorPart(a.tensor, 0, columns)
             own_b = Made((module.sizes[i], rank), b.tensor.dtype, _columns(b.name, rows, columns))
         result |= {stem + A: Named(a.name, own_a), stem + B: Named(b.name, own_b)}
 
 
-def _columns(name: str, rows: Part, columns: slice) -> Callable[[], np.ndarray]:
+def _columns(name: str, rows: TensorPart, columns: slice) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         values = rows.read(whole(rows.shape))
         if np.delete(values, columns, axis=1).any():
@@ -189,7 +189,7 @@ def _is_shared(config: Config, tables: Tables, leaves: Sequence[Leaf]) -> bool:
 def _adapter(
     config: Config,
     tables: Tables,
-    module: Module,
+    module: MergedModule,
     pairs: Sequence[tuple[str, str]],
     leaves: dict[str, Leaf],
     shared: bool,

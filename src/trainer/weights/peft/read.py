@@ -21,7 +21,7 @@ from trainer.weights.huggingface.read import head_to_reorder, is_copy, leaf_of
 from trainer.weights.huggingface.safetensors_file import DTYPES
 from trainer.weights.huggingface.weight_files import PEFT_WEIGHTS, tensors_in
 from trainer.weights.peft.adapter_config import CONFIG, PeftConfig
-from trainer.weights.peft.merged_modules import divided
+from trainer.weights.peft.merged_modules import unmerged
 from trainer.weights.peft.tensor_names import Named, Tables, below, by_base_name, filled_up, zeros
 
 PICKLED = "adapter_model.bin"
@@ -161,7 +161,7 @@ class PeftSource:
         if self._said.multiples and not tables.merged:
             ranks = shown(self._said.multiples)
             raise UserError(f"{self.path / CONFIG}: rank_pattern={ranks}: ranks that differ between matrices")
-        found = divided(config, tables, tables.unstacked(tables.renamed(self._found)), self._said.least)
+        found = unmerged(config, tables, tables.unstacked(tables.renamed(self._found)), self._said.least)
         found = {key: filled_up(key, it, self._said.least, self.rank) for key, it in found.items()}
         return _Found(tables, found, {key: tables.owner(key) for key in found})
 

@@ -1,0 +1,24 @@
+"""Numbers that fit, for messages."""
+
+import math
+from collections.abc import Iterable
+
+
+def divisors(*numbers: int) -> list[int]:
+    """Returns the common divisors, in order."""
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})
+
+
+def around(number: int, fitting: Iterable[int]) -> str:
+    """Returns the numbers of `fitting`, in order, that are next below and above `number`, in words: "2 or 4"."""
+    others = [*fitting]
+    below, above = [n for n in others if n < number], [n for n in others if n > number]
+    return " or ".join(map(str, below[-1:] + above[:1]))
+
+
+def multiples_around(number: int, step: int) -> str:
+    """Returns the multiples of `step` on both sides of `number`, in words, without 0."""
+    below = number // step * step
+    return " or ".join(str(n) for n in (below, below + step) if n)

@@ -1,0 +1,74 @@
+"""Granite 3 with experts, and an MLP beside them that every token goes to (`granitemoeshared`): as wide as
+`shared_experts` experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.keys import Config
+from trainer.layers.stack import Stack
+from trainer.models.experts import SharedExpertBlock, stack_of
+from trainer.models.family import Family
+from trainer.models.flops import forward_flops_per_token
+from trainer.models.granite4.family import GATE_UP
+from trainer.models.granite4.family import SHARED as THEIR_MLP
+from trainer.models.granite_moe import family as granite_moe
+from trainer.models.llama2.block import Block as DenseBlock
+from trainer.ops.routing import Score, softmax_of_chosen
+
+NAME, _SIZE = granite_moe.NAME, "shared_intermediate_size"
+_LAYER = "decoder/layers/"
+
+
+class Block(SharedExpertBlock):
+    """Granite's block with shared experts."""
+
+    NAME = NAME
+
+    @staticmethod
+    def score(config: Config) -> Score:
+        """See `ExpertBlock.score`."""
+        del config
+        return softmax_of_chosen
+
+
+def stacks(config: Config) -> list[Stack]:
+    """Returns one stack."""
+    return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
+
+
+def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    width, each = said[_SIZE], said["intermediate_size"]
+    if not width or width % each:
+        refused.append(f"{_SIZE}={width} (known: multiples of intermediate_size={each})")
+    return {"shared_experts": max(width // each, 1)}
+
+
+def _write(config: Config) -> dict[str, Any]:
+    return {_SIZE: config.shared_experts * config.base_moe_mlp_dim}
+
+
+(_OF_GRANITE,) = granite_moe.FAMILY.hugging_face
+_LAYOUTS = {
+    **{
+        name.replace(f"/{NAME}/", f"/{NAME}/MoeBlock_0/"): layout
+        for name, layout in _OF_GRANITE.layouts.items()
+        if not name.startswith(f"{_LAYER}mlp/")
+    },
+    **{name.replace("/mlp/", f"/{NAME}/shared_experts/"): layout for name, layout in THEIR_MLP.items()},
+}
+FAMILY = Family(
+    stacks,
+    forward_flops_per_token,
+    hugging_face=[
+        _OF_GRANITE._replace(
+            model_type="granitemoeshared",
+            architecture="GraniteMoeSharedForCausalLM",
+            layouts=_LAYOUTS,
+            defaults={**_OF_GRANITE.defaults, _SIZE: 0},
+            merged=(*_OF_GRANITE.merged, GATE_UP),
+            fields=(_SIZE,),
+            read=_read,
+            write=_write,
+        )
+    ],
+)

@@ -1,0 +1,13 @@
+"""What the first stage asks about Mistral 4: what it asks about DeepSeek and about Ministral 3."""
+
+from trainer.config.family import LATENT, Facts
+from trainer.models.deepseek import facts as deepseek
+from trainer.models.ministral3 import facts as ministral3
+
+_EXPERTS = ("num_experts", "norm_topk_prob", "first_num_dense_layers", "shared_experts", "routed_scaling_factor")
+_GROUPS = ("n_routing_groups", "topk_routing_group")
+FACTS = Facts(
+    "trainer.models.mistral4.family:FAMILY",
+    reads=(*_EXPERTS, *_GROUPS, *LATENT, *ministral3.FACTS.reads),
+    checks=(*deepseek.FACTS.checks, *ministral3.FACTS.checks),
+)

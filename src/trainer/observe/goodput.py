@@ -1,0 +1,197 @@
+"""goodput.jsonl: how a run spends its time, over all of its processes.
+
+Each line is an event with its time in seconds since 1970. The names are those of ml_goodput_measurement 0.2.3, which
+MaxText uses. The time up to the next line belongs to the event. A process that is killed writes no last line: the time
+from its last line to the start of the next process counts as "between processes".
+"""
+
+import contextlib
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trainer.config.json_files import parsed
+from trainer.config.words import counted
+from trainer.observe.appended import AppendedFile, disk_errors
+from trainer.observe.text import clock
+
+GOODPUT_FILE = "goodput.jsonl"
+START, RESTORE, COMPILATION, EVALUATION, SAVE, END = "start", "restore", "compilation", "evaluation", "save", "end"
+STEPS, REPEATED, DATA, ROLLOUTS = "steps", "steps done again", "waiting for data", "rollouts"
+BETWEEN = "between processes"
+PARTS = (STEPS, ROLLOUTS, DATA, REPEATED, START, RESTORE, COMPILATION, EVALUATION, SAVE, END, BETWEEN)
+_JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "step_start_time", "step_count"
+_EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
+_TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
+_LATEST = 1e12  # seconds since 1970
+_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # seconds of the step that ends at an event
+
+
+class Goodput:
+    """The seconds of a run by part, from its events. Its size is 8 bytes per step.
+
+    Attributes:
+      processes: the number of processes that the run has had, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.processes = 0
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._first, self._steps = 0, array("d")  # the newest execution of each step from `_first` on
+        self._at, self._phase, self._nested = 0.0, "", ""  # since when the run is in which part; "": in none
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Adds the next event. Ignores what is no event, as in an edited file."""
+        name = next((name for name in _TIMES if name in event), "")
+        at, step = _seconds(event.get(name)), event.get(_STEP, 0)
+        if at is None or not isinstance(step, int) or step < 0:
+            return
+        if self._phase:
+            self._spend(BETWEEN if name == _JOB_START else self._nested or self._phase, max(0.0, at - self._at), event)
+        self._at, self._nested = at, str(event.get(_EVENT)) if name == _EVENT_START else ""
+        if name == _JOB_START:
+            self.processes, self._phase = self.processes + 1, START
+        elif name == _STEP_START:
+            self._phase = STEPS
+            self._begin(step)
+        elif name == _JOB_END:
+            self._phase = ""
+        elif self._nested == END:
+            self._phase = END
+
+    def _spend(self, part: str, seconds: float, event: Mapping[str, Any]) -> None:
+        if part == STEPS:
+            for field, reason in _WAITED.items():
+                waited = min(seconds, _seconds(event.get(field)) or 0.0)
+                self._spent[reason] += waited
+                seconds -= waited
+            self._steps[-1] += seconds
+        else:
+            self._spent[part] = self._spent.get(part, 0.0) + seconds
+
+    def _begin(self, step: int) -> None:
+        """Begins a step. The run has lost what earlier processes did from this step on."""
+        kept = step - self._first
+        if 0 <= kept <= len(self._steps):
+            self._spent[REPEATED] += sum(self._steps[kept:])
+            del self._steps[kept:]
+        else:  # the state of another run
+            self._spent[STEPS] += sum(self._steps)
+            self._first, self._steps = step, array("d")
+        self._steps.append(0.0)
+
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds of each part that took any; those of PARTS first, in their order."""
+        spent = self._spent | {STEPS: self._spent[STEPS] + sum(self._steps)}
+        return {part: seconds for part, seconds in spent.items() if seconds}
+
+    def __str__(self) -> str:
+        spent = self.seconds()
+        whole = sum(spent.values())
+        shares = [f"{part} {seconds / whole:.1%}" for part, seconds in spent.items() if seconds >= 0.005 * whole]
+        return f"{', '.join(shares)} of {clock(whole)} in {counted(self.processes, 'process', 'processes')}"
+
+
+class Timeline:
+    """Records the events of this process. A context manager, which closes the file.
+
+    The events before `open` are kept in memory: the run has no folder yet.
+    """
+
+    def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
+        """`tell`: see `runtime.supervision.pulse`."""
+        self.goodput = Goodput()
+        self._tell, self._phase = tell or (lambda word, text: None), START
+        self._waiting: list[dict[str, Any]] | None = []
+        self._file: AppendedFile | None = None
+        self.started = time.perf_counter()
+        self._offset = time.time() - self.started  # the machine's clock may be set while the run trains
+        self._write({_JOB_START: self._now()})
+
+    def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
+        """Writes all events to the file in the run's `folder`, from now on immediately, in a process that `writes`.
+
+        `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
+        """
+        self._tell("folder", str(folder))
+        waiting, self._waiting = self._waiting or [], None
+        if not writes:
+            return
+        path = folder / GOODPUT_FILE
+        with disk_errors(path, resumes):
+            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill
+        self.goodput, self._file = read_goodput(folder), AppendedFile(path, resumes, say)
+        if cut:
+            self._file.append(b"\n")
+        for event in waiting:
+            self._write(event)
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Counts the time of the block as `part`, which is no step. Blocks are not nested."""
+        self._write({_EVENT_START: self._now(), _EVENT: part})
+        self._tell("done", part)
+        yield
+        self._write({_EVENT_END: self._now(), _EVENT: part})
+        self._tell("done", self._phase)
+
+    def step(self, step: int, **waited: float) -> None:
+        """Begins a step. In the step before, the run waited for `data_wait` or `rollouts_wait` seconds."""
+        self._write({_STEP_START: self._now(), _STEP: step, **waited})
+        self._begins(f"step {step}")
+
+    def within(self, part: str) -> None:
+        """Tells the supervisor that a step waits for `part`; "": no longer."""
+        self._tell("in", part)
+
+    def end(self) -> None:
+        """Ends the steps of the run. Evaluations and saves may follow."""
+        self._write({_EVENT_START: self._now(), _EVENT: END})
+        self._begins(END)
+
+    def finish(self) -> None:
+        """Marks the end of the run: no time counts until another process continues it."""
+        self._write({_JOB_END: self._now()})
+
+    def _begins(self, phase: str) -> None:
+        self._phase = phase
+        self._tell("done", phase)
+
+    def _now(self) -> float:
+        return self._offset + time.perf_counter()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._waiting is not None:
+            self._waiting.append(event)
+        elif self._file is not None:
+            self.goodput.add(event)
+            self._file.append(f"{json.dumps(event)}\n".encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_goodput(folder: Path) -> Goodput:
+    """Returns the goodput of the run in `folder`; of a run without the file, one without any time."""
+    goodput = Goodput()
+    with contextlib.suppress(OSError), (folder / GOODPUT_FILE).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                event = parsed(line)
+                if isinstance(event, dict):
+                    goodput.add(event)
+    return goodput
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 <= value < _LATEST else None

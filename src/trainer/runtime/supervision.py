@@ -1,0 +1,203 @@
+"""supervise=true: the command becomes a small process without JAX that trains in a child, and ends a child that hangs.
+
+The child tells through a pipe what it does; each line is a word and a text:
+  done TEXT    something was completed, and TEXT begins
+  in TEXT      TEXT begins, as a part of what is going on
+  folder PATH  the run's folder
+"""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.config.keys import Config
+
+HANG = 75  # the exit code after a hang; sysexits.h: a temporary failure
+START = "start"
+_VARIABLE = (
+    "TRAINER_SUPERVISED"  # of the child: file descriptors of the pipe and of the file for its stacks; the parent
+)
+# What takes long by its nature. The rest is a step, a save, or waiting for a batch of data.
+_LONG = (START, "restore", "compilation", "evaluation", "rollouts", "end")
+_STACKS_SIGNAL = signal.SIGUSR2
+_SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
+_KEPT = 64 * 1024  # bytes of the child's stderr
+_PR_SET_PDEATHSIG = 1  # prctl of Linux
+
+
+def pulse() -> Callable[[str, str], None] | None:
+    """Returns the function with which a supervised process tells its supervisor a line; None without supervisor.
+
+    The process then dies with its supervisor (on Linux), and writes the stacks of its threads when that asks for them.
+    Call it once, early.
+    """
+    if (files := os.environ.pop(_VARIABLE, None)) is None:
+        return None
+    lines, stacks, parent = map(int, files.split(","))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died already
+        os.kill(os.getpid(), signal.SIGKILL)
+    faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
+    os.set_blocking(lines, False)
+
+    def tell(word: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is slow or gone
+            os.write(lines, f"{word} {text}\n".encode())
+
+    return tell
+
+
+def supervise(module: str, words: Sequence[str], config: Config) -> int:
+    """Runs `python -m module words` in a child process until it ends, and returns the exit code.
+
+    The child gets SIGTERM and Ctrl-C that this process gets. If it completes nothing for hang_timeout_seconds, or
+    hang_grace_seconds during what takes long by its nature, its stacks and the end of its stderr are written to a file,
+    and it is ended: by SIGTERM, upon which it may still save, then by SIGKILL.
+
+    Returns: the child's code, 128 + N if the signal N ended it, HANG after a hang.
+    """
+    received, sent = os.pipe()
+    with tempfile.TemporaryFile() as stacks, os.fdopen(received, "rb", buffering=0) as lines:
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stderr=subprocess.PIPE,
+            pass_fds=(sent, stacks.fileno()),
+            env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{os.getpid()}"},
+            process_group=0,  # so that Ctrl-C reaches it once, through this process
+        )
+        os.close(sent)
+        with child, _forwarded(child), selectors.DefaultSelector() as selector:
+            return _Watched(child, lines, stacks, selector, config).wait()
+
+
+class _Watched:
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        lines: IO[bytes],
+        stacks: IO[bytes],
+        selector: selectors.BaseSelector,
+        config: Config,
+    ):
+        self._child, self._stacks, self._selector, self._config = child, stacks, selector, config
+        self._phase, self._within, self._since = START, "", time.monotonic()
+        self._folder, self._stderr, self._rest = Path(config.base_output_directory), bytearray(), b""
+        assert child.stderr is not None
+        self._selector.register(lines, selectors.EVENT_READ, self._read_lines)
+        self._selector.register(child.stderr, selectors.EVENT_READ, self._copy_stderr)
+
+    def wait(self) -> int:
+        """See `supervise`."""
+        while self._child.poll() is None:
+            self._read(_POLL)
+            if time.monotonic() - self._since > self._config[self._key]:
+                return self._end()
+        while self._read(0):
+            pass
+        code = self._child.returncode
+        if code < 0 and -code not in (signal.SIGINT, signal.SIGTERM):
+            _say(f"{signal.Signals(-code).name} ended the process during {self._what}")
+        return code if code >= 0 else 128 - code
+
+    @property
+    def _key(self) -> str:
+        return "hang_grace_seconds" if (self._within or self._phase) in _LONG else "hang_timeout_seconds"
+
+    @property
+    def _what(self) -> str:
+        return f"{self._phase} ({self._within})" if self._within else self._phase
+
+    def _end(self) -> int:
+        passed, limit = time.monotonic() - self._since, f"{self._key}={self._config[self._key]}"
+        what = f"nothing was completed for {passed:.0f} s ({limit}) during {self._what}"
+        stacks = self._ask_for_stacks()
+        file = self._folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}-{self._child.pid}.txt"
+        stderr = self._stderr.decode(errors="replace")
+        text = f"{what}\n\n---- stacks of all threads\n{stacks}\n---- end of stderr\n{stderr}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            where = f"stacks and the end of its output are in {file}"
+        except OSError as error:
+            where = f"cannot write {file}: {error.strerror}\n{text}"
+        _say(f"{what}; the process is ended; {where}")
+        self._child.terminate()
+        until = time.monotonic() + _SECONDS_TO_END
+        while self._child.poll() is None and time.monotonic() < until:
+            self._read(_POLL)
+        self._child.kill()
+        self._child.wait()
+        return HANG
+
+    def _ask_for_stacks(self) -> str:
+        """Returns the stacks of the child's threads, or why there are none."""
+        self._child.send_signal(_STACKS_SIGNAL)
+        size, until = 0, time.monotonic() + _SECONDS_FOR_STACKS
+        while time.monotonic() < until:
+            self._read(_POLL)
+            before, size = size, os.fstat(self._stacks.fileno()).st_size
+            if size and size == before:
+                self._stacks.seek(0)
+                return self._stacks.read().decode(errors="replace")
+        return "the process does not answer: it is stopped, or in the kernel"
+
+    def _read(self, timeout: float) -> bool:
+        """Reads what the child has written, after at most `timeout` seconds. Returns whether there was anything."""
+        if not self._selector.get_map():  # the child has closed both
+            time.sleep(timeout)
+        ready = self._selector.select(timeout) if self._selector.get_map() else []
+        for key, _ in ready:
+            if data := os.read(key.fd, _KEPT):
+                key.data(data)
+            else:
+                self._selector.unregister(key.fileobj)
+        return bool(ready)
+
+    def _read_lines(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            word, _, text = line.decode(errors="replace").partition(" ")
+            if word == "done":
+                self._phase, self._within, self._since = text, "", time.monotonic()
+            elif word == "in":
+                self._within = text
+            elif word == "folder":
+                self._folder = Path(text)
+
+    def _copy_stderr(self, data: bytes) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.buffer.write(data)
+            sys.stderr.flush()
+        self._stderr = (self._stderr + data)[-_KEPT:]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"supervise: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _forwarded(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A context in which the child gets SIGTERM and Ctrl-C of this process."""
+
+    def forward(number: int, frame: Any) -> None:
+        child.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,124 @@
+"""A supervised process that hangs is ended, and leaves what it did in a file; every other end passes through."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from trainer.config.load import load
+from trainer.runtime import supervision
+from trainer.runtime.supervision import HANG, supervise
+
+CHILD = """
+import os, signal, sys, time
+from trainer.runtime.supervision import pulse
+
+def stuck():
+    time.sleep(600)
+
+def obeys(number, frame):
+    sys.exit(143)
+
+tell = pulse()
+open("pid", "w").write(str(os.getpid()))
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "ignores" in sys.argv else obeys)
+how = sys.argv[1]
+if how.startswith("code"):
+    sys.exit(int(how[4:]))
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+print("last words", file=sys.stderr, flush=True)
+tell("folder", os.path.abspath("run"))
+tell("done", "evaluation")
+if how == "grace":
+    time.sleep(2.5)
+    sys.exit(0)
+tell("done", "step 3")
+tell("in", "rollouts" if how == "rollouts" else "data")
+if how == "rollouts":
+    time.sleep(2.5)
+    sys.exit(0)
+if how == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+stuck()
+"""
+CONFIG = load(["supervise=true", "hang_timeout_seconds=1", "hang_grace_seconds=300"]).config
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervision, "_SECONDS_TO_END", 1.0)
+    return lambda *words: supervise("child", words, CONFIG)
+
+
+def gone(pid):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("words", [("hangs",), ("hangs", "ignores"), ("stopped",)])
+def test_a_process_that_hangs(words, child, tmp_path, capfd):
+    assert child(*words) == HANG
+    assert gone((tmp_path / "pid").read_text())
+    (file,) = (tmp_path / "run").glob("hang-*.txt")
+    first, *_ = text = file.read_text().splitlines()
+    assert first.startswith("nothing was completed for ")
+    assert first.endswith(" s (hang_timeout_seconds=1) during step 3 (data)")
+    assert text[-1] == "last words"
+    stacks = "\n".join(text)
+    assert ("does not answer" if words == ("stopped",) else "in stuck") in stacks
+    errors = capfd.readouterr().err
+    assert "last words" in errors
+    assert f"supervise: {first}; the process is ended; stacks and the end of its output are in {file}\n" in errors
+
+
+@pytest.mark.parametrize(("how", "code"), [("code0", 0), ("code2", 2), ("killed", 137), ("grace", 0), ("rollouts", 0)])
+def test_other_ends_pass_through(how, code, child, tmp_path, capfd):
+    assert child(how) == code
+    assert ("SIGKILL ended the process during start" in capfd.readouterr().err) == (how == "killed")
+    assert not list(tmp_path.glob("run/hang-*"))
+
+
+def test_sigterm_is_forwarded(child, tmp_path):
+    def when_it_runs():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    supervision_config = load(["supervise=true", "hang_timeout_seconds=300"]).config
+    threading.Thread(target=when_it_runs).start()
+    assert supervise("child", ("hangs",), supervision_config) == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process learns of its parent's death on Linux only")
+def test_it_dies_with_its_supervisor(child, tmp_path):
+    code = (
+        "from trainer.config.load import load; from trainer.runtime.supervision import supervise\n"
+        "supervise('child', ['hangs'], load(['supervise=true']).config)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        until = time.monotonic() + 120
+        while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.kill()
+    assert gone(pid)
+
+
+def test_a_process_without_supervisor_tells_nobody():
+    assert supervision.pulse() is None
