@@ -35,7 +35,7 @@ def inputs(
     position, segment = place - start, np.where(segment < 3, segment + 1, 0)
     ids = [x.astype(np.int32) for x in (position, position, segment, segment)]
     arrays = [x.astype(dtype) for x in (query, key, value[..., :value_width])]
-    return *map(jnp.asarray, arrays), Mask(*map(jnp.asarray, ids))
+    return *jax.device_put(arrays), Mask(*jax.device_put(ids))
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:

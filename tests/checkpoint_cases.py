@@ -212,10 +212,11 @@ def maxtext_params(config: Any, params: dict[str, np.ndarray], *, scanned: bool)
 
 def write_maxtext(items: Path, stored: dict[str, np.ndarray], **more: Any) -> Path:
     """Writes a checkpoint in MaxText's format with Orbax's old interface: parameters, moments and the step."""
+    import jax
     import jax.numpy as jnp
     import orbax.checkpoint as orbax
 
-    params = nested({name: jnp.asarray(value) for name, value in stored.items()})
+    params = nested(jax.device_put(stored))
     tree = {"params": {"params": params}, "opt_state": {"mu": {"params": params}}, "step": jnp.int32(3)} | more
     orbax.PyTreeCheckpointer(use_ocdbt=True).save(items.absolute(), tree)
     return items
@@ -233,10 +234,11 @@ def maxtext_run(
       full: includes the optimizer state; otherwise like MaxText's tool for parameters only: step 0, without `scan`.
       more: further items of each checkpoint, such as the position in the data.
     """
+    import jax
     import jax.numpy as jnp
     import orbax.checkpoint as orbax
 
-    arrays = {name: jnp.asarray(value) for name, value in stored.items()}
+    arrays = jax.device_put(stored)
     params = {"params": nested(arrays)}
     state: Any = {"params": params, "opt_state": {}, "step": 0}
     if full:

@@ -1,9 +1,10 @@
 """Checkpoints of small trees, for tests of the manager."""
 
 import jax
-import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import optax
+from support import zeros
 
 from trainer.backends.base import TrainTree
 from trainer.checkpoint.manager import CheckpointManager
@@ -24,8 +25,9 @@ def settings(**changes):
 
 
 def small_tree(value=0.0, width=4):
-    params = {"layer": {"kernel": jnp.full((width, width), value)}}
-    return TrainTree(jnp.asarray(3, jnp.int32), params, optax.adam(0.1).init(params), {})
+    params = {"layer": {"kernel": np.full((width, width), value, np.float32)}}
+    opt_state = zeros(jax.eval_shape(optax.adam(0.1).init, params))
+    return jax.device_put(TrainTree(np.int32(3), params, opt_state, {}))
 
 
 def abstract(tree):

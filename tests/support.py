@@ -123,7 +123,7 @@ def first_tree(run: Any, params: Any = None) -> Any:
     of parameters."""
     import jax
 
-    tree = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.codec.unpack(run.abstract_state))
+    tree = zeros(run.codec.unpack(run.abstract_state))
     params = random_params(tree.params) if params is None else params
     if hasattr(tree, "inner_state"):  # every island begins at the outer parameters
         inner = tree.inner_state
@@ -158,6 +158,14 @@ def lowered_update(run: Any) -> Any:
 
     state, *others = run.abstract_args()
     return jax.jit(run.computation.update).lower(run.codec.unpack(state), *others)
+
+
+def zeros(abstract: Any) -> Any:
+    """Returns zeros with the shapes and dtypes of `abstract`, on the host: the first state of most optimizers, without
+    a program for each."""
+    import jax
+
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 
 def copied(tree: Any) -> Any:

@@ -13,7 +13,7 @@ from flax import nnx
 from trainer import sharding
 from trainer.config.errors import UserError
 from trainer.layers.matrices import WithMatrices
-from trainer.layers.param import EXACT, param
+from trainer.layers.param import EXACT, lecun_normal, param
 from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
@@ -48,9 +48,8 @@ class Dense(WithMatrices):
         self.inputs = len(in_shape)
         self.names, self.reduces_early = tuple(names), reduces_early
         self.dtype = dtype
-        init = jax.nn.initializers.lecun_normal()
         # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
-        kernel = init(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
+        kernel = lecun_normal(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         if bias:
             self.bias: nnx.Variable = param(jnp.zeros(out_shape, EXACT), names[len(in_shape) :])

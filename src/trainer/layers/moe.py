@@ -13,7 +13,7 @@ from trainer import sharding
 from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.matrices import WithMatrices
 from trainer.layers.mlp import MLP, Combine, hidden_units
-from trainer.layers.param import EXACT, Buffer, param
+from trainer.layers.param import EXACT, Buffer, lecun_normal, param
 from trainer.layers.sown import Activation, RouterCount, RouterLoss, captures, sow
 from trainer.ops import exchange
 from trainer.ops.experts import Apply, Dispatched, dropless, every_expert, weighing_inputs, with_bias, within_capacity
@@ -96,10 +96,11 @@ class MoE(WithMatrices):
         )
         if routed_bias:
             self.gate.bias = Buffer(jnp.zeros(experts, jnp.float32))  # MaxText's name
-        init = jax.nn.initializers.lecun_normal(batch_axis=0)
         for name in self._projections():
-            setattr(self, name, param(init(rngs.params(), (experts, width, hidden), weight_dtype), IN))
-        self.wo = param(init(rngs.params(), (experts, hidden, width), weight_dtype), OUT)
+            drawn = lecun_normal(rngs.params(), (experts, width, hidden), weight_dtype, batch_axis=(0,))
+            setattr(self, name, param(drawn, IN))
+        drawn = lecun_normal(rngs.params(), (experts, hidden, width), weight_dtype, batch_axis=(0,))
+        self.wo = param(drawn, OUT)
         self.biases = [f"{name}_bias" for name in self._matrices()] if bias else []
         for name in self.biases:
             outputs = width if name == "wo_bias" else hidden

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
 
+SMALL = 1 << 20  # bytes of a leaf whose layers are put together on the host: this compiles nothing
 # Given the shardings of the parts, a function from some layers of a leaf to the parts of these layers.
 Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
 
@@ -60,6 +62,13 @@ def _assembled(
         tick(leaf.nbytes)
         return found
     layer, converted = of_layers(abstract), convert({name: of_layers(part).sharding for name, part in parts.items()})
+    if leaf.nbytes <= SMALL and all(part.sharding.is_fully_addressable for part in parts.values()):
+        layers = []
+        for put in leaf.puts:
+            layers.append(jax.device_get(dict(converted(put(layer)))))
+            tick(leaf.nbytes // count)
+        whole = {name: np.concatenate([each[name] for each in layers]) for name in parts}
+        return {name: jax.device_put(array, parts[name].sharding) for name, array in whole.items()}
     arrays = {
         name: jnp.zeros(part.shape, part.dtype, device=resharded(part.sharding, ndim, lambda axes: axes))
         for name, part in parts.items()

@@ -16,7 +16,16 @@ import jax
 import numpy as np
 import pytest
 from sources import SOURCE
-from support import ALL_COMBINATIONS, LAST_CASE, assert_equal_bits, copied, packed_batch, tiny_config
+from support import (
+    ALL_COMBINATIONS,
+    LAST_CASE,
+    assert_equal_bits,
+    copied,
+    first_tree,
+    packed_batch,
+    state_from,
+    tiny_config,
+)
 
 from trainer.aot import executable, sources
 from trainer.config.capabilities.all_keys import step_keys
@@ -54,8 +63,9 @@ def test_the_loaded_step_does_what_the_saved_one_does(step, file, origin):
         state, metrics = compiled(state, placed(run, batch), ())
         return copied(jax.tree.leaves(state)), jax.device_get(metrics)
 
-    result = after(load(step, file, origin), jax.tree.leaves(run.init()))
-    assert_equal_bits(result, after(step.compiled, run.init()))
+    tree = first_tree(run)
+    result = after(load(step, file, origin), jax.tree.leaves(state_from(run, tree)))
+    assert_equal_bits(result, after(step.compiled, state_from(run, tree)))
     assert np.isfinite(result[1]["loss"])
     assert [path.name for path in file.parent.iterdir()] == ["step"]
 

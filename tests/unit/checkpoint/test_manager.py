@@ -25,8 +25,8 @@ def random_like(tree, seed):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.random.key(rng.integers(1 << 30))
         if x.dtype == bool:
-            return jnp.asarray(rng.integers(0, 2, x.shape), bool)
-        return jnp.asarray(rng.normal(0, 1e3, x.shape)).astype(x.dtype)
+            return jax.device_put(rng.integers(0, 2, x.shape).astype(bool))
+        return jax.device_put(rng.normal(0, 1e3, x.shape).astype(x.dtype))
 
     return jax.tree.map(one, tree)
 

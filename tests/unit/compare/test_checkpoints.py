@@ -3,13 +3,13 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import optax
 import pytest
 from bucket import bucket  # noqa: F401, a fixture
 from checkpoint_cases import config_of, random_params
+from support import zeros
 
 from trainer import parity
 from trainer.backends.base import TrainTree
@@ -35,8 +35,9 @@ def saved(folder, changes=(), *, updates=3, tx=None):
     kernel = np.ones((4, 2, 2), np.float32)
     for layer, value in changes:
         kernel[layer, 0, 0] = value
-    params = {"decoder": {"layers": {"kernel": jnp.asarray(kernel)}, "decoder_norm": jnp.ones(3)}}
-    tree = TrainTree(jnp.asarray(updates, jnp.int32), params, (tx or optax.adam(0.1)).init(params), {})
+    params = {"decoder": {"layers": {"kernel": kernel}, "decoder_norm": np.ones(3, np.float32)}}
+    opt_state = zeros(jax.eval_shape((tx or optax.adam(0.1)).init, params))
+    tree = jax.device_put(TrainTree(np.int32(updates), params, opt_state, {}))
     with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
         manager.save(updates, tree, Sidecar(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
     return folder
@@ -84,11 +85,11 @@ def test_a_difference_is_found_in_its_layer(tmp_path, capsys):
 
 def test_islands_are_compared_too(tmp_path, capsys):
     def saved_islands(folder, **changes):
-        params = {"decoder": {"layers": {"kernel": jnp.ones((4, 2))}}}
-        tx, step = optax.sgd(0.1, momentum=0.9), jnp.asarray(3, jnp.int32)
-        tree = TrainTree(step, params, tx.init(params), {})
-        islands = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
-        state = DiLoCoTrainState(islands, params, tx.init(params), step, step)._replace(**changes)
+        params, step = jax.device_put(({"decoder": {"layers": {"kernel": np.ones((4, 2), np.float32)}}}, np.int32(3)))
+        opt_state = jax.device_put(zeros(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, params)))
+        tree = TrainTree(step, params, opt_state, {})
+        islands = jax.device_put(jax.tree.map(lambda leaf: np.stack([leaf, leaf]), tree))
+        state = DiLoCoTrainState(islands, params, opt_state, step, step)._replace(**changes)
         with CheckpointManager(folder, ml_collections.ConfigDict(SETTINGS), say=print) as manager:
             manager.save(3, state, Sidecar(to_yaml(config_of()), {"row": 3}, "corpus 1", {}), {})
         return state

@@ -91,7 +91,7 @@ def test_adapters_for_queries_and_experts_train_alike_in_nnx_and_linen(guides):
 def test_both_branches_of_the_family_read_the_same_norm(guides):
     config = tiny_config(ALL_COMBINATIONS[0])
     block = guides("own_family").ParallelBlock(config, nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, config.base_emb_dim)), jnp.float32)
+    x = np.random.default_rng(0).normal(size=(2, 16, config.base_emb_dim)).astype(np.float32)
     batch = packed_batch(config, 2)
     context = Context(batch["inputs_position"], batch["inputs_segmentation"], batch["row"], None)
 
@@ -102,9 +102,11 @@ def test_both_branches_of_the_family_read_the_same_norm(guides):
             kernel[...] = jnp.zeros_like(kernel[...])
         return changed(x, None, context)[0] - x
 
-    np.testing.assert_allclose(added(), added("mlp") + added("attention"), atol=1e-5)  # float32 sums
-    assert not np.any(added("mlp", "attention"))
-    assert np.abs(added("attention")).max() > 0.01
+    zeros = (), ("mlp",), ("attention",), ("mlp", "attention")
+    both, attention, mlp, neither = jax.jit(lambda: [added(*zero) for zero in zeros])()
+    np.testing.assert_allclose(both, attention + mlp, atol=1e-5)  # float32 sums
+    assert not np.any(neither)
+    assert np.abs(mlp).max() > 0.01
 
 
 def test_the_objective_by_its_formula(guides):
@@ -118,13 +120,15 @@ def test_the_objective_by_its_formula(guides):
     batch = dict.fromkeys(("inputs", "inputs_position", "inputs_segmentation"), segments)
     batch |= {"row": np.arange(2), "targets": target, "targets_segmentation": segments}
     focal = guides("own_objective").Focal(apply)
-    sums = focal.sums(None, None, batch, None)
+    minimized, measured, tokens = jax.jit(
+        lambda: (*focal.sums(None, None, batch, None)[:2], focal.weights(batch).tokens)
+    )()
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     log_p = np.log(np.take_along_axis(p, target[..., None], -1)[..., 0])
     seen = segments != 0
-    np.testing.assert_allclose(sums.minimized["focal_loss"], (-((1 - np.exp(log_p)) ** 2) * log_p)[seen].sum(), 1e-5)
-    np.testing.assert_allclose(sums.measured["lm_loss"], -log_p[seen].sum(), 1e-5)
-    assert focal.weights(batch).tokens == 7
+    np.testing.assert_allclose(minimized["focal_loss"], (-((1 - np.exp(log_p)) ** 2) * log_p)[seen].sum(), 1e-5)
+    np.testing.assert_allclose(measured["lm_loss"], -log_p[seen].sum(), 1e-5)
+    assert tokens == 7
 
 
 def test_the_objectives_program_trains(guides, capsys):
@@ -159,7 +163,7 @@ def test_evaluation_reports_what_an_objective_measures(guides):
 
     batch = dict.fromkeys(("inputs", "inputs_position", "inputs_segmentation"), np.ones((1, 3), int))
     batch |= {"row": np.arange(1), "targets": np.ones((1, 3), int), "targets_segmentation": np.ones((1, 3), int)}
-    means = Measuring(apply).evaluation(None, None, batch)
+    means = jax.jit(lambda: Measuring(apply).evaluation(None, None, batch))()
     metrics = summarize([{"means": means, "bytes": 0}])
     assert (metrics["eval_first"], "eval_lm_loss" in metrics) == (0.5, False)
 
@@ -169,13 +173,14 @@ def test_the_optimizer_by_its_formula(guides, monkeypatch):
     given = Given(lambda step: 0.01 * (step + 1), lambda params: {"w": True, "scale": False}, None)
     signum = guides("own_optimizer").signum
     optimizer = signum(keys, given)
-    params = {"w": jnp.full(4, 2.0), "scale": jnp.full(4, 2.0)}
-    state, mean, rng = optimizer.init(params), np.zeros(4), np.random.default_rng(0)
+    params = {"w": np.full(4, 2.0, np.float32), "scale": np.full(4, 2.0, np.float32)}
+    state, mean, rng = jax.jit(optimizer.init)(params), np.zeros(4), np.random.default_rng(0)
+    update = jax.jit(optimizer.update)
     for step in range(3):
         gradient = rng.normal(size=4)
         mean = 0.9 * mean + 0.1 * gradient
-        tree = dict.fromkeys(params, jnp.asarray(gradient, jnp.float32))
-        updates, state = optimizer.update(tree, state, params)
+        tree = dict.fromkeys(params, gradient.astype(np.float32))
+        updates, state = update(tree, state, params)
         rate = 0.01 * (step + 1)
         np.testing.assert_allclose(updates["w"], -rate * (np.sign(mean) + 0.5 * 2.0), rtol=1e-6)
         np.testing.assert_allclose(updates["scale"], -rate * np.sign(mean), rtol=1e-6)

@@ -32,22 +32,24 @@ MODEL = {
     "base_emb_dim": 64,
     "head_dim": 16,
     "base_mlp_dim": 176,
+    "base_num_decoder_layers": 1,
     "vocab_size": VOCABULARY,
     "max_target_length": LENGTH,
     "return_log_prob": True,
     "batch_invariant": True,
 }
+TWO = {"base_num_decoder_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 96}
 # Norms before and after, windows and soft caps; latent attention, dense layers and experts; a table of positions.
 KINDS = {
     "llama2": {},
-    "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0},
-    "deepseek": EVERY_MATRIX,
+    "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0, **TWO},
+    "deepseek": EVERY_MATRIX | TWO,
     "mixtral": {"decoder_block": "mixtral", **EXPERTS},
     "qwen3_moe": {"decoder_block": "qwen3_moe", **EXPERTS},
     "gpt3": {"decoder_block": "gpt3", "base_num_kv_heads": 4, "trainable_position_size": LENGTH},
     "lora": {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8},
-    "unrolled": {"scan_layers": False, "rope_type": "yarn"},
+    "unrolled": {"scan_layers": False, "rope_type": "yarn", **TWO},
 }
 HOW = {
     "chunks": {"use_chunked_prefill": True, "prefill_chunk_size": 64},
@@ -60,7 +62,7 @@ def engine_of(*, devices=1, **keys):
     return MaxEngine(config, jax.devices()[:devices])
 
 
-def requests(count, seed=0, shortest=3):
+def requests(count, seed=3, shortest=3):
     """Returns prompts of `shortest` to 120 tokens, some of which begin with the same 70, and how many tokens follow
     each. Those above 64 tokens are prefilled by one program."""
     random = np.random.default_rng(seed)
@@ -150,7 +152,7 @@ def differing(model, params, prompts, found, together=(True, False), **mesh):
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_of_drawn_tokens_are_those_of_training(kind, dtype):
     engine = engine_of(dtype=dtype, **KINDS[kind])
-    variables, (prompts, limits) = random_variables(engine.served.model), requests(7, shortest=65)
+    variables, (prompts, limits) = random_variables(engine.served.model), requests(5, shortest=65)
     found = rollouts(engine, engine.hold(*variables), prompts, limits)
     assert differing(engine.served.model, variables, prompts, found) == 0
 
@@ -185,7 +187,7 @@ def plain():
 @functools.cache
 def plain_rollouts():
     """Returns requests for prompts of all lengths, and what follows them."""
-    (engine, params, _), asked = plain(), requests(7)
+    (engine, params, _), asked = plain(), requests(5)
     return asked, rollouts(engine, params, *asked)
 
 
@@ -217,11 +219,11 @@ def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
 
 def test_devices_with_whole_rows_and_whole_matrices():
     keys = {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 1, "per_device_batch_size": 1, "dtype": "float32"}
-    engine, (_, params, variables), asked = engine_of(devices=4, **keys), plain(), requests(6, shortest=65)
+    engine, (_, params, variables), asked = engine_of(devices=4, **keys), plain(), requests(5, shortest=65)
     found = rollouts(engine, engine.hold(*variables), *asked)
     assert found == rollouts(plain()[0], params, *asked)
     training = mesh_of(ici_data_parallelism=2, ici_fsdp_parallelism=2)
-    assert differing(engine.served.model, variables, asked[0] * 2, found * 2, [False], **training) == 0
+    assert differing(engine.served.model, variables, asked[0][:4], found[:4], [False], **training) == 0
     with pytest.raises(UserError, match="batch_invariant=true: fsdp has 4 devices, which would share the one row"):
         engine_of(devices=4)
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
-from support import ALL_COMBINATIONS, arguments, copied, packed_batch, tiny_config
+from support import ALL_COMBINATIONS, arguments, first_tree, packed_batch, state_from, tiny_config
 
 from trainer.aot.recomputed import recomputed
 from trainer.aot.suggest import UNCERTAINTY
@@ -321,11 +321,11 @@ def test_loss_and_gradients_do_not_depend_on_the_policy():
     """Of policies that recompute everything, nothing, or a part. Policies that offload run too, but on this platform
     host and device share their memory."""
     run, _ = compiled("none", DEPTHS[0])
-    state, batch = copied(run.init()), packed_batch(run.config, run.rows)
+    tree, batch = first_tree(run), packed_batch(run.config, run.rows)
     losses, norms = set(), []
     for policy in ("none", "full", "save_qkv_proj", "qkv_proj_offloaded"):
         run, step = compiled(policy, DEPTHS[0])
-        _, metrics = step(jax.device_put(state, run.states.shardings), placed(run, batch), ())
+        _, metrics = step(state_from(run, tree), placed(run, batch), ())
         losses.add(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     assert len(losses) == 1

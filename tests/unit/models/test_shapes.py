@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from other_shapes import EMBEDDING_SCALE, LIMIT, SCALE, clipped_gate
-from support import ALL_COMBINATIONS, arguments, model_of, tiny_config
+from support import ALL_COMBINATIONS, arguments, model_of, random_variables, tiny_config
 
 from trainer.compare import measure
 from trainer.config.errors import UserError
@@ -17,7 +17,6 @@ from trainer.config.load import load
 from trainer.config.resolve import resolve
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.scheduler import Scheduler
-from trainer.inference.weights import canonical
 from trainer.layers.attention import Attention
 from trainer.layers.moe import MoE
 from trainer.layers.norm import LayerNorm
@@ -108,7 +107,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
     keys |= {"per_device_batch_size": 2, "enable_prefix_caching": True, "prefix_caching_hbm_byte": 10**8}
     keys |= {"use_chunked_prefill": True, "prefill_chunk_size": 4, "decode_sampling_strategy": "greedy"}
     engine = MaxEngine(tiny_config("nnx", **OWN | keys), jax.devices()[:1])
-    params, rest = canonical(engine.load_params(say=lambda line: None))
+    params, rest = random_variables(engine.served.model)
     params["decoder"]["layers"]["mix"]["kernel"] *= 20  # so that the mean decides
     assert sorted(set(engine.places(engine.init_decode_state().cache))) == [0, LENGTH]
 
@@ -134,7 +133,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
 def test_prompts_do_not_share_a_row_if_there_is_state_without_positions():
     engine = MaxEngine(tiny_config("nnx", **OWN, max_target_length=LENGTH), jax.devices()[:1])
     with pytest.raises(ValueError, match="state without positions, so prompts cannot share a row"):
-        engine.prefill_concat(engine.load_params(say=lambda line: None), *engine.packed([[5, 0], [1, 2, 3]]))
+        engine.prefill_concat(None, *engine.packed([[5, 0], [1, 2, 3]]))
 
 
 @pytest.mark.parametrize("attention", ["dot_product", "blockwise"])

@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arguments, copied, pinned, state_from
+from support import arguments, first_tree, pinned, state_from
 
 from trainer.config.dump import as_words
 from trainer.config.load import load
@@ -158,8 +157,7 @@ def built(**keys):
 @cache
 def first_state():
     """Returns the first state on the host. It is that of all configurations."""
-    run, _ = built()
-    return copied(run.codec.unpack(run.init()))
+    return first_tree(built()[0])
 
 
 def some_pairs(count, seed=0):
@@ -309,9 +307,9 @@ def test_fifty_steps_are_those_of_trl(name):
     leaves = source.leaves(config, weight_shapes(config))
     weights = {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
     run = build(config, jax.devices()[:1])
-    tree = run.codec.unpack(run.init())
-    state = state_from(run, tree._replace(params=jax.tree.map(jnp.asarray, parted(nested(weights), tree.rest)[0])))
-    frozen = run.frozen.make(jax.tree.map(jnp.copy, run.codec.unpack(state).params))
+    tree = first_tree(run, parted(nested(weights), run.model.abstract[1])[0])
+    state, other = state_from(run, tree), state_from(run, tree)
+    frozen = run.frozen.make(run.codec.unpack(other).params)
     step, found = run.step.lower(*run.abstract_args()).compile(), []
     pairs = GOLDEN["pairs"]
     for i in range(50):

@@ -6,15 +6,17 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_cases import assert_close, inputs, value_and_grads
 from jax._src.cudnn import fused_attention_stablehlo
 
+from trainer.ops import documents
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.cudnn import cudnn_attention
-from trainer.ops.documents import lengths, packed
 
 in_xla = functools.partial(cudnn_attention, implementation="xla")
+lengths = jax.jit(documents.lengths, static_argnums=1)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 40])
@@ -105,9 +107,9 @@ def test_what_the_backward_pass_needs_is_kept_once():
 def one_document(rows, length, *, padding=True):
     """Returns queries, keys, values, and the mask of rows of one document, with its lengths; see `inputs`."""
     query, key, value, _ = inputs(rows, length, 4, 2, 8, dtype=jnp.bfloat16)
-    index = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    sizes = length - 7 * padding * jnp.arange(rows)[:, None]
-    segment = (index < sizes).astype(jnp.int32)
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    sizes = length - 7 * padding * np.arange(rows)[:, None]
+    segment = (index < sizes).astype(np.int32)
     return query, key, value, Mask(index, index, segment, segment, lengths(segment, 1 if padding else 0))
 
 
@@ -130,7 +132,7 @@ def test_a_row_of_one_document_has_no_bias(padding, mask_type, operands):
 
 
 def test_a_row_of_padding_has_a_length():
-    assert lengths(jnp.zeros((1, 4), jnp.int32), 1).tolist() == [[1]]
+    assert lengths(np.zeros((1, 4), np.int32), 1).tolist() == [[1]]
 
 
 def packed_rows(length=24):
@@ -158,8 +160,8 @@ def test_several_documents_have_offsets_and_no_bias(window):
 
 
 def test_documents_of_all_rows_lie_one_after_the_other():
-    documents = jnp.array([[3, 0, 0, 5], [0, 0, 0, 8], [2, 2, 4, 0]])
-    sizes, starts = packed(documents, 8)
+    found = np.array([[3, 0, 0, 5], [0, 0, 0, 8], [2, 2, 4, 0]], np.int32)
+    sizes, starts = jax.jit(documents.packed, static_argnums=1)(found, 8)
     assert sizes.tolist() == [3, 5, 8, 2, 2, 4, *[0] * 6]
     assert starts.tolist() == [0, 3, 8, 16, 18, 20, *[24] * 9]
 

@@ -67,8 +67,14 @@ def example(name, kernel, *first):
     """Returns what is stored for a random kernel as STORAGES[name] says, with random scales of AWQ, and its values."""
     shape = (*first, *kernel.in_shape)
     scale = 1 + np.abs(normal(*shape, seed=2))
-    stored = stored_as(STORAGES[name], kernel, normal(*shape, *kernel.out_shape), 0, scale)
-    return stored, np.asarray(floats(stored), np.float64)
+    stored, values = _with_floats(STORAGES[name], kernel, normal(*shape, *kernel.out_shape), scale)
+    return stored, np.asarray(values, np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_floats(storage, kernel, value, scale):
+    stored = stored_as(storage, kernel, value, 0, scale)
+    return stored, floats(stored)
 
 
 def test_int8_is_numpys():

@@ -24,7 +24,7 @@ RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 def gradients(names):
     """Returns gradients of a product's sum of squares with respect to input and matrix, newly jitted."""
     rng = np.random.default_rng(0)
-    x, matrix = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 8), (8, 4)))
+    x, matrix = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 4)))
 
     def loss(x, matrix):
         if names is not None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import tiny_config
+from support import random_variables, tiny_config
 
 from trainer.backends.registry import make_model
 from trainer.models.families import axis_rules
@@ -33,10 +33,9 @@ def loss_and_gradients(tied, devices):
             logits = model.apply(params, {}, hidden, method="head")[0]
         return -jax.nn.log_softmax(logits)[..., 5].mean()
 
-    params = jax.jit(model.init)(jax.random.key(0))[0]
     params = jax.tree.map(
         lambda leaf, names: jax.device_put(leaf, named_sharding(mesh, names, leaf.shape, rules)),
-        params,
+        random_variables(model)[0],
         model.param_axes,
     )
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

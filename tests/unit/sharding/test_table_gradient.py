@@ -36,8 +36,8 @@ def program(mesh, **how):
 def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
     monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(rng.integers(0, 64, (8, 32)))
-    rows = jnp.asarray(rng.integers(-9, 9, (8, 32, 8)), jnp.bfloat16)  # whole numbers: any order gives the same sums
+    ids = rng.integers(0, 64, (8, 32)).astype(np.int32)
+    rows = rng.integers(-9, 9, (8, 32, 8)).astype(jnp.bfloat16)  # whole numbers: any order gives the same sums
     table = jnp.ones((64, 8))
     mesh = make_mesh(jax.devices(), 8)
     with on_mesh(mesh, RULES):
@@ -82,8 +82,8 @@ def test_devices_look_up_and_sum_their_columns_only(sizes):
     length, embed = tuple(sizes)[2:], tuple(sizes)[1:]
     rules = {"batch": ("data", "fsdp"), "length": length, "embed": embed, "width": (), "vocab": ()}
     rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.integers(-9, 9, (64, 8)), jnp.float32)  # whole numbers: any order, the same sums
-    ids, rows = jnp.asarray(rng.integers(0, 64, (8, 32))), jnp.asarray(rng.integers(-9, 9, (8, 32, 8)), jnp.bfloat16)
+    table = rng.integers(-9, 9, (64, 8)).astype(np.float32)  # whole numbers: any order, the same sums
+    ids, rows = rng.integers(0, 64, (8, 32)).astype(np.int32), rng.integers(-9, 9, (8, 32, 8)).astype(jnp.bfloat16)
     whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"), length), (None, embed)))
     out = {"out_names": ("batch", "length", "width"), "names": TABLE}
     with on_mesh(mesh, rules):

@@ -6,7 +6,7 @@ import jax
 import ml_collections
 import numpy as np
 import pytest
-from support import arguments, copied
+from support import arguments, first_tree
 
 from trainer.config.errors import RunStopped
 from trainer.config.load import load
@@ -79,7 +79,7 @@ def test_a_state_that_was_not_finite_before():
 
 def test_names_of_arrays():
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
-    tree = copied(run.codec.unpack(run.init()))
+    tree = first_tree(run)
     tree.params["decoder"]["layers"]["mlp"]["wo"]["kernel"][1, 2, 3] = np.inf
     tree.opt_state[1][0].nu["token_embedder"]["embedding"][5] = np.nan
     state = jax.device_put(run.codec.pack(tree), run.states.shardings)

@@ -16,6 +16,7 @@ from support import (
     compiled,
     copied,
     packed_batch,
+    random_variables,
     state_from,
     tiny_config,
 )
@@ -134,7 +135,7 @@ def _abstract(run):
 
 def test_one_select_covers_parameters_optimizer_rules_and_rest():
     config = tiny_config("nnx", **KEYS)
-    params, rest = jax.tree.map(jnp.asarray, initial()[1::2])
+    params, rest = jax.device_put(initial()[1::2])
     tx = with_rules(optax.adam(0.1), [COUNT, AVERAGE])
     tree = TrainTree(jnp.zeros((), jnp.int32), params, compiled(tx.init, params)(params), rest)
     here, one = jax.tree.map(lambda leaf: leaf.sharding, params), jnp.ones((), jnp.int32)
@@ -165,7 +166,7 @@ def every(interval, *sown):
 
 def test_a_step_measures_whenever_a_rule_that_reads_sown_values_is_due():
     def due(*rules):
-        flags = [any_due(rules, jnp.asarray(step)) for step in range(5)]
+        flags = [any_due(rules, np.int32(step)) for step in range(5)]
         return None if flags == [None] * 5 else [bool(flag) for flag in flags]
 
     assert due() is due(AVERAGE) is due(every(2)) is None
@@ -177,7 +178,7 @@ def test_a_step_measures_whenever_a_rule_that_reads_sown_values_is_due():
 def test_what_layers_sow_is_sampled_when_a_rule_is_due():
     config = tiny_config("nnx", qk_clip_interval=2)  # a key that this step does not read
     model = make_model(config)
-    params, rest = jax.jit(model.init)(seed_key(0))
+    params, rest = jax.device_put(random_variables(model))
     here = jax.tree.map(lambda leaf: leaf.sharding, params)
     path = "decoder/layers/self_attention/max_logit"
     rule = every(3, MaxLogit)._replace(

@@ -19,6 +19,7 @@ from support import (
     packed_batch,
     state_from,
     tiny_config,
+    zeros,
 )
 
 from trainer.backends.base import TrainTree
@@ -76,8 +77,8 @@ def few(params):
 def first_of_few(config):
     """Returns the optimizer of `config`, and the first state of a run that has few parameters."""
     tx, params = make_optimizer(config, few(make_model(config).param_axes)), few(initial().params)
-    opt_state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(tx.init, params))
-    return tx, jax.tree.map(jnp.asarray, TrainTree(np.int32(0), params, opt_state, {}))
+    opt_state = zeros(jax.eval_shape(tx.init, params))
+    return tx, jax.device_put(TrainTree(np.int32(0), params, opt_state, {}))
 
 
 def update_of(config, tx, tree, loss):
@@ -217,7 +218,7 @@ def test_the_optimizer_gets_gradients_in_grad_dtype(stored, held):
         return grads, state
 
     config = tiny_config("nnx", weight_dtype=stored, grad_dtype=held)
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf.astype(jnp.dtype(stored))), initial().params)
+    params = jax.device_put(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(stored)), initial().params))
     tree = initial()._replace(params=params, opt_state=optax.EmptyState())
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     jax.eval_shape(update_of(config, tx, tree, jnp.sin), tree, packed_batch(config, 2))
@@ -301,7 +302,7 @@ def test_optimizer_state_that_is_not_finite_is_told():
 
     tx = optax.GradientTransformation(lambda params: jnp.ones(()), update)
     config = tiny_config("nnx")
-    tree = jax.tree.map(jnp.asarray, initial())._replace(opt_state=jnp.ones(()))
+    tree = jax.device_put(initial()._replace(opt_state=np.ones((), np.float32)))
     update = update_of(config, tx, tree, jnp.square)
     tree, metrics = jax.jit(update)(tree, packed_batch(config, 2))
     assert metrics["finite"] == 0

@@ -5,5 +5,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def loading_is_never_slow(monkeypatch):
-    """Never prints how long loading took, so that output is the same on a busy machine."""
+    """Never prints how far loading is nor how long it took, so that output is the same on a busy machine."""
     monkeypatch.setattr("trainer.weights.load._SHORT", float("inf"))
+    monkeypatch.setattr("trainer.leaves.source._EVERY", float("inf"))

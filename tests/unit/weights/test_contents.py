@@ -4,7 +4,6 @@ import math
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,6 +20,7 @@ from checkpoint_cases import (
 )
 from manager_cases import settings
 from safetensors.numpy import save_file
+from support import zeros
 
 from trainer import inspect
 from trainer.backends.base import TrainTree
@@ -45,8 +45,9 @@ def params(config):
 
 
 def trained(params):
-    arrays = nested({name: jnp.asarray(value) for name, value in params.items()})
-    return TrainTree(jnp.asarray(3, jnp.int32), arrays, optax.adam(0.1).init(arrays), {})
+    arrays = nested(params)
+    opt_state = zeros(jax.eval_shape(optax.adam(0.1).init, arrays))
+    return jax.device_put(TrainTree(np.int32(3), arrays, opt_state, {}))
 
 
 def save(folder, config, tree):
@@ -104,9 +105,9 @@ def test_headers_alone(run, capsys, monkeypatch):
 
 def test_islands(tmp_path, config, params, capsys):
     tree = trained(params)
-    inner = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), tree)
-    outer = optax.sgd(0.7, momentum=0.9).init(tree.params)
-    save(tmp_path, config, DiLoCoTrainState(inner, tree.params, outer, jnp.asarray(3, jnp.int32)))
+    inner = jax.device_put(jax.tree.map(lambda leaf: np.stack([leaf, leaf]), tree))
+    outer = jax.device_put(zeros(jax.eval_shape(optax.sgd(0.7, momentum=0.9).init, tree.params)))
+    save(tmp_path, config, DiLoCoTrainState(inner, tree.params, outer, jax.device_put(np.int32(3))))
     contents = contents_of(str(tmp_path))
     assert contents.kind == "a checkpoint of a run of DiLoCo"
     assert_norms(contents, params)

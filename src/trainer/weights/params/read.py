@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainer.config.errors import UserError
@@ -37,6 +36,8 @@ CONFIG = "config.yml"
 ROOT, REST = "params/", "rest/"
 _ISLANDS = f"inner_state/{REST}"  # with DiLoCo: of all islands, on a first axis
 _AVERAGES = f"{AVERAGE}/"
+_mean = jax.jit(mean_of_islands)
+_reordered = jax.jit(reordered, static_argnames=("head", "pairs"))
 
 
 class ParamsSource:
@@ -140,17 +141,15 @@ class ParamsSource:
         if self._of_islands(name):
 
             def mean() -> np.ndarray:
-                return np.asarray(mean_of_islands(jnp.asarray(read())))
+                return np.asarray(_mean(read()))
 
             return Leaf(shape, dtype, [mean], [lambda abstract: jax.device_put(mean(), abstract.sharding)])
         place = functools.partial(orbax.place, tree, path)
         if not head:
             return Leaf(shape, dtype, [read], [place])
-        convert = functools.partial(reordered, head=head, pairs=pairs)
-        converted = jax.jit(convert)
         return Leaf(
             shape,
             dtype,
-            [lambda: convert(read())],
-            [lambda abstract: jax.device_put(converted(place(abstract)), abstract.sharding)],
+            [lambda: reordered(read(), head, pairs=pairs)],
+            [lambda abstract: jax.device_put(_reordered(place(abstract), head, pairs=pairs), abstract.sharding)],
         )
