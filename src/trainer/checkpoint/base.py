@@ -19,6 +19,7 @@ from trainer.runtime import storage
 
 T = TypeVar("T")
 
+_TRAINED, _SAME = "its adapters were trained on a base", "the unchanged base"
 _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
 
 
@@ -121,11 +122,7 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
 
 
 def check_base(
-    found: Mapping[Path, jax.Array],
-    base: Base,
-    where: Any,
-    what: str = "its adapters were trained on a base",
-    instead: str = "the unchanged base",
+    found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
     of them has are not compared. `what`, `instead`: how a message names the base.
@@ -140,10 +137,14 @@ def check_base(
     changed = [name for name, digest in here[kind].items() if there[kind].get(name, digest) != digest]
     if changed:
         more = f" and {len(changed) - 1} more have" if len(changed) > 1 else " has"
-        raise UserError(
-            f"{where}: {what} with other values: {changed[0]}{more} changed in "
-            f"{base.path or 'the initial parameters'}; give {instead} with load_parameters_path"
-        )
+        raise _other_values(where, base, f"{changed[0]}{more}", what, instead)
+
+
+def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, instead: str = _SAME) -> UserError:
+    return UserError(
+        f"{where}: {what} with other values: {changed} changed in {base.path or 'the initial parameters'}; give "
+        f"{instead} with load_parameters_path"
+    )
 
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
@@ -160,10 +161,7 @@ def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
         ((sums[i],),) = _sums([exact], (kind,), i * (leaf.size // count))
         if len(sums) == count:
             if _text(np.stack([*sums.values()]).sum(axis=0, dtype=np.uint32)) != kinds[kind]:
-                raise UserError(
-                    f"{where}: its adapters were trained on a base with other values: {name} has changed in "
-                    f"{base.path or 'the initial parameters'}; give the unchanged base with load_parameters_path"
-                )
+                raise _other_values(where, base, f"{name} has")
             sums.clear()
         return value
 

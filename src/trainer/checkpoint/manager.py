@@ -33,8 +33,8 @@ from trainer.checkpoint.disk import (
     silence_orbax,
 )
 from trainer.checkpoint.retention import expired, standing
-from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_metrics, read_sidecar
-from trainer.checkpoint.sums import damaged, verify, write_sums
+from trainer.checkpoint.sidecar import METRICS, Sidecar, SidecarFiles, read_sidecar
+from trainer.checkpoint.sums import damaged, read_part, verify, write_sums
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.leaves.orbax import ITEMS
@@ -201,7 +201,7 @@ class CheckpointManager:
         if not self._config.keep_best_checkpoints:
             return None
         try:
-            return standing(read_metrics(path / RUN), self._config)
+            return standing(read_part(path / RUN, METRICS), self._config)
         except (OSError, ValueError, AttributeError) as error:
             raise damaged(path, f"{RUN}/{METRICS}", f"cannot be read ({type(error).__name__}: {error})") from error
 

@@ -38,25 +38,20 @@ class Sidecar(NamedTuple):
 class SidecarFiles:
     """A `Sidecar` as Orbax's StatefulCheckpointable: files in a folder of the checkpoint, committed with the arrays."""
 
-    def __init__(self, sidecar: Sidecar | None = None, metrics: Mapping[str, float] | None = None):
-        self._sidecar, self._metrics = sidecar, dict(metrics or {})
-
-    def read(self) -> Sidecar:
-        """Returns the metadata that `load` read."""
-        assert self._sidecar is not None
-        return self._sidecar
+    def __init__(self, sidecar: Sidecar, metrics: Mapping[str, float]):
+        self._sidecar, self._metrics = sidecar, dict(metrics)
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Part of Orbax's protocol. Orbax awaits the write itself in its background thread."""
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol."""
-        return self._read(directory)
+        """Part of Orbax's protocol; `read_sidecar` reads the files instead."""
+        raise NotImplementedError
 
     async def _write(self, directory: Any) -> None:
         folder = await directory.await_creation()
-        sidecar, index = self.read(), _process_index()
+        sidecar, index = self._sidecar, _process_index()
         data = {"position": sidecar.position, "fingerprint": sidecar.fingerprint, "versions": dict(sidecar.versions)}
         for name in ("base", "reference"):
             if (found := getattr(sidecar, name)) is not None:
@@ -70,9 +65,6 @@ class SidecarFiles:
         for name, content in sidecar.tokenizer.items():
             (folder / TOKENIZER / name).parent.mkdir(exist_ok=True)
             (folder / TOKENIZER / name).write_bytes(content)
-
-    async def _read(self, folder: Any) -> None:
-        self._sidecar = read_sidecar(folder)
 
 
 def read_sidecar(folder: Any) -> Sidecar:
@@ -121,11 +113,6 @@ def _process_index() -> int:
     import jax
 
     return jax.process_index()
-
-
-def read_metrics(folder: Any) -> dict[str, float]:
-    """Reads the metrics in checkpoints/N/run that retention compares."""
-    return read_part(folder, METRICS)
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:

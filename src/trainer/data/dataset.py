@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data.batches import RowSource
-from trainer.data.streams import Position, RepeatedStream, Stream, fingerprint
+from trainer.data.streams import Position, PreparedStream, RepeatedStream, Stream, StreamingStream, fingerprint
 from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 from trainer.data.tokenizer import Tokenizer
 
@@ -195,8 +195,6 @@ def _no_evaluation(config: Config) -> UserError:
 
 
 def _synthetic(config: Config) -> Dataset:
-    from trainer.data.streams import PreparedStream
-
     seed, length, vocab_size = config.data_shuffle_seed, config.max_target_length, config.vocab_size
     align = alignment(config)
     settings: dict[str, Any] = {"seed": seed, "align": align, "together": config.packing}
@@ -210,9 +208,7 @@ def _synthetic(config: Config) -> Dataset:
         "order": f"seed {seed}",
     }
 
-    def open_stream(**settings: Any) -> Stream:
-        return PreparedStream(train, seed=seed, shuffle=False, **settings)
-
+    open_stream = functools.partial(PreparedStream, train, seed=seed, shuffle=False)
     return Dataset(evaluation, None, identity, f"synthetic rows, {EVAL_ROWS} held out", open_stream)
 
 
@@ -245,21 +241,15 @@ def _stream_of_rows(
     sources: Sequence[RowSource], weights: Sequence[int], order: dict[str, Any]
 ) -> Callable[..., Stream]:
     from trainer.data.mixture import MixedRows
-    from trainer.data.streams import PreparedStream
 
     rows = sources[0] if len(sources) == 1 else MixedRows(sources, weights, **order)
-
-    def open_stream(**settings: Any) -> Stream:
-        return PreparedStream(rows, **order, **settings)
-
-    return open_stream
+    return functools.partial(PreparedStream, rows, **order)
 
 
 def _streamed(
     source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], workers: int, say: Say
 ) -> Callable[..., Stream]:
     from trainer.data.prepare import check_trainable
-    from trainer.data.streams import StreamingStream
 
     for corpus in source.train:
         check_trainable(corpus, encoder, packing)

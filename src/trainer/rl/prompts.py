@@ -1,6 +1,7 @@
 """The prompts of reinforcement learning: the data set of `trainer.grpo`."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.dataset import Dataset, Epoch, Say
 from trainer.data.prepare import open_tokenizer
 from trainer.data.sources import open_source
-from trainer.data.streams import PreparedStream, Stream, fingerprint
+from trainer.data.streams import PreparedStream, fingerprint
 from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
@@ -99,10 +100,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
             )
         held_out = _prompts(config, source.evaluation, tokenizer, chat, say)
     order: dict[str, Any] = {"seed": config.data_shuffle_seed, "shuffle": config.enable_data_shuffling}
-
-    def open_stream(**settings: Any) -> Stream:
-        return PreparedStream(train, **settings, **order)
-
+    open_stream = functools.partial(PreparedStream, train, **order)
     stop = [*stop_tokens(config, tokenizer), *(chat.stop_tokens() if chat else ())]
     of_tokens = {
         "tokenizer": tokenizer.fingerprint,

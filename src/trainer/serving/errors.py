@@ -1,5 +1,6 @@
 """Errors in the format of the API."""
 
+import functools
 from typing import Any
 
 INVALID, UNAVAILABLE, TIMEOUT = "invalid_request_error", "unavailable_error", "timeout_error"
@@ -29,12 +30,9 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def __reduce__(self) -> Any:
-        return _again, (self.status, self.body["error"], self.headers)
-
-
-def _again(status: int, error: dict[str, Any], headers: dict[str, str]) -> ApiError:
-    said = {"kind": error["type"], "param": error["param"], "code": error["code"]}
-    return ApiError(status, error["message"], headers=headers, **said)
+        said = dict(self.body["error"])
+        again = functools.partial(ApiError, headers=self.headers, kind=said.pop("type"), **said)
+        return again, (self.status,)
 
 
 def timed_out(message: str) -> ApiError:

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from trainer.config.capabilities import splash_tiles as tiles
 from trainer.config.capabilities.all_keys import step_keys
-from trainer.config.capabilities.splash_tiles import KEYS, Tiles
+from trainer.config.capabilities.splash_tiles import KEYS, LANES, Tiles
 from trainer.config.effects import without_effect_here
 from trainer.config.errors import UserError
 from trainer.config.load import load
+from trainer.config.numbers import around, divisors
 from trainer.config.resolve import resolve
 from trainer.config.resume import LAYOUT
 from trainer.config.schema import schema
@@ -126,8 +126,11 @@ def test_the_fused_kernel_has_no_tiles_of_dq():
 
 
 def test_the_nearest_sizes_of_a_long_row_are_found_at_once():
+    def nearest(size, whole):
+        return around(size, (LANES * part for part in divisors(whole // LANES)))
+
     started = time.process_time()
-    assert tiles._nearest(100, 2147483520) == "128"
-    assert tiles._nearest(2147483519, 2147483520) == "715827840 or 2147483520"
-    assert [tiles._nearest(size, 128 * 36) for size in (129, 128 * 5, 10**6)] == ["128 or 256", "512 or 768", "4608"]
+    assert nearest(100, 2147483520) == "128"
+    assert nearest(2147483519, 2147483520) == "715827840 or 2147483520"
+    assert [nearest(size, 128 * 36) for size in (129, 128 * 5, 10**6)] == ["128 or 256", "512 or 768", "4608"]
     assert time.process_time() - started < 1  # trying them one by one would take seconds
