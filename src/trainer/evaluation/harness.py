@@ -176,7 +176,7 @@ def _named_data(task: str) -> Iterator[None]:
         datasets.load_dataset = load
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     return shortened(visible(" ".join(str(error).split()))) or type(error).__name__
 
 
