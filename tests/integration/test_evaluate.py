@@ -15,6 +15,7 @@ from trainer.evaluation.model import EvaluatedModel
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, TASKS_TIME
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 KEYS = {
     "dataset_type": "grain",
     "grain_file_type": "text",

@@ -23,6 +23,7 @@ from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.rl.groups import advantages
 from trainer.weights.load import load_parameters
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_local.py"
 JUDGES = """
 import os

@@ -23,6 +23,8 @@ from trainer.observe.events import EVENTS_FILE
 from trainer.observe.goodput import BETWEEN, GOODPUT_FILE, read_goodput
 from trainer.observe.metrics import METRICS_FILE
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
+
 
 def assert_close(run, other, updates, rtol):
     """Allows sums in another order: losses agree, and parameters agree as far as Adam permits (it turns the rounding of
@@ -281,7 +283,7 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned(monkeypatch, equal_programs):
     """Changes the loss of one step's batch by `wrong(loss)`."""
 
     def poison(step, wrong):
@@ -298,8 +300,10 @@ def poisoned(monkeypatch):
                 return sums._replace(minimized={"lm_loss": jax.numpy.where(hit, wrong(loss), loss)})
 
         monkeypatch.setattr("trainer.objectives.registry.NextToken", Poisoned)
+        equal_programs.clear()
 
-    return poison
+    yield poison
+    equal_programs.clear()
 
 
 @pytest.mark.rest(covered_by="unit/training/test_step.py; unit/training/test_diloco.py")

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from again import sharing_programs
 from compiler import xla_flags
 from megatron_files import write_indexed
 from sample_data import document, write_corpus, write_records, write_tfds
@@ -174,11 +175,12 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypat
 def test_runs_are_numbered_and_nothing_is_overwritten(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     args = arguments("nnx", steps=1, per_device_batch_size=1)
-    main(args)
-    main(args)
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run-0001", "run-0002"]
-    before = (tmp_path / "runs/run-0002/metrics.jsonl").read_text()
-    main([*args, "run_name=run-0002"])
+    with sharing_programs():
+        main(args)
+        main(args)
+        assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["run-0001", "run-0002"]
+        before = (tmp_path / "runs/run-0002/metrics.jsonl").read_text()
+        main([*args, "run_name=run-0002"])
     assert "its files are kept as metrics-1.jsonl, config-1.yml" in capsys.readouterr().out
     assert (tmp_path / "runs/run-0002/metrics-1.jsonl").read_text() == before
     steps, _ = rows_of(tmp_path / "runs" / "run-0002")

@@ -96,10 +96,6 @@ def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool
             held.append(with_arrays(name, kernel, arrays))
         return held[0]
 
-    @jax.jit
-    def values(one: Any) -> jax.Array:
-        return reordered(dequantize(one, jnp.dtype(jnp.float32)), head, pairs=pairs)
-
     def layer(i: int) -> Any:
         one = jax.tree.map(lambda part: part[i : i + 1] if stacked else part, stored())
         if not stacked or i == shape[0] - 1:
@@ -107,11 +103,11 @@ def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool
         return one
 
     def read(i: int) -> np.ndarray:
-        found = np.asarray(values(layer(i)))
+        found = np.asarray(_floats(layer(i), head, pairs))
         return found[0] if stacked else found
 
     def put(i: int, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        return jax.device_put(values(layer(i)).astype(abstract.dtype), abstract.sharding)
+        return jax.device_put(_floats(layer(i), head, pairs).astype(abstract.dtype), abstract.sharding)
 
     layers = range(shape[0] if stacked else 1)
     return Leaf(
@@ -120,6 +116,12 @@ def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool
         [functools.partial(read, i) for i in layers],
         [functools.partial(put, i) for i in layers],
     )
+
+
+# Kernels with equal shapes share a program.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _floats(one: Any, head: int, pairs: bool) -> jax.Array:
+    return reordered(dequantize(one, jnp.dtype(jnp.float32)), head, pairs=pairs)
 
 
 def as_stored(
