@@ -1,6 +1,7 @@
 """Helpers that tests share."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,21 @@ def random_variables(model: Any, scale: float = 0.3) -> Any:
         return rng.normal(0, scale, leaf.shape).astype(leaf.dtype)
 
     return jax.tree.map(random, model.abstract)
+
+
+def drawn(make: Callable[[], Any]) -> Any:
+    """Returns the NNX module that `make` makes, with random parameters: those of one axis, such as scales, between 0.5
+    and 1.5. They are drawn on the host, because initial values compile a program for each shape."""
+    import jax
+    from flax import nnx
+
+    module, rng = nnx.eval_shape(make), np.random.default_rng(0)
+    for _, leaf in nnx.iter_graph(module):
+        if isinstance(leaf, nnx.Param):
+            bound = (3 / max(leaf.shape)) ** 0.5  # the variance is 1 / the longest axis
+            low, high = (0.5, 1.5) if leaf.ndim == 1 else (-bound, bound)
+            leaf.set_value(jax.device_put(rng.uniform(low, high, leaf.shape).astype(leaf.dtype)))
+    return module
 
 
 def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:

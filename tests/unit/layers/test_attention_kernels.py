@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import assert_close, inputs
 from flax import nnx
+from support import drawn
 
 from trainer import sharding
 from trainer.config.load import load
@@ -28,10 +29,9 @@ HERE = {
 
 def results(op, dtype, mask, **how):
     """Returns the output, and the gradient of its weighted sum with respect to each parameter and the input."""
-    layer = attention.Attention(
-        24, heads=4, kv_heads=2, head_dim=64, rope=Rope(1, 10000), op=op, window=50, **how,
-        dtype=jnp.dtype(dtype), weight_dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0),
-    )  # fmt: skip
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope": Rope(1, 10000), "window": 50}
+    dtypes = {"dtype": jnp.dtype(dtype), "weight_dtype": jnp.dtype("float32")}
+    layer = drawn(lambda: attention.Attention(24, op=op, **sizes, **how, **dtypes, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(2, 4, 128, 24)).astype(np.float32)
     weight *= (np.asarray(mask.query_segment) > 0)[..., None]

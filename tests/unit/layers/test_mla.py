@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support import drawn
 
 from trainer.config.errors import UserError
 from trainer.layers.cache import Cache
@@ -28,12 +29,7 @@ POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3, 0, 0]])
 def make(q_rank=5, **settings):
     sizes = {"q_rank": q_rank, "kv_rank": KV_RANK, "nope_dim": NOPE, "rope_dim": ROPE, "value_dim": VALUE}
     how = {"rope": YARN, "mscale": MSCALE, "norm_epsilon": 1e-5, "dtype": jnp.float32, "weight_dtype": jnp.float32}
-    layer = LatentAttention(WIDTH, heads=HEADS, **(sizes | how | settings), rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    for _, leaf in nnx.iter_graph(layer):
-        if isinstance(leaf, nnx.Param) and leaf.ndim == 1:
-            leaf.set_value(jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape).astype(np.float32)))
-    return layer
+    return drawn(lambda: LatentAttention(WIDTH, heads=HEADS, **(sizes | how | settings), rngs=nnx.Rngs(0)))
 
 
 def tokens(length=9):
@@ -41,7 +37,7 @@ def tokens(length=9):
 
 
 def context(positions=POSITIONS, segments=SEGMENTS):
-    return Context(jnp.asarray(positions), jnp.asarray(segments), jnp.arange(2), None)
+    return Context(positions.astype(np.int32), segments.astype(np.int32), np.arange(2, dtype=np.int32), None)
 
 
 def run(layer):
@@ -107,8 +103,8 @@ def test_halves_are_pairs_with_permuted_weights():
     query, latents = np.asarray(pairs.query.kernel[...]), np.asarray(pairs.wkv_a.kernel[...])
     query = np.concatenate([query[..., :NOPE], query[..., NOPE + order]], axis=-1)
     latents = np.concatenate([latents[:, :KV_RANK], latents[:, KV_RANK + order]], axis=-1)
-    halves.query.kernel.set_value(jnp.asarray(query))
-    halves.wkv_a.kernel.set_value(jnp.asarray(latents))
+    halves.query.kernel.set_value(query)
+    halves.wkv_a.kernel.set_value(latents)
     np.testing.assert_allclose(run(halves)[0][0], run(pairs)[0][0], atol=1e-6)
 
 
@@ -146,7 +142,7 @@ def test_qk_clip_scales_each_heads_logits_and_leaves_the_shared_key(q_rank):
     eta = np.float32([1.0, 0.25, 0.6])
     graph, state = nnx.split(layer)
     before = nnx.to_pure_dict(state)
-    after = jax.jit(lambda before: scaled(before, layer.logit_factors, jnp.asarray(eta)))(before)
+    after = jax.jit(lambda before: scaled(before, layer.logit_factors, eta))(before)
     before, after = jax.device_get((before, after))
     changed = {"/".join(path) for path, leaf in leaves(after) if (leaf != at(before, path)).any()}
     assert changed == {"wq_b/kernel" if q_rank else "query/kernel", "wkv_b/kernel"}

@@ -36,7 +36,7 @@ def in_the_guides(monkeypatch):
 def gradients(combination, scan):
     config = tiny_config(combination, decoder_block=OWN, scan_layers=scan, base_num_decoder_layers=3)
     model = make_model(config)
-    params, rest = model.init(seed_key(0))
+    params, rest = jax.jit(model.init)(seed_key(0))
     objective = NextToken(model.apply)
 
     def loss(params):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, state_from
+from support import ALL_COMBINATIONS, arguments, first_tree, lowered_update, packed_batch, state_from
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
@@ -86,7 +86,7 @@ def test_a_product_uses_the_key_and_the_rows_of_its_layer(noted):
     assert len(texts) == 1
 
     run = made()
-    tree = copied(run.codec.unpack(run.init()))
+    tree = first_tree(run)
 
     def losses(run, *steps):
         compiled, batch = run.compile(), placed(run, packed_batch(run.config, 8))

@@ -232,9 +232,9 @@ def test_the_reports_and_the_executable_have_it(tmp_path):
     origin = executable.origin_of(run.config, devices, args)
     executable.save(path, compiled, origin)
     loaded = executable.load(path, origin, args, devices)
-    batch, leaves = placed(run, packed_batch(run.config, run.rows)), jax.tree.leaves(run.init())
-    _, metrics = loaded(leaves, batch, run.frozen.make())
-    assert_equal_bits(metrics, compiled(run.init(), batch, run.frozen.make())[1])
+    batch, tree = placed(run, packed_batch(run.config, run.rows)), first_tree(run)
+    _, metrics = loaded(jax.tree.leaves(state_from(run, tree)), batch, run.frozen.make())
+    assert_equal_bits(metrics, compiled(state_from(run, tree), batch, run.frozen.make())[1])
 
 
 def test_without_a_declaration_there_is_nothing():

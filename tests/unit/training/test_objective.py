@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import arguments, compiled, copied, packed_batch, state_from, tiny_config
+from support import arguments, compiled, first_tree, packed_batch, state_from, tiny_config
 
 from trainer.backends.registry import make_model
 from trainer.config.errors import UserError
@@ -57,8 +57,7 @@ def batch_of(config, rows):
 def initial():
     """Returns the first state of every run here."""
     config = load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config
-    run, key = build(config, jax.devices()[:1]), jax.random.key(0)
-    return copied(run.codec.unpack(compiled(run.codec.init, key)(key)))
+    return first_tree(build(config, jax.devices()[:1]))
 
 
 def metrics_of(microbatches):
