@@ -38,8 +38,8 @@ class Sidecar(NamedTuple):
 class SidecarFiles:
     """A `Sidecar` as Orbax's StatefulCheckpointable: files in a folder of the checkpoint, committed with the arrays."""
 
-    def __init__(self, sidecar: Sidecar, metrics: Mapping[str, float]):
-        self._sidecar, self._metrics = sidecar, dict(metrics)
+    def __init__(self, sidecar: Sidecar, metrics: Mapping[str, float] | None = None):
+        self._sidecar, self._metrics = sidecar, dict(metrics or {})
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Part of Orbax's protocol. Orbax awaits the write itself in its background thread."""
