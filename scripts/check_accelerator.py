@@ -62,15 +62,6 @@ STEPS = 5  # of each combination
 FIXED = ["dataset_type=synthetic", "eval_interval=-1", "steps=1000", "attention=flash", "opt_type=adamw"]
 
 
-# FLOP/s of dense bfloat16 products, from NVIDIA's data sheets. `aot.chips` has those of TPUs.
-GPUS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-}
-
-
 LARGE = (
     "decoder_block=llama2 base_emb_dim=2048 base_num_decoder_layers=16 base_num_query_heads=16 base_num_kv_heads=8 "
     "head_dim=128 base_mlp_dim=8192 vocab_size=32768 dtype=bfloat16"
@@ -238,9 +229,9 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
 
 def peak_of(kind: str) -> float | None:
-    """Returns the published FLOP/s of dense bfloat16 products of a kind of device; None if the tables lack it."""
+    """Returns the published FLOP/s of dense bfloat16 products of a kind of device; None if the table lacks it."""
     chip = chip_of(kind)
-    return chip.flops("bf16") if chip else GPUS.get(kind)
+    return chip.flops("bf16") if chip else None
 
 
 def product_rate(sizes: Sizes) -> Callable[[], float]:

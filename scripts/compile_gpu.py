@@ -1,9 +1,10 @@
 """Compiles for an NVIDIA GPU on a machine without one, and prints the kernels and the memory of each program.
 
-    python3.12 -m venv v && v/bin/pip install 'jax[cuda12]' -e .
+    python3.12 -m venv v && v/bin/pip install -e '.[gpu-aot]'
     v/bin/python scripts/compile_gpu.py attention               # each way in which rows hold documents
     v/bin/python scripts/compile_gpu.py step [key=value ...]    # the training step of scripts/check_accelerator.py
     v/bin/python scripts/compile_gpu.py benchmark [INDEX ...]   # the cases of scripts/benchmark_gpu.py
+    v/bin/python scripts/compile_gpu.py products                # operations of whole models beside a closed form
 
 XLA's compiler for GPUs needs neither a driver nor a GPU, and plans the memory of a program as for a real one. It does
 not choose the fastest kernel of each product, which it would measure. docs/benchmarks/gpu.md has the tables.
@@ -11,7 +12,6 @@ not choose the fastest kernel of each product, which it would measure. docs/benc
 
 import argparse
 import collections
-import importlib
 import itertools
 import json
 import os
@@ -26,44 +26,41 @@ import jax
 import jax.numpy as jnp
 from benchmark_gpu import CASES, Case
 from check_accelerator import ACCELERATOR, FIXED, config_of
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from trainer.aot.chips import CHIPS
+from trainer.aot.topologies import devices_of
 from trainer.config.load import load
+from trainer.config.topologies import topologies
+from trainer.models.flops import matmul_parameters
 from trainer.ops.attention import Mask
 from trainer.ops.cudnn import cudnn_attention
+from trainer.train_compile import compile_for_topology
 from trainer.training.build import build
 
-# Devices of a topology do not list their memories. Those of a GPU have pinned host memory.
-importlib.import_module("trainer.training.build").check_offload = lambda *_: None
-# XLA's GpuTargetConfig of an H200, with the memory that its driver reports.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4917248000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 150123577344
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 POLICIES = ("full", "minimal_with_context", "save_dot_with_context_except_mlp", "custom")
+FIXED_OF_MODELS = ["dataset_type=synthetic", "packing=false", "remat_policy=full", "attention=cudnn_flash_jax"]
+MODELS = (
+    "model_name=llama2-7b compile_topology=h100-8 ici_fsdp_parallelism=8 per_device_batch_size=1 "
+    "max_target_length=2048",
+    "model_name=qwen3-1.7b compile_topology=a100-4 compile_topology_num_slices=2 ici_fsdp_parallelism=4 "
+    "per_device_batch_size=2 max_target_length=4096",
+    "model_name=llama3.1-8b compile_topology=b200-8 ici_fsdp_parallelism=4 ici_tensor_parallelism=2 "
+    "per_device_batch_size=1 max_target_length=8192",
+)
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 4, 4096, 16, 8, 128
 
 
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("attention", "step", "benchmark"))
+    parser.add_argument("what", choices=("attention", "step", "benchmark", "products"))
     parser.add_argument("words", nargs="*", help="of the step's configuration, or cases of the benchmark")
     given = parser.parse_args()
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices
+    devices = devices_of(topologies()["h200-1"])
     print(f"{devices[0].device_kind}, JAX {jax.__version__}\n")
     rows = {"attention": lambda: attention(devices[0]), "step": lambda: steps(devices, given.words)}
+    rows["products"] = products_of_models
     rows["benchmark"] = lambda: benchmark(devices, [CASES[int(word)] for word in given.words] or CASES)
     for row in rows[given.what]():
         print(f"| {' | '.join(row)} |", flush=True)
@@ -126,7 +123,7 @@ def steps(devices: Sequence[Any], words: Sequence[str]) -> Iterator[tuple[str, .
 
 def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[str, ...]]:
     """Yields the rows of the table of the benchmark's cases. `together` has a share of the memory of the GPU."""
-    memory = int(re.findall(r"device_memory_size: (\d+)", H200)[0])
+    memory = CHIPS["h200"].hbm_bytes
     yield "case", "rows", "remat_policy", "kernels", "arguments, GB", "temporaries, GB", "together", "products"
     yield ("---",) * 8
     for case in cases:
@@ -137,6 +134,25 @@ def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[s
         together = f"{sum(sizes) / 1e9:.2f}, {sum(sizes) / memory:.0%}"
         names = case.name, str(case.rows), case.remat_policy
         yield *names, kernels(text), *(f"{size / 1e9:.2f}" for size in sizes), together, products(text)
+
+
+def products_of_models() -> Iterator[tuple[str, ...]]:
+    """Yields the rows of the table of products: what the compiled step counts, and what its configuration says."""
+    yield "model", "TFLOP compiled", "closed form", "arguments, GB", "temporaries, GB", "estimate, ms", "compiled in"
+    yield ("---",) * 7
+    for words in MODELS:
+        run, _, found = compile_for_topology(load(["base.yml", *FIXED_OF_MODELS, *words.split()]).config)
+        config, tokens = run.config, run.rows * run.config.max_target_length / found.devices
+        counted = sum(found.cost.matmul_flops.values())
+        parameters, layers = matmul_parameters(config), config.base_num_decoder_layers
+        # remat_policy=full runs each block's forward pass again, without its last product.
+        again = parameters - config.base_emb_dim * (config.vocab_size + layers * config.base_mlp_dim)
+        scores = layers * tokens * (config.max_target_length + 1) / 2 * config.base_num_query_heads * config.head_dim
+        closed = 2 * tokens * (3 * parameters + again) + 2 * 9 * scores
+        sizes = (found.memory.arguments, found.memory.temporaries)
+        name = f"{config.model_name}, {found.topology} x {found.num_slices}"
+        times = f"{1e3 * found.estimate.seconds:.0f}", f"{found.compile_seconds:.0f} s"
+        yield name, f"{counted / 1e12:.3f}", f"{closed / 1e12:.3f}", *(f"{size / 1e9:.2f}" for size in sizes), *times
 
 
 def products(text: str) -> str:

@@ -16,7 +16,6 @@ every row of a TPU's grouped product with every group; here it counts with its o
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -310,32 +309,25 @@ class _Counter:
         return self._used(computation, self.module.computations[computation].parameters[number])
 
     def _used(self, computation: str, array: Instruction) -> int:
-        """Returns the bytes that the users of an array in a fusion read of it."""
+        """Returns the bytes that the users of an array in a fusion read of it. XLA takes a bitcast for a user of the
+        whole array; so do the rolled counts."""
         whole = sum(shape.bytes for shape in array.shapes)
-        size, shared = 0, False
-        for name, user in self._readers(computation, array.name):
+        users = self._users[computation]
+        size, renamed, shared = 0, 0, False
+        for user in users.get(array.name, []):
             if user.opcode == "tuple":
                 continue
-            if user.opcode == "fusion" and user.operands == (name,) and user.attribute(_ALIASED):
+            if user.opcode == "fusion" and user.operands == (array.name,) and user.attribute(_ALIASED):
                 size += self._used(computation, user)  # the same memory, read in other tiles
             elif user.opcode == "fusion":
-                numbers = [i for i, operand in enumerate(user.operands) if operand == name]
+                numbers = [i for i, name in enumerate(user.operands) if name == array.name]
                 size += sum(self._read(user.attribute("calls"), i) for i in numbers)
-            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == name):
+            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == array.name):
                 size += user.shape.bytes
             elif user.opcode in ("broadcast", "reshape"):
                 size += whole
-            elif not (user.opcode in self.in_place and user.operands[0] == name) and not shared:
+            elif user.opcode == "bitcast" and users[user.name] and not self.rolled:
+                renamed += self._used(computation, user)
+            elif not (user.opcode in self.in_place and user.operands[0] == array.name):
                 shared = True
-                size += whole
-        return size
-
-    def _readers(self, computation: str, name: str) -> Iterator[tuple[str, Instruction]]:
-        """Yields the users of an array in a fusion, and the name by which they read it: through bitcasts, other names.
-        XLA takes a bitcast for a user; so do the rolled counts."""
-        users = self._users[computation]
-        for user in users.get(name, []):
-            if user.opcode == "bitcast" and users[user.name] and not self.rolled:
-                yield from self._readers(computation, user.name)
-            else:
-                yield name, user
+        return size + (whole if shared else min(renamed, whole))

@@ -12,7 +12,7 @@ from trainer.aot.chips import Chip
 from trainer.config.errors import UserError
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-_ABSENT = re.compile(r"cuDNN not found|ptxas|libdevice|nvlink")
+_ABSENT = re.compile(r"(cuDNN|libdevice) not found|(?:[Cc]ouldn't|[Cc]annot|[Ff]ailed to) find [^.]*?(ptxas|nvlink)")
 
 
 @dataclass(frozen=True)
@@ -74,4 +74,5 @@ def parts_present() -> Iterator[None]:
         cuda = (plugin() or _PLUGINS[0])[-2:]
         packages = f"nvidia-cuda-nvcc{'-cu12' if cuda == '12' else ''} nvidia-cudnn-cu{cuda}"
         reason = str(error).partition("\n")[0]
-        raise UserError(f"the compiler for GPUs does not find {match[0]}: pip install {packages} ({reason})") from None
+        part = match[1] or match[2]
+        raise UserError(f"the compiler for GPUs does not find {part}: pip install {packages} ({reason})") from None
