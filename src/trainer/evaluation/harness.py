@@ -248,7 +248,8 @@ class InProcess(LM):
         """Returns what the model writes after each context. Contexts that are too long lose their beginning."""
         model, length = self._model, self._model.length
         found: dict[int, str] = {}
-        settings, drawn = zip(*(_generation(request.args[1]) for request in requests), strict=True)
+        asked = [_generation(request.args[1]) for request in requests]
+        settings, drawn = [given for given, _ in asked], [sampling for _, sampling in asked]
         for sampling in dict.fromkeys(drawn):
             chosen = [i for i, one in enumerate(drawn) if one == sampling]
             limits = [settings[i]["max_gen_toks"] for i in chosen]

@@ -161,7 +161,12 @@ class EvaluatedModel:
         if jax.process_count() > 1:
             yield
             return
-        with looking(lambda: None if busy() else self.check_goes_on()):
+
+        def look() -> None:
+            if not busy():
+                self.check_goes_on()
+
+        with looking(look):
             yield
 
     def _passed(self, done: int, total: int, what: str) -> None:

@@ -1,5 +1,6 @@
 """Tasks of one's own questions: answers that the model writes, or choices of which it finds one most likely."""
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,9 +159,11 @@ class QuestionsTask:
             except _Late:
                 return None, True
 
+        def find_all(part: Sequence[Answer]) -> list[tuple[str | None, bool]]:
+            return [find(answer.text) for answer in part]
+
         for first in range(0, len(answers), _PART):
-            part = answers[first : first + _PART]
-            for text, was_late in from_first(lambda part=part: [find(answer.text) for answer in part]):  # type: ignore[misc]
+            for text, was_late in from_first(functools.partial(find_all, answers[first : first + _PART])):
                 found.append(text)
                 late += was_late
             model.check_goes_on()
