@@ -74,9 +74,9 @@ class Facts:
 
     def __post_init__(self) -> None:
         several = {"reads": self.reads} | {f"ignores[{why!r}]": keys for why, keys in self.ignores.items()}
-        for name, keys in several.items():
-            if isinstance(keys, str):
-                raise UserError(f"Facts.{name}: write ({keys!r},), with a comma, for {keys!r}")
+        for name, text in several.items():
+            if isinstance(text, str):
+                raise UserError(f"Facts.{name}: write ({text!r},), with a comma, for {text!r}")
         if unknown := [key for key in self.reads if key not in OPTIONAL]:
             raise UserError(
                 f"Facts.reads: {unknown[0]} is not one of {', '.join(OPTIONAL)}{nearest(unknown[0], OPTIONAL)}"
