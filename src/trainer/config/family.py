@@ -1,5 +1,6 @@
 """What the first stage, without JAX, asks about a family of models."""
 
+import functools
 import importlib
 import sys
 import traceback
@@ -49,6 +50,7 @@ class Facts:
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
       recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
         passes from token to token. Then the tokens of a row cannot be split over devices.
+      has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
       maxtext_words: words of MaxText's commands, `key=value` in small letters, each with our word for it; "": blocks
         are always so, and other values are refused. `trainer.from_maxtext` converts them.
@@ -67,6 +69,7 @@ class Facts:
     sinks: bool = False
     recurrent: bool = False
     period: int = 0
+    has_rest: bool = False
     maxtext_layers: int = 1
     maxtext_words: Mapping[str, str] = field(default_factory=dict)
     checks: Sequence[tuple[Sequence[str], Callable[[Any], str | None]]] = ()
@@ -74,9 +77,9 @@ class Facts:
 
     def __post_init__(self) -> None:
         several = {"reads": self.reads} | {f"ignores[{why!r}]": keys for why, keys in self.ignores.items()}
-        for name, text in several.items():
-            if isinstance(text, str):
-                raise UserError(f"Facts.{name}: write ({text!r},), with a comma, for {text!r}")
+        for name, written in several.items():
+            if isinstance(written, str):
+                raise UserError(f"Facts.{name}: write ({written!r},), with a comma, for {written!r}")
         if unknown := [key for key in self.reads if key not in OPTIONAL]:
             raise UserError(
                 f"Facts.reads: {unknown[0]} is not one of {', '.join(OPTIONAL)}{nearest(unknown[0], OPTIONAL)}"
@@ -86,6 +89,7 @@ class Facts:
             raise UserError(f"Facts: there is no key {unknown[0]}{nearest(unknown[0], keys)}")
 
 
+@functools.cache
 def families() -> Mapping[str, str]:
     """Returns the import path of each family's facts, by decoder_block. Named by string: models are above config."""
     return importlib.import_module("trainer.models").FAMILIES
@@ -136,7 +140,10 @@ def import_facts(decoder_block: str) -> None:
 def facts_of(config: Config) -> Facts | None:
     """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
     of something else, or nothing has imported its facts."""
-    block = config.decoder_block
+    return _facts(config.decoder_block)
+
+
+def _facts(block: str) -> Facts | None:
     module, _, name = families().get(block, block).partition(":")
     if block in families():
         importlib.import_module(module)
@@ -168,6 +175,7 @@ def has_sinks(config: Config) -> bool:
     return facts is not None and facts.sinks
 
 
+@functools.cache
 def readers(key: str) -> str:
     """Returns the families of this package that read `key`, as words."""
-    return ", ".join(name for name in families() if reads(Config({"decoder_block": name}), key))
+    return ", ".join(name for name in families() if (facts := _facts(name)) and key in facts.reads)
