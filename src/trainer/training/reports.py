@@ -151,7 +151,7 @@ def open_reports(
     evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
     tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
-    waits_for = "rollouts" if config.reward_functions else "data"
+    waits_for = "rollouts" if config.use_grpo else "data"
 
     def on_step(row: Any) -> None:
         timeline.step(row["step"] + 1, **{f"{waits_for}_wait": row["data_wait"] * row["step_time"]})
