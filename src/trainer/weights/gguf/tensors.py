@@ -205,7 +205,8 @@ def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[s
     Args:
       data: the content of a config.json.
     """
-    found, heads, groups = dict(stored), data["num_attention_heads"], data["num_key_value_heads"]
+    found, heads = dict(stored), data["num_attention_heads"]
+    groups = data.get("num_key_value_heads", heads)
     rows = [count * data["head_dim"] for count in (heads, groups, groups)]
     for name, tensor in stored.items():
         parts = [name.replace(".attn_qkv.", f".attn_{part}.") for part in "qkv"]

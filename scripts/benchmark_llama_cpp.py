@@ -1,0 +1,223 @@
+"""Measures generation and serving of a GGUF file beside llama.cpp and transformers, and prints Markdown tables.
+
+    python scripts/benchmark_llama_cpp.py MODEL.gguf FOLDER PYTHON [--tables generate,serve] [--threads 2] [--repeats 3]
+
+PYTHON is the Python of an environment with cyllama (0.2.18, a wheel of llama.cpp), torch and transformers. FOLDER keeps
+the model in each form, so that the next run finds it.
+
+generate  a greedy decode step of one sequence after a prompt of 32 tokens. Each program is a process that holds its
+          model; all take turns, and the least of the repeats counts.
+serve     answers of /v1/chat/completions to 1 and 4 clients at once, by trainer.serve and cyllama's server.
+
+CPU time is that of all threads. On a machine with other work it is a better measure than seconds.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmark_serve import cpu_of, is_ready
+
+PROMPT, NEW = 32, 17
+FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and llama.cpp's names of them
+HALF = ["dtype=bfloat16", "weight_dtype=bfloat16"]
+PORT, CLIENTS, ANSWER = 8073, (1, 4), 32
+# A child reads a number of new tokens from each line of stdin and answers with its seconds and CPU seconds.
+LOOP = """
+import os, sys, time
+said, sys.stdout = sys.stdout, sys.stderr
+prompt = list(range(1000, 1000 + {prompt}))
+{code}
+print("[]", file=said, flush=True)
+for line in sys.stdin:
+    elapsed, cpu = time.perf_counter(), time.process_time()
+    run(int(line))
+    print([time.perf_counter() - elapsed, time.process_time() - cpu], file=said, flush=True)
+"""
+LLAMA_CPP = """
+import numpy as np
+import cyllama.llama.llama_cpp as llama
+llama.disable_logging()
+class Model(llama.LlamaModel):  # cyllama 0.2.18 looks for this attribute, and has none
+    n_vocab = 0
+model = Model(sys.argv[2], llama.LlamaModelParams())
+Model.n_vocab = model.get_vocab().n_vocab
+params = llama.LlamaContextParams()
+params.n_ctx = params.n_batch = params.n_ubatch = 128
+params.n_threads = params.n_threads_batch = int(sys.argv[1])
+context = llama.LlamaContext(model, params)
+def run(new):
+    context.kv_cache_clear()
+    tokens, at = prompt, 0
+    for i in range(new):
+        batch = llama.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
+        batch.set_batch(tokens, at, False)
+        batch.set_last_logits_to_true()
+        context.decode(batch)
+        at += len(tokens)
+        tokens = [int(np.argmax(context.get_logits_ith(-1)))]
+"""
+TRANSFORMERS = """
+import torch, transformers
+torch.set_num_threads(int(sys.argv[1]))
+dtype = torch.bfloat16 if sys.argv[3] == "bfloat16" else torch.float32
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=dtype).eval()
+if sys.argv[3] == "int8":
+    model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+row = torch.tensor([prompt])
+@torch.no_grad()
+def run(new):
+    more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(row)}
+    model.generate(row, max_new_tokens=new, min_new_tokens=new, **more)
+"""
+TRAINER = """
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import jax, numpy as np
+from trainer.inference.max_engine import MaxEngine
+from trainer.inference.sampling import Sampling
+engine = MaxEngine.of(sys.argv[2], ["per_device_batch_size=1", "max_target_length=128", *sys.argv[3:]])
+params = engine.load_params(say=lambda line: None)
+def run(new):
+    prefix, _ = engine.prefill(params, engine.padded(prompt), len(prompt), sampling=Sampling(0.0), seed=0)
+    state = jax.block_until_ready(engine.insert(prefix, engine.init_decode_state(), 0))
+    for _ in range(new - 1):
+        state, result = engine.generate(params, state)
+        np.asarray(result.tokens)
+"""
+
+
+def made(model: Path, folder: Path) -> None:
+    """Writes the forms of the model that `folder` does not have."""
+    wanted = {f"{it}.gguf": ("export", "format=gguf", f"dtype={it}") for it in FORMS.values()}
+    wanted |= {"hf": ("export", "format=hf"), "int8": ("quantize", "quantization=int8")}
+    for name, (command, *words) in wanted.items():
+        if not (folder / name).exists():
+            argv = [sys.executable, "-m", f"trainer.{command}", str(model), str(folder / name), *words]
+            subprocess.run(argv, check=True, stdout=sys.stderr)
+
+
+class Program:
+    """A process that holds a model, restricted to some of the machine's processors."""
+
+    def __init__(self, python: str, code: str, threads: int, *words: object):
+        argv = [python, "-c", LOOP.format(prompt=PROMPT, code=code), str(threads), *map(str, words)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        cores = f"0-{threads - 1}"
+        self.process = subprocess.Popen(["taskset", "-c", cores, *argv], text=True, **pipes)
+
+    def answer(self) -> list[float]:
+        """Returns the next answer: seconds and CPU seconds, or nothing when the model is there."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a program ended: {self.process.args}")
+        return json.loads(line)
+
+    def ask(self, new: int) -> list[float]:
+        assert self.process.stdin
+        self.process.stdin.write(f"{new}\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+def print_generate(folder: Path, python: str, threads: int, repeats: int) -> None:
+    programs = {}
+    for form, other in FORMS.items():
+        ours = folder / ("int8" if form == "int8" else "float32.gguf")
+        words = HALF if form == "bfloat16" else []
+        programs["this trainer", form] = Program(sys.executable, TRAINER, threads, ours, *words)
+        programs["llama.cpp", form] = Program(python, LLAMA_CPP, threads, folder / f"{other}.gguf")
+        programs["transformers", form] = Program(python, TRANSFORMERS, threads, folder / "hf", form)
+    for program in programs.values():
+        program.answer()
+    least = {name: [[9e9, 9e9], [9e9, 9e9]] for name in programs}
+    for repeat in range(repeats + 1):  # the first one compiles
+        for name, program in programs.items():
+            for i, new in enumerate((1, NEW)):
+                cost = program.ask(new)
+                if repeat:
+                    least[name][i] = list(map(min, least[name][i], cost))
+    for program in programs.values():
+        program.process.kill()
+        program.process.wait()
+    print(f"load {os.getloadavg()[0]:.0f}; {threads} threads\n")
+    print("| | tokens/s | ms of CPU a token | against this trainer | prompt, ms of CPU |\n|---|---|---|---|---|")
+    steps = {name: [(end - begin) / (NEW - 1) for begin, end in zip(*it, strict=True)] for name, it in least.items()}
+    for (name, form), (elapsed, cpu) in steps.items():
+        ratio = cpu / steps["this trainer", form][1]
+        prompt = least[name, form][0][1] * 1e3
+        print(f"| {name}, {form} | {1 / elapsed:.1f} | {cpu * 1e3:.0f} | {ratio:.2f} | {prompt:.0f} |", flush=True)
+
+
+def print_serve(folder: Path, python: str, threads: int) -> None:
+    print("\n| server | clients | tokens/s | ms of CPU a token |\n|---|---|---|---|")
+    keys = [f"port={PORT}", "served_model_name=model", f"per_device_batch_size={max(CLIENTS)}", "max_target_length=128"]
+    other = ["--port", str(PORT), "--n-parallel", str(max(CLIENTS)), "--gpu-layers", "0", "--ctx-size", "512"]
+    for form, name in FORMS.items():
+        ours = folder / ("int8" if form == "int8" else "float32.gguf")
+        words = HALF if form == "bfloat16" else []
+        file = str(folder / f"{name}.gguf")
+        print_server(
+            f"trainer.serve, {form}", [sys.executable, "-m", "trainer.serve", str(ours), *keys, *words], threads
+        )
+        print_server(f"cyllama's server, {form}", [python, "-m", "cyllama.llama.server", "-m", file, *other], threads)
+
+
+def print_server(name: str, words: list[str], threads: int) -> None:
+    """Starts a server and prints a row for each number of clients."""
+    argv = ["taskset", "-c", f"0-{threads - 1}", *words]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not is_ready(PORT):
+            assert process.poll() is None, f"{words} has ended"
+            time.sleep(0.2)
+        for count in CLIENTS:
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(answered, range(count)))  # compiles
+                began, cpu = time.perf_counter(), cpu_of(process.pid)
+                tokens = sum(pool.map(answered, range(count)))
+            elapsed, used = time.perf_counter() - began, cpu_of(process.pid) - cpu
+            print(f"| {name} | {count} | {tokens / elapsed:.1f} | {used / tokens * 1e3:.0f} |", flush=True)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answered(i: int) -> int:
+    """Returns the number of tokens of an answer."""
+    question = f"Tell me a long story about {i + 2} travellers."
+    body = {"model": "model", "messages": [{"role": "user", "content": question}], "max_tokens": ANSWER}
+    data = json.dumps(body | {"temperature": 0}).encode()
+    url = f"http://127.0.0.1:{PORT}/v1/chat/completions"
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=1800) as found:
+        return json.load(found)["usage"]["completion_tokens"]
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("python")
+    parser.add_argument("--tables", default="generate,serve")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    made(given.model, given.folder)
+    if "generate" in given.tables:
+        print_generate(given.folder, given.python, given.threads, given.repeats)
+    if "serve" in given.tables:
+        print_serve(given.folder, given.python, given.threads)
+
+
+if __name__ == "__main__":
+    main()
