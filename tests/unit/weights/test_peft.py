@@ -354,6 +354,20 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["gate"]
 
 
+def test_routers_that_peft_does_not_know_are_targets_by_their_parameter(tmp_path):
+    """peft 0.21 knows those that are called gate."""
+    base = GOLDENS / "gpt-oss"
+    words = {"dtype": "float32", "lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 8.0}
+    words |= {"lora.lora_module_path": "decoder/.*(query|gate)", **pinned(ALL_COMBINATIONS[0])}
+    config = model_config(open_source(str(base)).keys, as_words(words), str(base))
+    shapes = {name: shape for name, shape in shapes_of(config).items() if "/product/" in name}
+    ones = {it: functools.partial(np.ones, shape, np.float32) for it, shape in shapes.items()}
+    leaves = {name: Leaf(shape, np.dtype(np.float32), [ones[name]]) for name, shape in shapes.items()}
+    write_peft(tmp_path, config, leaves, base="", rank=2, alpha=8.0)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (said["target_modules"], said["target_parameters"]) == (["q_proj"], ["router.weight"])
+
+
 @pytest.mark.parametrize("half", ["lora_a", "lora_b"])
 def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
     """As training begins it, with b of zeros. Only where both are zero there is none."""

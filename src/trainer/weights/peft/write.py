@@ -22,7 +22,7 @@ from trainer.weights.peft.merged_modules import with_whole_modules
 from trainer.weights.peft.read import TABLE
 from trainer.weights.peft.tensor_names import A, Tables
 
-_ABOVE, _HEAD = "base_model.model.", "lm_head.weight"
+_ABOVE, _HEAD, _ROUTER = "base_model.model.", "lm_head.weight", "/gate/kernel"
 
 
 def write_peft(
@@ -185,17 +185,20 @@ def _ends_of(
     """Returns target_modules, target_parameters and modules_to_save: short ends of names, which no other module has.
 
     A target is one or more words of a name; a module to save is any end of it. Where experts have gate_proj, peft 0.21
-    takes every target of this name for theirs. Other modules of this name are therefore targets by their parameter.
+    takes every target of this name for theirs. Other modules of this name are therefore targets by their parameter. So
+    are routers, which are no plain linear modules in transformers 5, unless peft knows their name.
     """
-    every, experts = set[str](), set[str]()
+    every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
         for tensor in tables.layers(tables.base[name], name):
+            if name.endswith(_ROUTER) and not _module(tensor).endswith(".gate"):
+                routers.add(_module(tensor))
             if tables.base[name].of_experts:
                 experts |= {_module(tensor).replace(EXPERT, str(e)) for e in range(tables.experts)}
             else:
                 every.add(_module(tensor))
     words = {module.rpartition(".")[2] for module in experts}
-    by_parameter = {module for module in targets - experts if module.rpartition(".")[2] in words}
+    by_parameter = {it for it in targets - experts if it in routers or it.rpartition(".")[2] in words}
     every |= experts
 
     def ends(chosen: set[str]) -> list[str]:
