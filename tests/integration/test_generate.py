@@ -94,7 +94,7 @@ def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypa
 def test_lines_of_json_keep_texts_with_newlines_apart(run, monkeypatch, tmp_path):
     path, _ = run
     greedy = ["decode_sampling_strategy=greedy", "max_target_length=20"]
-    prompts = [PROMPT, "return", "x + 1"]
+    prompts = [PROMPT, "return", "x + 1", "x"]
     given = "\ufeff" + "\n".join(prompts)
     plain = run_command(monkeypatch, path, "prompts=-", *greedy, stdin=given)[1]
     file = tmp_path / "prompts.txt"

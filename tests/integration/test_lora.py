@@ -1,8 +1,11 @@
 """Runs with adapters: resumed, with a base that moved or changed, merged, served, continued from."""
 
+import contextlib
+import io
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from run_cases import assert_equal, command, train
@@ -12,6 +15,7 @@ from trainer.export import main as export
 from trainer.generate import main as generate
 from trainer.weights.contents import contents_of
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
 RUN = {
@@ -82,30 +86,33 @@ def test_a_checkpoint_has_adapters_and_their_moments(folder):
     assert contents.notes[0].endswith("runs/base/checkpoints/3")
 
 
-def text_of(capsys, *words):
-    generate([*map(str, words), "prompt=def f", "max_target_length=30"])
-    return capsys.readouterr().out
+def text_of(*words):
+    """Returns the text that one device generates."""
+    output, found = io.StringIO(), jax.devices()[:1]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setattr(jax, "devices", lambda: found)
+        generate([*map(str, words), "prompt=def f", "max_target_length=30"])
+    return output.getvalue()
 
 
 @pytest.mark.rest(covered_by="unit/inference/test_adapters.py; unit/training/test_lora.py")
-def test_merged_and_separate_adapters_generate_the_same_text(folder, capsys, tmp_path, monkeypatch):
+def test_merged_and_separate_adapters_generate_the_same_text(folder, tmp_path, monkeypatch):
     """A run with LoRA is its base with the adapters added; several adapters share a base and a batch."""
     found, data = folder
     own = LORA | {"lora_rank": 3, "lora_alpha": 1.5, "lora_module_path": "self_attention/(query|value)"}
     run(found, "two", steps=3, load_parameters_path="runs/base", data_shuffle_seed=1, **own, **data)
     monkeypatch.chdir(found)
     base, one, two = (f"runs/{name}" for name in ("base", "one", "two"))
-    merged = [text_of(capsys, path) for path in (one, two)]
-    assert len({*merged, text_of(capsys, base)}) == 3
-    assert text_of(capsys, base, f"adapters={two}") == merged[1]
+    merged = [text_of(path) for path in (one, two)]
+    assert len({*merged, text_of(base)}) == 3
+    assert text_of(base, f"adapters={two}") == merged[1]
     for how in ((), ("enable_prefix_caching=true",), ("use_chunked_prefill=true", "prefill_chunk_size=4")):
-        both = text_of(capsys, base, f"adapters={one},{two}", *how)
+        both = text_of(base, f"adapters={one},{two}", *how)
         assert both == f"== {one} ==\n{merged[0]}== {two} ==\n{merged[1]}"
     keys = [f"{key}={value}" for key, value in LORA.items()]
-    assert text_of(capsys, base, f"lora.lora_restore_path={one}", *keys) == merged[0]
+    assert text_of(base, f"lora.lora_restore_path={one}", *keys) == merged[0]
     export([one, str(tmp_path / "hf"), "format=hf"])
-    capsys.readouterr()
-    assert text_of(capsys, tmp_path / "hf", "add_bos=false") == text_of(capsys, one, "add_bos=false")
+    assert text_of(tmp_path / "hf", "add_bos=false") == text_of(one, "add_bos=false")
 
 
 def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch, capsys):
@@ -178,7 +185,7 @@ def test_adapters_of_initial_parameters(tmp_path):
 
 
 @pytest.mark.rest(covered_by="unit/weights/test_peft.py; a run that begins with adapters")
-def test_a_folder_of_peft_takes_the_place_of_a_run(folder, capsys, tmp_path, monkeypatch):
+def test_a_folder_of_peft_takes_the_place_of_a_run(folder, tmp_path, monkeypatch):
     found, data = folder
     monkeypatch.chdir(found)
     peft = tmp_path / "peft"
@@ -186,8 +193,7 @@ def test_a_folder_of_peft_takes_the_place_of_a_run(folder, capsys, tmp_path, mon
     export([str(peft), str(tmp_path / "again"), "format=peft", "load_parameters_path=runs/base"])
     files = [path / "adapter_model.safetensors" for path in (peft, tmp_path / "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
-    capsys.readouterr()
-    assert text_of(capsys, "runs/base", f"adapters={peft}") == text_of(capsys, "runs/one")
+    assert text_of("runs/base", f"adapters={peft}") == text_of("runs/one")
     keys = {"load_parameters_path": "runs/base", "lora_restore_path": peft, "enable_lora": True, **data}
     run(found, "from-peft", steps=1, save_checkpoint_on_start=True, **keys)
     begin = contents_of(str(found / "runs/from-peft/checkpoints/0")).tensors
@@ -197,7 +203,7 @@ def test_a_folder_of_peft_takes_the_place_of_a_run(folder, capsys, tmp_path, mon
             np.testing.assert_array_equal(np.concatenate([*tensor.read()]), adapters[tensor.name])
 
 
-def test_qlora_is_resumed_and_merged(folder, capsys, monkeypatch):
+def test_qlora_is_resumed_and_merged(folder, monkeypatch):
     """The base is quantized when it is loaded; adapters belong to the values that its codes stand for."""
     found, data = folder
     stored = {"lora_weight_qtype": "nf4", "lora_tile_size": 4}
@@ -208,9 +214,9 @@ def test_qlora_is_resumed_and_merged(folder, capsys, monkeypatch):
     assert_equal(found / "runs" / "q-resumed", found / "runs" / "q", updates=6)
     monkeypatch.chdir(found)
     words = [f"{key}={value}" for key, value in (LORA | stored).items()]
-    separate = text_of(capsys, "runs/base", "lora_restore_path=runs/q", *words)
-    assert text_of(capsys, "runs/q") == separate
-    assert text_of(capsys, "runs/base", "adapters=runs/q") == separate
+    separate = text_of("runs/base", "lora_restore_path=runs/q", *words)
+    assert text_of("runs/q") == separate
+    assert text_of("runs/base", "adapters=runs/q") == separate
 
 
 def test_the_command_of_maxtext(tmp_path):
