@@ -381,6 +381,7 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
             assert not slow.done()
             while not slow.done():
                 complete(port, max_tokens=1)
+                time.sleep(0.05)
         status, _, said = slow.result()
         assert (status, "within receive_seconds=1" in said.decode()) == (400, True)
 
