@@ -52,29 +52,24 @@ def measured(run):
     held = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), given, abstract._replace(opt_state=None))
     batch = placed(run, packed_batch(run.config, run.rows))
     types = (MaxLogit, RouterCount)
-    fn = run.sharded(make_gradients(run.config, run.objective, run.param_shardings, types))
+    fn = make_gradients(run.config, run.objective, run.param_shardings, types)
+    got = jax.device_get(jax.jit(run.sharded(fn))(held, batch))
 
-    def by_layer(held, batch):
-        got = fn(held, batch)
-        sown = [named_by_layer(found, got.sown[kind.__name__]) for kind in types]
-        return got.loss, [by_name(to_layers(found, got.grads)), *sown]
+    def by_layer(grads, sown):
+        return by_name(to_layers(found, grads)), [named_by_layer(found, sown[kind.__name__]) for kind in types]
 
-    loss, parts = jax.device_get(jax.jit(by_layer)(held, batch))
-    return float(loss), {name: x for part in parts for name, x in part.items()}
+    grads, sown = (jax.jit(by_layer) if division(found) else by_layer)(got.grads, got.sown)
+    return float(got.loss), {name: np.asarray(x) for part in (grads, *sown) for name, x in part.items()}
 
 
 @functools.cache
 def _plain(items):
-    """The same batch on one device."""
-    keys = BASE | {key: value for key, value in items if not key.startswith("ici_")}
-    rows = keys["per_device_batch_size"] * len(jax.devices())
-    config = load(arguments(ALL_COMBINATIONS[0], **keys | {"per_device_batch_size": rows})).config
-    return measured(build(config, jax.devices()[:1]))
+    return measured(made(**dict(items)))
 
 
 def assert_equal_gradients(model, keys, *, rounded=(), tolerance=1e-6):
     """Checks that a run of a model, its keys, with other `keys` in a pipeline has the loss and gradients of the run on
-    one device, to `tolerance` of each array's norm.
+    fsdp without one, to `tolerance` of each array's norm.
 
     rounded: parts of names of arrays that are 0 except for rounding, compared with the largest norm.
     """

@@ -1,5 +1,5 @@
-"""Context parallelism: a step whose rows are split over devices has the loss, gradients and sown values of one device.
-unit/layers/test_across.py has each strategy's attention."""
+"""Context parallelism: a step whose rows are split over devices has the loss, gradients and sown values of one whose
+rows are not."""
 
 import functools
 
@@ -12,7 +12,7 @@ from trainer.aot.cost import analyze
 CONTEXT, ULYSSES = "ici_context_parallelism", "ici_context_usp_ulysses_parallelism"
 STRATEGY, BALANCE = "context_parallel_strategy", "context_parallel_load_balance"
 RING = {CONTEXT: 4, STRATEGY: "ring"}
-DENSE = {"use_qk_clip": True}
+DENSE = {"base_num_decoder_layers": 2, "use_qk_clip": True}
 DROPPING = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "enable_dropout": True}
 MIXTRAL = {
     "decoder_block": "mixtral",
@@ -26,7 +26,7 @@ DEEPSEEK = {
     **EVERY_MATRIX,
     "first_num_dense_layers": 0,
     "base_num_decoder_layers": 2,
-    "mtp_num_layers": 1,
+    "mtp_num_layers": 2,
     "use_qk_clip": True,
     "load_balance_loss_weight": 0.01,
 }
@@ -34,17 +34,17 @@ GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
 GPT3 = {"decoder_block": "gpt3", "fused_qkv": True, "base_num_kv_heads": 4, "trainable_position_size": 16}
 # The run without context parallelism, and the keys of the other.
 CASES = {
+    "ring": (DENSE, RING),
+    "ring, in order": (DENSE | DROPPING, RING | {BALANCE: False}),
     "gathered": (DENSE, {CONTEXT: 8, "attention": "blockwise"}),
     "gathered, dot product": (DENSE | DROPPING, {CONTEXT: 2, BALANCE: False, "remat_policy": "minimal_with_context"}),
-    "usp, tensor": (
-        DENSE | DROPPING,
-        {CONTEXT: 2, ULYSSES: 2, STRATEGY: "usp", BALANCE: False, "ici_tensor_parallelism": 2},
-    ),
+    "ulysses, tensor": (DENSE, {CONTEXT: 2, STRATEGY: "ulysses", "ici_tensor_parallelism": 2}),
+    "usp": (DENSE | DROPPING, {CONTEXT: 2, ULYSSES: 4, STRATEGY: "usp", BALANCE: False}),
     "experts": (MIXTRAL, RING | {CONTEXT: 2, "ici_expert_parallelism": 2}),
     "multi-token prediction": (DEEPSEEK, RING),
     "patterns, tiling": (GEMMA2, RING | {"num_vocab_tiling": 4}),
-    "ulysses, learned positions": (GPT3, {CONTEXT: 2, STRATEGY: "ulysses", "ici_tensor_sequence_parallelism": 2}),
-    "ring, zero-1, accumulation": (
+    "learned positions": (GPT3, {CONTEXT: 2, STRATEGY: "ulysses", "ici_tensor_sequence_parallelism": 2}),
+    "zero-1, accumulation": (
         DENSE,
         RING
         | {
@@ -54,7 +54,7 @@ CASES = {
             "per_device_batch_size": 1,
         },
     ),
-    "pipeline": (DENSE, {CONTEXT: 2, STRATEGY: "ring", STAGES: 2, PER_STAGE: 2}),
+    "pipeline": (DENSE | {"base_num_decoder_layers": 4}, {CONTEXT: 2, STRATEGY: "ring", STAGES: 2, PER_STAGE: 2}),
 }
 
 

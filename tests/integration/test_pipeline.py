@@ -5,20 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from pipeline_cases import (
-    BASE,
-    DELAY,
-    LAYERS,
-    ONCE,
-    PER_REPEAT,
-    PER_STAGE,
-    STAGES,
-    M,
-    assert_equal_gradients,
-    made,
-    measured,
-)
-from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update, tiny_config
+from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M, assert_equal_gradients, made, measured
+from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update
 
 from trainer.aot.cost import analyze
 from trainer.models.families import stacks
@@ -45,7 +33,7 @@ GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
 TENSOR = {"ici_tensor_parallelism": 2}
 EXPERT = {"ici_expert_parallelism": 2}
 SEQUENCE = {"ici_tensor_sequence_parallelism": 2, "num_vocab_tiling": 4}
-# The run on one device, with packed rows and dropout, and the keys of the other.
+# The run without a pipeline, with packed rows and dropout, and the keys of the other.
 CASES = {
     "fsdp, accumulation": (DENSE, {STAGES: 2, "per_device_batch_size": 1, "gradient_accumulation_steps": 2}),
     "tensor": (DENSE | TENSOR, {STAGES: 2, M: 4}),
@@ -106,7 +94,7 @@ def test_loss_and_gradients(name):
     model, keys = CASES[name]
     # Scores do not change if all keys move by the same vector, so the gradient of a key's bias is 0 but for rounding.
     found = assert_equal_gradients(model, keys, rounded=("key/bias",))
-    layers = sum(stack.layers for stack in stacks(tiny_config(ALL_COMBINATIONS[0], devices=8, **BASE | model)))
+    layers = sum(stack.layers for stack in stacks(made(**model).config))
     sown = [value for name, value in found.items() if name.startswith("decoder/") and name.endswith("/max_logit")]
     assert sum(map(len, sown)) == layers
 
@@ -128,6 +116,7 @@ EVERYTHING = {
     **MIXTRAL,
     STAGES: 2,
     LAYERS: 2,
+    "opt_type": "muon",
     "remat_policy": "full",
     "gradient_accumulation_steps": 2,
     "ema_decay": 0.9,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from trainer.config.effects import no_effect_of
 from trainer.config.errors import UserError
 from trainer.config.family import Facts, facts_of, imported
 from trainer.config.flags import linen_stack
@@ -140,7 +139,7 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
 
 def _check_pairs(config: Config, declared: Sequence[HuggingFace]) -> None:
     facts = facts_of(config)
-    if facts is None or no_effect_of(config, "rope_interleave"):
+    if facts is None or any("rope_interleave" in keys for keys in facts.ignores.values()):
         return
     heads = {name: it.rotated for hf in declared for name, it in hf.layouts.items() if name.endswith(_QUERIES_AND_KEYS)}
     fixed, begin = facts.fixes.get("rope_interleave"), f"decoder_block={config.decoder_block}"

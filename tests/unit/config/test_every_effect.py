@@ -23,6 +23,7 @@ OFF = {"enable_checkpointing": False}
 
 # By the reason of a row and, where several rows have it, by the first key of the row.
 CASES = {
+    "supervise=false": {"supervise": True},
     "remat_policy is not custom": CUSTOM,
     "num_experts=1": MOE,
     "every layer has experts, whose width is base_moe_mlp_dim": MOE,

@@ -12,7 +12,7 @@ from trainer.config.derived import (
     mesh_axes,
     microbatch_rows,
 )
-from trainer.config.dump import PROCESSES, to_yaml
+from trainer.config.dump import PROCESSES, SUPERVISION, to_yaml
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.load import load
@@ -306,7 +306,7 @@ def test_a_dump_loads_back_to_the_same_configuration(words, devices, tmp_path, m
     (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
     again = load(["config.yml"])
     # One line per key, except run_name and the keys of processes, and base_config.
-    assert to_yaml(config).count("\n") == len(config) - len(PROCESSES)
+    assert to_yaml(config).count("\n") == len(config) - len(PROCESSES) - len(SUPERVISION)
     assert resolve(again.config, device_count=devices, platform="cpu") == config
     assert to_yaml(again.config) == to_yaml(config)
     assert again.warnings == []

@@ -94,4 +94,4 @@ def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
 
 
 def test_a_near_tie_is_the_exception():
-    assert sum((expected(case)[1] < TIE).sum() for case in CASES) <= 3
+    assert sum((expected(case)[1] < TIE).sum() for case in CASES) <= 4

@@ -108,6 +108,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
         OF_EXPERTS["norm_topk_prob"]: said.get(_NORM, False),
         **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
+        "num_nextn_predict_layers": 0,  # these files have no modules
     }
 
 
