@@ -22,11 +22,11 @@ from trainer.config.help import prints_usage
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, begin
 from trainer.evaluation.specs import TEXT, Spec, read_specs
-from trainer.observe.goodput import COMPILATION, RESTORE, Timeline
+from trainer.observe.goodput import Timeline
 from trainer.runtime.distributed import distributed, told_to_others
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 from trainer.runtime.preemption import NAMES, exit_code
-from trainer.runtime.supervision import pulse, supervise
+from trainer.runtime.supervision import COMPILATION, RESTORE, pulse, supervise
 
 DRY_RUN = "--dry-run"
 _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
@@ -291,7 +291,10 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
                 compiled = compiled or compiled_step(run, run_dir.folder, console.say)
             console.needs(needs_of(run, compiled), run.config.steps - begin.updates)
         reports = open_reports(run, run_dir, begin, files, console, timeline, stack)
-        timeline.step(begin.updates)
+        if begin.updates < run.config.steps:
+            timeline.step(begin.updates)
+        else:
+            timeline.end()
         steps, by_tasks = StepsByRows(run, compiled, console.say), tasks and tasks.to(run_dir)
         return fit(run, steps, begin, dataset, reports, manager, source, by_tasks)
 

@@ -46,8 +46,8 @@ class SidecarFiles:
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol; `read_sidecar` reads the files instead."""
-        raise NotImplementedError
+        """Part of Orbax's protocol. Orbax does not call it: nothing here passes it a `SidecarFiles` to restore."""
+        raise TypeError("read_sidecar reads these files")
 
     async def _write(self, directory: Any) -> None:
         folder = await directory.await_creation()

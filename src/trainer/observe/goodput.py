@@ -11,17 +11,16 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from trainer.config.json_files import parsed
 from trainer.config.words import counted
 from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.observe.text import clock
+from trainer.runtime.supervision import COMPILATION, END, EVALUATION, RESTORE, ROLLOUTS, START
 
 GOODPUT_FILE = "goodput.jsonl"
-START, RESTORE, COMPILATION, EVALUATION, SAVE, END = "start", "restore", "compilation", "evaluation", "save", "end"
-STEPS, REPEATED, DATA, ROLLOUTS = "steps", "steps done again", "waiting for data", "rollouts"
+STEPS, REPEATED, DATA, SAVE = "steps", "steps done again", "waiting for data", "save"
 BETWEEN = "between processes"
 PARTS = (STEPS, ROLLOUTS, DATA, REPEATED, START, RESTORE, COMPILATION, EVALUATION, SAVE, END, BETWEEN)
 _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "step_start_time", "step_count"
@@ -45,7 +44,7 @@ class Goodput:
         self._at, self._phase, self._nested = 0.0, "", ""  # since when the run is in which part; "": in none
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Adds the next event. Ignores what is no event, as in an edited file."""
+        """Adds the next event. Ignores objects that are no events, as in a file that was edited."""
         name = next((name for name in _TIMES if name in event), "")
         at, step = _seconds(event.get(name)), event.get(_STEP, 0)
         if at is None or not isinstance(step, int) or step < 0:
@@ -132,7 +131,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Counts the time of the block as `part`, which is no step. Blocks are not nested."""
+        """Counts the time of the block as `part` instead of as a step. Blocks are not nested."""
         self._write({_EVENT_START: self._now(), _EVENT: part})
         self._tell("done", part)
         yield
@@ -174,9 +173,7 @@ class Timeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -1,8 +1,8 @@
 """supervise=true: the command becomes a small process without JAX that trains in a child, and ends a child that hangs.
 
-The child tells through a pipe what it does; each line is a word and a text:
-  done TEXT    something was completed, and TEXT begins
-  in TEXT      TEXT begins, as a part of what is going on
+The child reports its phase through a pipe. Each line is a keyword and a text:
+  done PHASE   the phase before is complete, and PHASE begins
+  in PART      PART of the phase begins; empty: it ended
   folder PATH  the run's folder
 """
 
@@ -24,12 +24,10 @@ from typing import IO, Any
 from trainer.config.keys import Config
 
 HANG = 75  # the exit code after a hang; sysexits.h: a temporary failure
-START = "start"
-_VARIABLE = (
-    "TRAINER_SUPERVISED"  # of the child: file descriptors of the pipe and of the file for its stacks; the parent
-)
-# What takes long by its nature. The rest is a step, a save, or waiting for a batch of data.
-_LONG = (START, "restore", "compilation", "evaluation", "rollouts", "end")
+# Phases with the limit hang_grace_seconds. The others are steps, saves, and waiting for a batch.
+LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
+START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
+_VARIABLE = "TRAINER_SUPERVISED"  # file descriptors of the pipe and of the file for stacks, and the supervisor's id
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
 _KEPT = 64 * 1024  # bytes of the child's stderr
@@ -37,17 +35,17 @@ _PR_SET_PDEATHSIG = 1  # prctl of Linux
 
 
 def pulse() -> Callable[[str, str], None] | None:
-    """Returns the function with which a supervised process tells its supervisor a line; None without supervisor.
+    """Returns the function that reports to the supervisor; None if this process is not supervised.
 
-    The process then dies with its supervisor (on Linux), and writes the stacks of its threads when that asks for them.
-    Call it once, early.
+    From then on the process dies with its supervisor (on Linux) and writes the stacks of its threads on request. Call
+    it once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
         return None
     lines, stacks, parent = map(int, files.split(","))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died already
+    if os.getppid() != parent:  # the supervisor has died already
         os.kill(os.getpid(), signal.SIGKILL)
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
     os.set_blocking(lines, False)
@@ -62,11 +60,12 @@ def pulse() -> Callable[[str, str], None] | None:
 def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
-    The child gets SIGTERM and Ctrl-C that this process gets. If it completes nothing for hang_timeout_seconds, or
-    hang_grace_seconds during what takes long by its nature, its stacks and the end of its stderr are written to a file,
-    and it is ended: by SIGTERM, upon which it may still save, then by SIGKILL.
+    SIGTERM and Ctrl-C are forwarded to the child. If the child completes nothing for hang_timeout_seconds (for the
+    phases LONG: hang_grace_seconds), its stacks and the end of its stderr go to a file. Then it gets SIGTERM, after
+    which it may still save, and 20 seconds later SIGKILL.
 
-    Returns: the child's code, 128 + N if the signal N ended it, HANG after a hang.
+    Returns:
+      The child's code, 128 + N if the signal N ended it, HANG after a hang.
     """
     received, sent = os.pipe()
     with tempfile.TemporaryFile() as stacks, os.fdopen(received, "rb", buffering=0) as lines:
@@ -113,7 +112,7 @@ class _Watched:
 
     @property
     def _key(self) -> str:
-        return "hang_grace_seconds" if (self._within or self._phase) in _LONG else "hang_timeout_seconds"
+        return "hang_grace_seconds" if (self._within or self._phase) in LONG else "hang_timeout_seconds"
 
     @property
     def _what(self) -> str:

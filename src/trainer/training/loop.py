@@ -20,10 +20,11 @@ from trainer.data.batches import Batch
 from trainer.data.dataset import Dataset
 from trainer.data.streams import Position
 from trainer.data.tokenizer import Tokenizer
-from trainer.observe.goodput import EVALUATION, SAVE
+from trainer.observe.goodput import SAVE
 from trainer.observe.profiler import Profiler
 from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
+from trainer.runtime.supervision import EVALUATION
 from trainer.training.batches import BatchSource, LoadedAhead, check_batch, placed
 from trainer.training.evaluate import summarize
 from trainer.training.finite import check_finite, names_not_finite

@@ -23,6 +23,7 @@ from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
 from trainer.observe.rundir import SAMPLES_FILE, RunDir
 from trainer.runtime.agreement import from_first, is_first
+from trainer.runtime.supervision import ROLLOUTS
 from trainer.state import table
 from trainer.training.first_losses import FirstLosses
 from trainer.training.loop import Reports
@@ -151,7 +152,7 @@ def open_reports(
     evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
     tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
-    waits_for = "rollouts" if config.use_grpo else "data"
+    waits_for = ROLLOUTS if config.use_grpo else "data"
 
     def on_step(row: Any) -> None:
         timeline.step(row["step"] + 1, **{f"{waits_for}_wait": row["data_wait"] * row["step_time"]})

@@ -13,7 +13,6 @@ from trainer.models.granite4.family import GATE_UP
 from trainer.models.granite4.family import SHARED as THEIR_MLP
 from trainer.models.granite_moe import family as granite_moe
 from trainer.models.llama2.block import Block as DenseBlock
-from trainer.ops.routing import Score, softmax_of_chosen
 
 NAME, _SIZE = granite_moe.NAME, "shared_intermediate_size"
 _LAYER = "decoder/layers/"
@@ -22,13 +21,7 @@ _LAYER = "decoder/layers/"
 class Block(SharedExpertBlock):
     """Granite's block with shared experts."""
 
-    NAME = NAME
-
-    @staticmethod
-    def score(config: Config) -> Score:
-        """See `ExpertBlock.score`."""
-        del config
-        return softmax_of_chosen
+    NAME, score = NAME, staticmethod(granite_moe.Block.score)
 
 
 def stacks(config: Config) -> list[Stack]:
