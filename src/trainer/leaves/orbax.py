@@ -154,8 +154,15 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     _silence_answers()
+    # Orbax leaves tasks whose errors nobody retrieves. asyncio logs them when they are freed: at once or, after
+    # an error, at any time until the process ends.
+    tasks = logging.getLogger("asyncio")
+    had_errors = _is_retrieved in tasks.filters
+    tasks.addFilter(_is_retrieved)
     try:
         yield
+        if not had_errors:
+            tasks.removeFilter(_is_retrieved)
     except UserError:
         raise
     except Exception as error:
@@ -163,8 +170,6 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
         cause = error.__cause__ if type(error) is Exception else error
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise
-        # Orbax leaves tasks whose errors nobody retrieves. asyncio logs them when they are freed, often at the end.
-        logging.getLogger("asyncio").addFilter(_is_retrieved)
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
         where = f"{path}: {name}" if name else path
         raise gone(path) or UserError(f"{where}: the checkpoint is damaged or incomplete ({reason})") from error

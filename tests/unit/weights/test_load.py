@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import re
 import shutil
 
@@ -28,6 +29,7 @@ from support import ALL_COMBINATIONS, TINY, arguments, pinned
 from trainer.config.errors import UserError
 from trainer.config.load import load
 from trainer.config.resolve import resolve
+from trainer.leaves.orbax import _undamaged
 from trainer.leaves.source import Leaf, names_of, nested, progress
 from trainer.training.build import build
 from trainer.weights import placing
@@ -308,6 +310,29 @@ def test_a_damaged_orbax_tree_is_one_message(tmp_path, kind):
         with pytest.raises(UserError, match=rf"{tree}.*(damaged or incomplete|cannot be read|not a JSON object)"):
             loaded(tree.parent, config, say=print)
     gc.collect()  # Orbax leaves futures whose errors nobody retrieves
+
+
+def test_errors_of_tasks_that_orbax_leaves_are_not_logged(tmp_path, caplog, monkeypatch):
+    logger = logging.getLogger("asyncio")
+    monkeypatch.setattr(logger, "filters", [])
+    with _undamaged(tmp_path):
+        pass
+    logger.error("Task exception was never retrieved")
+    assert len(caplog.records) == 1  # nothing was damaged, so the task is another's
+
+    def read():
+        with _undamaged(tmp_path):
+            logger.error("Task exception was never retrieved")  # freed before the first error is raised
+            raise ValueError("damaged")
+
+    with pytest.raises(UserError):
+        read()
+    with _undamaged(tmp_path):
+        pass
+    logger.error("Future exception was never retrieved")  # freed later
+    assert len(caplog.records) == 1
+    logger.error("another error")
+    assert len(caplog.records) == 2
 
 
 def test_a_model_is_stretched_by_keys_that_were_given(tmp_path):
