@@ -3,9 +3,12 @@
     python -m trainer.evaluate hf-model tasks=a.yml,b.yml dtype=float32 max_target_length=64 output=found
     python scripts/compare_lm_eval.py found hf-model a.yml b.yml --length 64
 
+    python scripts/compare_lm_eval.py --write FOLDER
+
 The second command needs torch, transformers and lm-eval. For each task it prints the number of requests, the largest
 difference of log-likelihoods, how many answers (or greedy flags) are equal, and the CPU time of lm-eval's model. --bos
-makes its tokenizer begin texts with the bos token. docs/benchmarks/evaluation.md has results.
+makes its tokenizer begin texts with the bos token. The third command writes next.yml, rolling.yml and answers.yml, tasks
+of English text: 500 questions with two choices, 20 texts, 20 answers to write. docs/benchmarks/evaluation.md has results.
 """
 
 import argparse
@@ -14,18 +17,23 @@ import logging
 import time
 from pathlib import Path
 
+from price_quantization import write_tasks
+
 
 def main() -> int:
     """Returns 1 if a log-likelihood differs by more than 1e-4, or an answer differs at all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("tasks", nargs="+", metavar="TASK.yml")
-    parser.add_argument("--length", type=int, required=True, help="max_target_length of the first command")
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("tasks", nargs="*", metavar="TASK.yml")
+    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    parser.add_argument("--length", type=int, default=512, help="max_target_length of the first command")
     parser.add_argument("--rows", type=int, default=8, help="sequences at once (default: 8)")
     parser.add_argument("--bos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="as with use_chat_template=true")
     given = parser.parse_args()
+    if given.write:
+        return write(given.write)
 
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
@@ -60,6 +68,34 @@ def main() -> int:
             f"{name}: {len(ours)} requests, log-likelihoods within {largest:.1e}, {equal} equal, {seconds:.1f} s of CPU"
         )
     return int(failed)
+
+
+def write(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tasks(folder, questions=500)
+    rows = [json.loads(line) for line in (folder / "next.jsonl").read_text().splitlines()]
+    text = (folder / "text.txt").read_text()
+    files = {
+        "next": rows,
+        "rolling": [{"text": text[i * 4000 : i * 4000 + 3500]} for i in range(20)],
+        "answers": [{"question": row["question"], "answer": ""} for row in rows[:20]],
+    }
+    kinds = {
+        "next": {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"},
+        "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
+        "answers": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"},
+    }
+    kinds["next"] |= {"doc_to_choice": "{{choices}}", "target_delimiter": " "}
+    kinds["answers"] |= {"generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 32, "do_sample": False}}
+    for name, kind in kinds.items():
+        (folder / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in files[name]))
+        data = {
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(folder.absolute() / f"{name}.json")}},
+        }
+        task = {"task": name, "test_split": "test"} | data | kind
+        (folder / f"{name}.yml").write_text(json.dumps(task))
+    return 0
 
 
 if __name__ == "__main__":
