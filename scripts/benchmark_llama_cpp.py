@@ -5,9 +5,10 @@
 PYTHON is the Python of an environment with cyllama (0.2.18, a wheel of llama.cpp), torch and transformers. FOLDER keeps
 the model in each form, so that the next run finds it.
 
-generate  a greedy decode step of one sequence after a prompt of 32 tokens. Each program is a process that holds its
-          model; all take turns, and the least of the repeats counts.
-serve     answers of /v1/chat/completions to 1 and 4 clients at once, by trainer.serve and cyllama's server.
+generate  a greedy decode step of 1 and of 4 sequences after prompts of 32 tokens. Each program is a process that holds
+          its model; all take turns, and the least of the repeats counts.
+serve     answers of trainer.serve's /v1/chat/completions to 1 and 4 clients at once. The server of cyllama 0.2.18
+          answers only the first question, so it is not measured.
 
 CPU time is that of all threads. On a machine with other work it is a better measure than seconds.
 """
@@ -33,6 +34,7 @@ PORT, CLIENTS, ANSWER = 8073, (1, 4), 32
 LOOP = """
 import os, sys, time
 said, sys.stdout = sys.stdout, sys.stderr
+rows = int(sys.argv[3])
 prompt = list(range(1000, 1000 + {prompt}))
 {code}
 print("[]", file=said, flush=True)
@@ -50,43 +52,48 @@ class Model(llama.LlamaModel):  # cyllama 0.2.18 looks for this attribute, and h
 model = Model(sys.argv[2], llama.LlamaModelParams())
 Model.n_vocab = model.get_vocab().n_vocab
 params = llama.LlamaContextParams()
-params.n_ctx = params.n_batch = params.n_ubatch = 128
+params.n_ctx, params.n_seq_max = 128 * rows, rows
+params.n_batch = params.n_ubatch = len(prompt) * rows
 params.n_threads = params.n_threads_batch = int(sys.argv[1])
 context = llama.LlamaContext(model, params)
 def run(new):
     context.kv_cache_clear()
-    tokens, at = prompt, 0
+    tokens, at = [prompt] * rows, 0
     for i in range(new):
-        batch = llama.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
-        batch.set_batch(tokens, at, False)
-        batch.set_last_logits_to_true()
+        count = len(tokens[0])
+        batch = llama.LlamaBatch(n_tokens=count * rows, embd=0, n_seq_max=1)
+        for row, one in enumerate(tokens):
+            for j, token in enumerate(one):
+                batch.add(token, at + j, [row], j == count - 1)
         context.decode(batch)
-        at += len(tokens)
-        tokens = [int(np.argmax(context.get_logits_ith(-1)))]
+        at += count
+        tokens = [[int(np.argmax(context.get_logits_ith(row * count + count - 1)))] for row in range(rows)]
 """
 TRANSFORMERS = """
 import torch, transformers
 torch.set_num_threads(int(sys.argv[1]))
-dtype = torch.bfloat16 if sys.argv[3] == "bfloat16" else torch.float32
+dtype = torch.bfloat16 if sys.argv[4] == "bfloat16" else torch.float32
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=dtype).eval()
-if sys.argv[3] == "int8":
+if sys.argv[4] == "int8":
     model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-row = torch.tensor([prompt])
+ids = torch.tensor([prompt] * rows)
 @torch.no_grad()
 def run(new):
-    more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(row)}
-    model.generate(row, max_new_tokens=new, min_new_tokens=new, **more)
+    more = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    model.generate(ids, max_new_tokens=new, min_new_tokens=new, **more)
 """
 TRAINER = """
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax, numpy as np
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
-engine = MaxEngine.of(sys.argv[2], ["per_device_batch_size=1", "max_target_length=128", *sys.argv[3:]])
+engine = MaxEngine.of(sys.argv[2], [f"per_device_batch_size={rows}", "max_target_length=128", *sys.argv[4:]])
 params = engine.load_params(say=lambda line: None)
 def run(new):
-    prefix, _ = engine.prefill(params, engine.padded(prompt), len(prompt), sampling=Sampling(0.0), seed=0)
-    state = jax.block_until_ready(engine.insert(prefix, engine.init_decode_state(), 0))
+    state = engine.init_decode_state()
+    for row in range(rows):
+        prefix, _ = engine.prefill(params, engine.padded(prompt), len(prompt), sampling=Sampling(0.0), seed=0)
+        state = jax.block_until_ready(engine.insert(prefix, state, row))
     for _ in range(new - 1):
         state, result = engine.generate(params, state)
         np.asarray(result.tokens)
@@ -127,14 +134,14 @@ class Program:
         return self.answer()
 
 
-def print_generate(folder: Path, python: str, threads: int, repeats: int) -> None:
+def print_generate(folder: Path, python: str, threads: int, repeats: int, rows: int) -> None:
     programs = {}
     for form, other in FORMS.items():
         ours = folder / ("int8" if form == "int8" else "float32.gguf")
         words = HALF if form == "bfloat16" else []
-        programs["this trainer", form] = Program(sys.executable, TRAINER, threads, ours, *words)
-        programs["llama.cpp", form] = Program(python, LLAMA_CPP, threads, folder / f"{other}.gguf")
-        programs["transformers", form] = Program(python, TRANSFORMERS, threads, folder / "hf", form)
+        programs["this trainer", form] = Program(sys.executable, TRAINER, threads, ours, rows, *words)
+        programs["llama.cpp", form] = Program(python, LLAMA_CPP, threads, folder / f"{other}.gguf", rows)
+        programs["transformers", form] = Program(python, TRANSFORMERS, threads, folder / "hf", rows, form)
     for program in programs.values():
         program.answer()
     least = {name: [[9e9, 9e9], [9e9, 9e9]] for name in programs}
@@ -147,27 +154,25 @@ def print_generate(folder: Path, python: str, threads: int, repeats: int) -> Non
     for program in programs.values():
         program.process.kill()
         program.process.wait()
-    print(f"load {os.getloadavg()[0]:.0f}; {threads} threads\n")
+    print(f"\n{rows} sequences; load {os.getloadavg()[0]:.0f}; {threads} threads\n")
     print("| | tokens/s | ms of CPU a token | against this trainer | prompt, ms of CPU |\n|---|---|---|---|---|")
     steps = {name: [(end - begin) / (NEW - 1) for begin, end in zip(*it, strict=True)] for name, it in least.items()}
     for (name, form), (elapsed, cpu) in steps.items():
         ratio = cpu / steps["this trainer", form][1]
-        prompt = least[name, form][0][1] * 1e3
-        print(f"| {name}, {form} | {1 / elapsed:.1f} | {cpu * 1e3:.0f} | {ratio:.2f} | {prompt:.0f} |", flush=True)
+        prompt = least[name, form][0][1] * 1e3 / rows
+        print(
+            f"| {name}, {form} | {rows / elapsed:.1f} | {cpu / rows * 1e3:.0f} | {ratio:.2f} | {prompt:.0f} |",
+            flush=True,
+        )
 
 
-def print_serve(folder: Path, python: str, threads: int) -> None:
-    print("\n| server | clients | tokens/s | ms of CPU a token |\n|---|---|---|---|")
+def print_serve(folder: Path, threads: int) -> None:
+    print("\n| form | clients | tokens/s | ms of CPU a token |\n|---|---|---|---|")
     keys = [f"port={PORT}", "served_model_name=model", f"per_device_batch_size={max(CLIENTS)}", "max_target_length=128"]
-    other = ["--port", str(PORT), "--n-parallel", str(max(CLIENTS)), "--gpu-layers", "0", "--ctx-size", "512"]
-    for form, name in FORMS.items():
+    for form in FORMS:
         ours = folder / ("int8" if form == "int8" else "float32.gguf")
         words = HALF if form == "bfloat16" else []
-        file = str(folder / f"{name}.gguf")
-        print_server(
-            f"trainer.serve, {form}", [sys.executable, "-m", "trainer.serve", str(ours), *keys, *words], threads
-        )
-        print_server(f"cyllama's server, {form}", [python, "-m", "cyllama.llama.server", "-m", file, *other], threads)
+        print_server(form, [sys.executable, "-m", "trainer.serve", str(ours), *keys, *words], threads)
 
 
 def print_server(name: str, words: list[str], threads: int) -> None:
@@ -214,9 +219,10 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     made(given.model, given.folder)
     if "generate" in given.tables:
-        print_generate(given.folder, given.python, given.threads, given.repeats)
+        for rows in CLIENTS:
+            print_generate(given.folder, given.python, given.threads, given.repeats, rows)
     if "serve" in given.tables:
-        print_serve(given.folder, given.python, given.threads)
+        print_serve(given.folder, given.threads)
 
 
 if __name__ == "__main__":

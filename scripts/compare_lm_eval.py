@@ -7,8 +7,9 @@
 
 The second command needs torch, transformers and lm-eval. For each task it prints the number of requests, the largest
 difference of log-likelihoods, how many answers (or greedy flags) are equal, and the CPU time of lm-eval's model. --bos
-makes its tokenizer begin texts with the bos token. The third command writes next.yml, rolling.yml and answers.yml, tasks
-of English text: 500 questions with two choices, 20 texts, 20 answers to write. docs/benchmarks/evaluation.md has results.
+makes its tokenizer begin texts with the bos token. The third command writes tasks of English text: next.yml (500
+questions with two choices), rolling.yml (20 texts) and answers.yml (20 answers to write).
+docs/benchmarks/evaluation.md has results.
 """
 
 import argparse

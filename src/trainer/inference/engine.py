@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from trainer.aot.compilation import compile_step
 from trainer.aot.report import Report
 from trainer.config.capabilities.invariant_keys import QUERIES, TILE, compiler_options
+from trainer.config.capabilities.quantization_keys import options_for_stored
 from trainer.inference.controls import NOTHING, Asked, Controls, controls, neutral
 from trainer.inference.programs import Programs
 from trainer.inference.prompts import Packed, Rows
@@ -41,7 +42,8 @@ class Engine:
         self._cache_length = max(self.places(abstract.cache))
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
-        compiled = functools.partial(jax.jit, compiler_options=compiler_options(self.config, served.platform))
+        options = compiler_options(self.config, served.platform) | options_for_stored(self.config, served.platform)
+        compiled = functools.partial(jax.jit, compiler_options=options)
         self._start = jax.jit(programs.empty, out_shardings=self.state_shardings)
         self._prefill = compiled(served.on_mesh(programs.prefilled, one_row=True), static_argnums=1)
         self._continue = compiled(served.on_mesh(programs.continued, one_row=True), donate_argnums=1)

@@ -101,6 +101,15 @@ def test_a_step_copies_neither_weights_nor_stacks_in_any_combination(combination
     assert expected("adapters", combination) == expected("adapters")
 
 
+def test_a_step_has_few_stored_matrices_as_floats_at_once():
+    engine = engine_of(**WIDE | KINDS["stored as integers"])
+    _, report = engine.aot_compile()
+    params, _ = engine.parts()["parameters"]
+    floats = sum(4 * leaf.size for leaf in jax.tree.leaves(params["decoder"]) if leaf.dtype == "int8")
+    assert floats > 4 * 100_000
+    assert report.memory.temporaries < floats / 2
+
+
 def test_a_round_of_a_rollout_compiles_nothing_and_leaves_no_second_copy():
     engine = engine_of(weight_dtype="bfloat16")
     trained = jax.device_put(jax.tree.map(lambda it: np.ones(it.shape, np.float32), engine.served.model.abstract))
