@@ -64,6 +64,7 @@ CASES = {
         ("gemma3-27b", "v5p-64", 1, "fsdp 32", 1),
         ("qwen2.5-14b", "v5e-64", 1, "fsdp 64", 1),
         ("gpt-oss-20b", "v5e-32", 1, "fsdp 32", 1),
+        ("llama4-17b-16e", "v5p-64", 1, "fsdp 32", 1),
     ),
     "other": (
         ("qwen3-4b", "v5e-16", 1, "fsdp 4, tensor 4", 1),

@@ -176,6 +176,29 @@ def test_a_task_that_fails_does_not_end_the_run(folder):
     assert (folder / "runs/aborted/checkpoints/2").is_dir()
 
 
+@pytest.mark.rest(covered_by="test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted")
+@pytest.mark.parametrize(
+    "combination, devices, keys",
+    [
+        ("linen", 1, {"ema_decay": 0.0}),
+        ("linen", 2, {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "ema_decay": 0.0}),
+        ("nnx", 2, {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2}),
+        ("nnx", 1, {"lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 4.0}),
+    ],
+    ids=["Linen", "DiLoCo", "a pipeline", "adapters"],
+)
+def test_the_loop_and_the_command_agree(combination, devices, keys, folder, monkeypatch):
+    code, printed = trained(folder, TASKS, **keys, combination=combination, devices=devices, learning_rate=0.1)
+    assert code == 0, printed
+    rows = of_tasks(folder)
+    assert [(row["step"], row["eval_tasks_failed"]) for row in rows] == [(1, 0), (3, 0), (5, 0)]
+    assert len({row["text/loss"] for row in rows}) == 3
+    code, _, said = evaluated(monkeypatch, folder, RUN, "tasks=text.yml,choices.jsonl", "output=found")
+    assert code == 0, said
+    for score in json.loads((folder / "found/results.json").read_text()):
+        assert score["value"] == pytest.approx(rows[-1][f"{score['task']}/{score['metric']}"], rel=1e-3)
+
+
 def test_what_is_missing_is_an_error_before_the_run_begins(folder):
     (folder / "text.yml").write_text("kind: text\ndataset_type: grain\ngrain_train_files: gone.jsonl\n")
     code, printed = trained(folder, TASKS)
