@@ -5,14 +5,16 @@ thread.
 """
 
 import json
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainer.config.errors import UserError
 
 T = TypeVar("T")
 
+_SHOWN = 5  # lines of a text that a message names
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
@@ -69,21 +71,35 @@ def agreed(fn: Callable[[], T]) -> T:
     return value
 
 
-def check_same(what: str, value: str) -> None:
-    """Raises UserError if `value` differs between processes; `what` names it in the message."""
-    values = gather(value)
-    other = next((i for i, other_value in enumerate(values) if other_value != values[0]), None)
-    if other is not None:
-        first, second = _differing(values[0], values[other]), _differing(values[other], values[0])
-        raise AgreedError(
-            f"{what} must be the same in every process: {first} in process 0, {second} in process {other}"
-        )
+def check_same(values: Callable[[], Mapping[str, str]]) -> None:
+    """Raises one UserError for all of `values()`, texts by what they are, that differ between processes.
+
+    It names the lines that differ, and the processes and hosts on both sides. A single process does not call `values`.
+    """
+    if _count() == 1:
+        return
+    texts = gather(json.dumps([platform.node(), values()]))
+    (host, first), *others = map(json.loads, texts)
+    problems = []
+    for what, value in first.items():
+        unlike = [(i, *other) for i, other in enumerate(others, 1) if other[1].get(what) != value]
+        if unlike:
+            index, other_host, other = unlike[0]
+            more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
+            theirs = other.get(what, "")
+            problems.append(
+                f"{what} must be the same in every process: {_differing(value, theirs)} in process 0 ({host}), "
+                f"{_differing(theirs, value)} in process {index} ({other_host}){more}"
+            )
+    if problems:
+        raise AgreedError("\n  ".join(problems))
 
 
 def _differing(text: str, other: str) -> str:
-    """Returns the lines of `text` that are not in `other`."""
+    """Returns the first lines of `text` that are not in `other`."""
     lines = set(other.splitlines())
-    return ", ".join(line for line in text.splitlines() if line not in lines)
+    found = [line for line in text.splitlines() if line not in lines]
+    return ", ".join([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if found[_SHOWN:] else [])]) or "nothing else"
 
 
 def gather(text: str) -> list[str]:
