@@ -157,7 +157,9 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     config, resumes = run.config, run.config.enable_checkpointing
     run_folder = folder(
-        from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
+        from_first(
+            lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes, console.say))
+        )
     )
     _say_what_runs(console, loaded, run, dataset, run_folder)
     console.say("keys set outside base.yml:")

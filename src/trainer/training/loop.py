@@ -22,6 +22,7 @@ from trainer.data.streams import Position
 from trainer.data.tokenizer import Tokenizer
 from trainer.observe.goodput import SAVE
 from trainer.observe.profiler import Profiler
+from trainer.runtime.agreement import from_first
 from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.runtime.supervision import EVALUATION
@@ -274,7 +275,7 @@ class _Loop:
         self.reader.flush()
         during.enter_context(self._reports.during(SAVE))
         self.check_tokens()
-        self._reports.sync()
+        from_first(self._reports.sync)
         row, best = self._last_evaluation, self._run.config.keep_best_metric.partition(":")[2]
         if row.get("step") != self.done - 1:
             return {}

@@ -115,6 +115,7 @@ class _Files:
         return self._metrics.kept if self._metrics else ()
 
     def write(self, row: Any) -> None:
+        self._run_dir.check(look=False)
         if self._metrics and self._page:
             self._metrics.write(row)
             self._page.add(row)
