@@ -1,13 +1,13 @@
 """Agreement between processes. All processes must make the same calls in the same order; a single process needs none.
 
-Each call waits for all processes, so do not call these functions in the training loop. Call them only in the main
-thread.
+Each call but `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
+only in the main thread.
 """
 
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.errors import UserError
@@ -116,6 +116,28 @@ def gather(text: str) -> list[str]:
     padded[: len(data)] = data
     rows = process_allgather(padded)
     return [rows[i, :size].tobytes().decode() for i, size in enumerate(sizes)]
+
+
+def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
+    """Starts to gather as many numbers of each process, and returns what reads them: an array [processes, numbers].
+
+    The devices do it after what they were given before, so a call waits for nothing. Read it after a later step.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(_count(), -1), ("process", "device"))
+    row = np.asarray([numbers], np.float32)
+    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
+        rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), row)
+    gathered = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
+    return lambda: np.asarray(gathered.addressable_data(0))
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def lost_process(error: BaseException | None) -> bool:

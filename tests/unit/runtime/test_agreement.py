@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from types import SimpleNamespace
 from trainer.config.errors import UserError, exit_on_user_error
-from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first
+from trainer.runtime.agreement import agreed, check_same, from_first, gather, gather_later, is_first
 from trainer.runtime.distributed import distributed
 from trainer.runtime.versions import program
 
@@ -51,7 +51,7 @@ def main():
         print(agreed(lambda: index), told(lambda: agreed(lambda: fail("mine") if index else 0)))
         print(told(lambda: agreed(lambda: fail("everybody's"))))
         print(told(lambda: check_same(lambda: program() | {"it": str(index)})), told(lambda: check_same(program)))
-        sys.stdout.flush()
+        print(gather_later([index + 0.5, 2])().tolist(), flush=True)
         if index:
             fail("alone")  # while the other waits for this one
         try:
@@ -93,6 +93,7 @@ def test_two_processes():
             f"{index} process 1 of 2: mine",
             "everybody's",
             f"it must be the same in every process: 0 in process 0 ({HOST}), 1 in process 1 ({HOST}) None",
+            "[[0.5, 2.0], [1.5, 2.0]]",
         ], errors
     assert codes[1] == 2
     assert ends[1][1].splitlines()[-1] == "error: alone"
