@@ -12,7 +12,7 @@ OPEN = []
 def close() -> None:
     """Closes the runs that `opened` opened."""
     while OPEN:
-        OPEN.pop().lock.close()
+        OPEN.pop().lease.close()
 
 
 def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
@@ -25,7 +25,7 @@ def begun(base, name="", config=CONFIG, resumes=True):
     run = opened(base, name, config, resumes)
     run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
-    run.lock.close()
+    run.lease.close()
     return run.path
 
 
@@ -34,5 +34,5 @@ def finished(base, name="", config=CONFIG, resumes=True):
     run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')
     run.finish()
-    run.lock.close()
+    run.lease.close()
     return run.path

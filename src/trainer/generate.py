@@ -115,6 +115,7 @@ def _generate(
     from trainer.inference.scheduler import Scheduler
     from trainer.inference.text import tokens_of
     from trainer.runtime.agreement import check_same, is_first
+    from trainer.runtime.versions import program
     from trainer.weights.open import open_adapters
 
     say, write = (_say, _write) if is_first() else (_nothing, _nothing)
@@ -137,7 +138,8 @@ def _generate(
 
     engine, tokenizer, stop, tokens = agreed(prepared)
     # Other tokens would be another order of steps, for which processes would wait for ever.
-    check_same("the tokens of the prompts, and those that end a text,", "\n".join(map(str, [*tokens, stop])))
+    what = "the tokens of the prompts, and those that end a text,"
+    check_same(lambda: program() | {what: "\n".join(map(str, [*tokens, stop]))})
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     scheduler = Scheduler(engine, engine.load_params(say=say, given=given, average=average))
     loading = time.perf_counter() - started

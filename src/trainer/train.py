@@ -157,7 +157,9 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     config, resumes = run.config, run.config.enable_checkpointing
     run_folder = folder(
-        from_first(lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes)))
+        from_first(
+            lambda: str(expected_run(config.base_output_directory, config.run_name, config_yml, resumes, console.say))
+        )
     )
     _say_what_runs(console, loaded, run, dataset, run_folder)
     console.say("keys set outside base.yml:")
@@ -184,8 +186,10 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
 
 def _opened(loaded: Loaded, kind: Kind):
     """Returns the console, the run, its data, its prompt, and its config.yml."""
+    from trainer.aot.executable import source_of_block
     from trainer.observe.console import Console
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
+    from trainer.runtime.versions import program
 
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
@@ -198,9 +202,14 @@ def _opened(loaded: Loaded, kind: Kind):
     run, dataset, prompt = agreed(lambda: _prepare(loaded, kind, console))
     if note := unchecked(run.config, run.mesh.devices.flat[0].platform):
         console.say(note)
-    check_same("the training data", dataset.fingerprint)
     config_yml = to_yaml(run.config)
-    check_same("the configuration", config_yml)
+    check_same(
+        lambda: (
+            program()
+            | source_of_block(run.config)
+            | {"the configuration": config_yml, "the training data": dataset.fingerprint}
+        )
+    )
     return console, run, dataset, prompt, config_yml
 
 

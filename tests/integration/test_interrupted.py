@@ -1,6 +1,7 @@
 """Processes that are killed or interrupted, and resumed."""
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -88,7 +89,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
     process.send_signal(signal.SIGSTOP)  # so that it cannot reach the evaluation meanwhile
     code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     assert code == 2
-    assert "run_name=run-0001: another process is running in runs/run-0001" in output
+    assert f"run_name=run-0001: process {process.pid} on {platform.node()}, since " in output
     interrupted_once(process, log)
     first = int(newest(run).name)
     assert 12 < first < 100

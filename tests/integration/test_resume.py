@@ -19,9 +19,11 @@ from trainer.checkpoint.manager import inspect, newest
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import open_dataset
 from trainer.objectives.next_token import NextToken
+from trainer.observe.console import Console
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.goodput import BETWEEN, GOODPUT_FILE, read_goodput
 from trainer.observe.metrics import METRICS_FILE
+from trainer.runtime.lease import LEASE_FILE
 
 pytestmark = pytest.mark.usefixtures("equal_programs")
 
@@ -73,6 +75,22 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
     assert sum(parts.values()) == pytest.approx(ends["job_end_time"] - events[0]["job_start_time"])
     assert "<h2>Time</h2>" in (run / "report.html").read_text()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
+
+
+def test_a_run_that_another_machine_takes_ends_before_it_saves(at, tmp_path, monkeypatch):
+    run, step, theirs = at(30), Console.step, '{"id": "theirs", "pid": 1, "host": "there", "since": "now"}'
+
+    def then_taken(console, row, total):
+        step(console, row, total)
+        if row["step"] == 42:
+            (run / LEASE_FILE).write_text(theirs)
+
+    monkeypatch.setattr(Console, "step", then_taken)
+    code, output = train(tmp_path, "run_name=run-0001")
+    assert code == 2, output
+    assert "error: runs/run-0001: process 1 on there, since now has taken over this run; this process ends" in output
+    assert newest(run).name == "40"
+    assert (run / LEASE_FILE).read_text() == theirs
 
 
 def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch):

@@ -68,9 +68,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
             "extent": _extent(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
-        "versions": {**installed(), **compiler}
-        | {"source of trainer": _source()}
-        | ({"source of decoder_block": _source_of_block(config)} if ":" in config.decoder_block else {}),
+        "versions": {**installed(), **compiler} | {"source of trainer": _source()} | source_of_block(config),
         "settings": {name: str(getattr(jax.config, name)) for name in _SETTINGS},
         "arguments": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
@@ -188,12 +186,14 @@ def _machine() -> str:
     return hashlib.sha256(flags.encode()).hexdigest()[:12]
 
 
-def _source_of_block(config: Config) -> str:
+def source_of_block(config: Config) -> dict[str, str]:
     """Returns digests of the files of a user's family and blocks, and of their imports from the same folder or
-    package."""
+    package, by their name in messages; {} for a family of the trainer."""
+    if ":" not in config.decoder_block:
+        return {}
     classes = map(block_class, blocks(stacks(config)))
     modules = {config.decoder_block.partition(":")[0], *(cls.__module__ for cls in classes)}
-    return " ".join(map(_source_of_module, sorted(modules)))
+    return {"source of decoder_block": " ".join(map(_source_of_module, sorted(modules)))}
 
 
 def _source_of_module(module: str) -> str:

@@ -5,7 +5,7 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from trainer.config.errors import UserError
 from trainer.config.words import counted
@@ -16,6 +16,7 @@ from trainer.observe.profiler import TRACES
 from trainer.observe.starts import STARTS_FILE, with_start
 from trainer.runtime.agreement import from_first
 from trainer.runtime.folders import replace_file, unfinished
+from trainer.runtime.lease import LEASE_FILE, Lease
 from trainer.runtime.lock import LOCK_FILE
 from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
@@ -25,14 +26,14 @@ ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
 EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a folder for each
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, GOODPUT_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
 _GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files that the next run would continue
-OWN_FILES = (*_FILES, LOCK_FILE)  # the files that a run writes into its folder, other than checkpoints
+OWN_FILES = (*_FILES, LOCK_FILE, LEASE_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
 
 class RunDir(NamedTuple):
-    """A run's folder, owned exclusively while `lock` is open. A context manager that closes the lock.
+    """A run's folder, owned exclusively while `lease` is open. A context manager that closes the lease.
 
-    If several processes train together, process 0 holds the lock for all of them and writes all files.
+    If several processes train together, process 0 holds the lease for all of them and writes all files.
 
     Attributes:
       path: where files are written.
@@ -40,7 +41,7 @@ class RunDir(NamedTuple):
     """
 
     path: Path
-    lock: IO[bytes] | None
+    lease: Lease | None
     remote: Any = None
 
     def __enter__(self) -> Self:
@@ -50,9 +51,14 @@ class RunDir(NamedTuple):
         self.close()
 
     def close(self) -> None:
-        """Releases the lock."""
-        if self.lock is not None:
-            self.lock.close()
+        """Releases the lease."""
+        if self.lease is not None:
+            self.lease.close()
+
+    def check(self, look: bool = True) -> None:
+        """Raises UserError if another process has taken over this run; see `Lease.check`."""
+        if self.lease is not None:
+            self.lease.check(look)
 
     @property
     def folder(self) -> Any:
@@ -60,8 +66,13 @@ class RunDir(NamedTuple):
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:
-        """For a run in a bucket, copies the files of this process to the bucket. Raises UserError if that fails."""
-        if self.remote is not None and self.lock is not None:
+        """For a run in a bucket, copies the files of this process to the bucket.
+
+        Raises:
+          UserError: that fails; or another process has taken over this run, in a bucket or not.
+        """
+        self.check()
+        if self.remote is not None and self.lease is not None:
             with remote_errors(self.remote):
                 for name in _FILES:
                     if (self.path / name).exists():
@@ -103,11 +114,13 @@ class RunDir(NamedTuple):
           say: receives a line about existing metrics that no checkpoint covers.
 
         Raises:
-          UserError: existing metrics belong to a finished run whose checkpoints are gone; or the disk is full.
+          UserError: existing metrics belong to a finished run whose checkpoints are gone; the disk is full; or another
+            process has taken over this run.
         """
         from_first(lambda: self._begin(config_yml, start, resumed, say))
 
     def _begin(self, config_yml: str, start: Mapping[str, Any], resumed: bool, say: Callable[[str], None]) -> None:
+        self.check()
         config = self.path / CONFIG_FILE
         with writing(config):
             for path in unfinished(self.path):
@@ -167,6 +180,7 @@ class RunDir(NamedTuple):
         self.upload()
 
     def _finish(self) -> None:
+        self.check()
         with writing(self.path / FINISHED_FILE):
             (self.path / FINISHED_FILE).touch()
 

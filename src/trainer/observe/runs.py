@@ -22,6 +22,7 @@ from trainer.observe.rundir import (
 )
 from trainer.runtime.agreement import agreed, from_first
 from trainer.runtime.folders import check_folder
+from trainer.runtime.lease import is_held, owner_of, take
 from trainer.runtime.lock import LOCK_FILE, is_locked, lock
 from trainer.runtime.storage import entries, folder, is_remote, mirror, why_not_writable
 
@@ -31,20 +32,21 @@ _NUMBERED = re.compile(r"run-(\d+)")
 def open_run(
     base_output_directory: str, run_name: str, config_yml: str, resumes: bool, say: Callable[[str], None]
 ) -> RunDir:
-    """Chooses the run's folder, creates it if it is new, and locks it. Process 0 does this for all processes.
+    """Chooses the run's folder, creates it if it is new, and takes its lease. Process 0 does this for all processes.
 
     A given name means base_output_directory/run_name; parent folders are created, too. An empty `run_name` resumes the
-    newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and is not
-    locked by a live process. Otherwise it takes the next number. `say` receives a line if it resumes a run.
+    newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and has no
+    live owner. Otherwise it takes the next number.
 
     Args:
       config_yml: the resolved configuration, as it will be written.
       resumes: whether runs save checkpoints from which they can resume. If not, an empty name always takes the next
         number, and a name whose folder contains checkpoints is refused.
+      say: receives a line if it resumes a run without a name, or waits to see whether an owner lives.
 
     Raises:
       UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
-        has locked the run, or it cannot be resumed.
+        owns the run, or it cannot be resumed.
     """
     opened: list[RunDir] = []
 
@@ -66,8 +68,14 @@ def open_run(
     return opened[0] if opened else RunDir(Path(path), None, None if run_folder == path else folder(run_folder))
 
 
-def expected_run(base_output_directory: str, run_name: str, config_yml: str, resumes: bool) -> Any:
-    """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lock.
+def expected_run(
+    base_output_directory: str,
+    run_name: str,
+    config_yml: str,
+    resumes: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> Any:
+    """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lease.
 
     Raises:
       UserError: like `open_run`. However, it does not test whether a bucket is writable, and of a local folder it
@@ -76,11 +84,11 @@ def expected_run(base_output_directory: str, run_name: str, config_yml: str, res
     base = folder(base_output_directory)
     if run_name:
         path = _place_of(base, run_name, resumes)
-        if _in_use(path):
-            raise _taken(path, run_name)
+        if _in_use(path, say):
+            raise _in_use_by_another(path, run_name)
     else:
         numbers = sorted(_numbers(base), reverse=True)
-        fitting = (path for _, path in numbers if resumes and _fits(path, config_yml) and not _in_use(path))
+        fitting = (path for _, path in numbers if resumes and _fits(path, config_yml) and not _in_use(path, say))
         path = next(fitting, base / _name(numbers[0][0] + 1 if numbers else 1))
     _check_writable(path, base_output_directory)
     return path
@@ -105,13 +113,14 @@ def check_earlier(run_folder: Any, config_yml: str, step: int, resumed: bool, sa
         check_rows(run_folder, run_folder, step, say)
 
 
-def _in_use(path: Any) -> bool:
-    """Returns whether a live process holds the lock of the run in `path`."""
+def _in_use(path: Any, say: Callable[[str], None]) -> bool:
+    """Returns whether a live process owns the run in `path`."""
     check_folder(path)
     try:
-        return is_locked(mirror(path) if is_remote(path) else path)
+        with remote_errors(path):
+            return is_locked(mirror(path) if is_remote(path) else path) or is_held(path, say)
     except OSError as error:
-        raise UserError(f"{path / LOCK_FILE}: cannot be read: {error.strerror}; remove it") from error
+        raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}; remove it") from error
 
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
@@ -136,28 +145,26 @@ def _open(
             if not is_remote(base):
                 base.mkdir(parents=True, exist_ok=True)
             if run_name:
-                return _named(base, run_name, resumes)
-            return (resumes and _unfinished(base, config_yml, say)) or _numbered(base)
+                return _named(base, run_name, resumes, say)
+            return (resumes and _unfinished(base, config_yml, say)) or _numbered(base, say)
     except OSError as error:
         raise _unwritable(base_output_directory, error.strerror or str(error)) from error
 
 
-def _locked(path: Any) -> RunDir | None:
-    """Locks the folder `path` and returns its run; None if a live process holds the lock."""
-    if not is_remote(path):
-        check_folder(path)
-        held = lock(path)
-        return None if held is None else RunDir(path, held)
-    local = mirror(path)
+def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
+    """Takes the run in the folder `path`; None if a live process owns it."""
+    local, remote = (mirror(path), path) if is_remote(path) else (path, None)
     local.mkdir(parents=True, exist_ok=True)
+    check_folder(path)
     held = lock(local)
-    return None if held is None else RunDir(local, held, path).download()
+    lease = None if held is None else take(path, held, say)
+    return None if lease is None else RunDir(local, lease, remote).download()
 
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before locking, so as not to lock out a run's own process, and again after locking.
-        if _fits(path, config_yml) and (run := _locked(path)):
+        # Checked before taking it, so as not to lock out a run's own process, and again afterwards.
+        if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
                     say(f"{path} has this configuration and is unfinished: resuming it")
@@ -178,15 +185,15 @@ def _numbers(base: Any) -> list[tuple[int, Any]]:
     return [(int(match[1]), path) for path in entries(base) if (match := _NUMBERED.fullmatch(path.name))]
 
 
-def _numbered(base: Any) -> RunDir:
+def _numbered(base: Any, say: Callable[[str], None]) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
         path = base / _name(number)
-        # If two processes race for a number, the loser finds that the folder exists or is locked.
+        # If two processes race for a number, the loser finds that the folder exists or has an owner.
         with contextlib.suppress(FileExistsError):
             if not is_remote(path):
                 path.mkdir()
-            if run := _locked(path):
+            if run := _taken(path, say):
                 return run
         number += 1
 
@@ -211,18 +218,18 @@ def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
     return path
 
 
-def _named(base: Any, run_name: str, resumes: bool) -> RunDir:
+def _named(base: Any, run_name: str, resumes: bool, say: Callable[[str], None]) -> RunDir:
     path = _place_of(base, run_name, resumes)
-    if not is_remote(path):
-        path.mkdir(parents=True, exist_ok=True)
-    run = _locked(path)
+    run = _taken(path, say)
     if run is None:
-        raise _taken(path, run_name)
+        raise _in_use_by_another(path, run_name)
     return run
 
 
-def _taken(path: Any, run_name: str) -> UserError:
-    return UserError(f"run_name={run_name}: another process is running in {path}; wait for it, or choose another name")
+def _in_use_by_another(path: Any, run_name: str) -> UserError:
+    return UserError(
+        f"run_name={run_name}: {owner_of(path)} is running in {path}; wait for it or end it, or choose another name"
+    )
 
 
 def _unwritable(base_output_directory: str, why: str) -> UserError:

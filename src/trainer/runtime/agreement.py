@@ -1,18 +1,20 @@
 """Agreement between processes. All processes must make the same calls in the same order; a single process needs none.
 
-Each call waits for all processes, so do not call these functions in the training loop. Call them only in the main
-thread.
+Each call but `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
+only in the main thread.
 """
 
 import json
+import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.errors import UserError
 
 T = TypeVar("T")
 
+_SHOWN = 5  # lines of a text that a message names
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
@@ -69,21 +71,35 @@ def agreed(fn: Callable[[], T]) -> T:
     return value
 
 
-def check_same(what: str, value: str) -> None:
-    """Raises UserError if `value` differs between processes; `what` names it in the message."""
-    values = gather(value)
-    other = next((i for i, other_value in enumerate(values) if other_value != values[0]), None)
-    if other is not None:
-        first, second = _differing(values[0], values[other]), _differing(values[other], values[0])
-        raise AgreedError(
-            f"{what} must be the same in every process: {first} in process 0, {second} in process {other}"
-        )
+def check_same(values: Callable[[], Mapping[str, str]]) -> None:
+    """Raises one UserError for all of `values()`, texts by what they are, that differ between processes.
+
+    It names the lines that differ, and the processes and hosts on both sides. A single process does not call `values`.
+    """
+    if _count() == 1:
+        return
+    texts = gather(json.dumps([platform.node(), values()]))
+    (host, first), *others = map(json.loads, texts)
+    problems = []
+    for what, value in first.items():
+        unlike = [(i, *other) for i, other in enumerate(others, 1) if other[1].get(what) != value]
+        if unlike:
+            index, other_host, other = unlike[0]
+            more = f" and {len(unlike) - 1} more" if unlike[1:] else ""
+            theirs = other.get(what, "")
+            problems.append(
+                f"{what} must be the same in every process: {_differing(value, theirs)} in process 0 ({host}), "
+                f"{_differing(theirs, value)} in process {index} ({other_host}){more}"
+            )
+    if problems:
+        raise AgreedError("\n  ".join(problems))
 
 
 def _differing(text: str, other: str) -> str:
-    """Returns the lines of `text` that are not in `other`."""
+    """Returns the first lines of `text` that are not in `other`."""
     lines = set(other.splitlines())
-    return ", ".join(line for line in text.splitlines() if line not in lines)
+    found = [line for line in text.splitlines() if line not in lines]
+    return ", ".join([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if found[_SHOWN:] else [])]) or "nothing else"
 
 
 def gather(text: str) -> list[str]:
@@ -100,6 +116,28 @@ def gather(text: str) -> list[str]:
     padded[: len(data)] = data
     rows = process_allgather(padded)
     return [rows[i, :size].tobytes().decode() for i, size in enumerate(sizes)]
+
+
+def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
+    """Starts to gather as many numbers of each process, and returns what reads them: an array [processes, numbers].
+
+    The devices do it after what they were given before, so a call waits for nothing. Read it after a later step.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(_count(), -1), ("process", "device"))
+    row = np.asarray([numbers], np.float32)
+    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
+        rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), row)
+    gathered = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
+    return lambda: np.asarray(gathered.addressable_data(0))
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def lost_process(error: BaseException | None) -> bool:

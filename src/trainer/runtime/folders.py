@@ -106,10 +106,10 @@ def unfinished(folder: Any) -> list[Any]:
     """Returns the files that a process that was killed in `replace_file` left in a folder. Processes of other machines
     must not write there now; those of other processes that live here are left out."""
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
-    return [path for path, name in found if name and not path.is_dir() and not _lives(int(name[1]))]
+    return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
 
 
-def _lives(number: int) -> bool:
+def lives(number: int) -> bool:
     """Returns whether another process with this number runs here."""
     try:
         os.kill(number, 0)

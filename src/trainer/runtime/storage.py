@@ -5,6 +5,7 @@ folders and cannot rename a folder. Only the write of a single file is atomic.
 """
 
 import errno
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -63,6 +64,22 @@ def files_below(path: Any) -> list[str]:
 def size(path: Any) -> int:
     """Returns the size of a file in bytes; raises OSError if it does not exist."""
     return path.stat().length if is_remote(path) else path.stat().st_size
+
+
+def read_now(path: Any, most: int) -> bytes:
+    """Returns up to `most` bytes of a small file as it is now, even if another machine has just written it.
+
+    For other reads, the client of buckets uses what it knows from earlier listings.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    if is_remote(path) and importlib.util.find_spec("gcsfs") is not None:
+        import fsspec
+
+        return fsspec.filesystem("gcs").cat_file(os.fspath(path), end=most)
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def remove_tree(path: Any) -> None:

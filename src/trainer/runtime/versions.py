@@ -1,12 +1,14 @@
 """The installed versions of what a compiled step depends on."""
 
 import functools
+import hashlib
 import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+import trainer
 from trainer.config.words import visible
 
 # The packages that write a step's program, and the one that compiles it.
@@ -25,6 +27,29 @@ def other_versions(before: Mapping[str, str]) -> str:
     changed = [name for name in now if name in before and before[name] != now[name]]
     changes = ", ".join(f"{name} {visible(before[name], keep='')} -> {now[name]}" for name in changed)
     return changes and f"losses may differ in the last bits, because versions changed: {changes}"
+
+
+def program() -> dict[str, str]:
+    """Returns what the processes of a run must have in common beside configuration and data, for `check_same`: versions
+    of packages, of Python and of the devices' compiler, and a digest of each source file of the trainer, a line each.
+
+    The files are read, whatever has been imported: compiled files, and how the package is installed, play no part.
+    """
+    import jax
+
+    root = Path(trainer.__file__).parent
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(root.rglob("*.py"))}
+    versions = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: metadata.version(name) for name in (*PACKAGES, "orbax-checkpoint", "numpy")},
+        "compiler": " ".join(jax.devices()[0].client.platform_version.split()),
+    }
+    return {
+        "the versions": "\n".join(f"{name} {version}" for name, version in versions.items()),
+        "the source of trainer": "\n".join(
+            f"{path.relative_to(root).as_posix()} {digest}" for path, digest in digests.items()
+        ),
+    }
 
 
 def machine() -> dict[str, str]:

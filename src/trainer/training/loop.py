@@ -22,6 +22,7 @@ from trainer.data.streams import Position
 from trainer.data.tokenizer import Tokenizer
 from trainer.observe.goodput import SAVE
 from trainer.observe.profiler import Profiler
+from trainer.runtime.agreement import from_first
 from trainer.runtime.place import replicate, share_of_rows
 from trainer.runtime.preemption import Preemption
 from trainer.runtime.supervision import EVALUATION
@@ -54,6 +55,7 @@ class Reports(NamedTuple):
     profiler: Profiler | None = None
     during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
     waiting: Callable[[bool], None] = lambda begins: None  # before and after the loop waits for a batch
+    times: Callable[[int, float, float, float], None] = lambda *times: None  # see `Stragglers.add`
 
 
 # Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
@@ -145,7 +147,8 @@ class _Loop:
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # False if a due evaluation was interrupted
         devices = list(run.mesh.devices.flat)
-        self.reader = _Reader(reports.step, self._check_finite, run.computation.read, lambda: memory_in_use(devices))
+        read, memory = run.computation.read, lambda: memory_in_use(devices)
+        self.reader = _Reader(reports.step, self._check_finite, read, memory, reports.times)
         self._run, self._dataset, self._reports, self._manager = run, dataset, reports, manager
         self._batches, self._preemption, self._unsaved = batches, preemption, run.base_names
         self._tasks, self._last_evaluation = tasks, dict[str, Any]()
@@ -274,7 +277,7 @@ class _Loop:
         self.reader.flush()
         during.enter_context(self._reports.during(SAVE))
         self.check_tokens()
-        self._reports.sync()
+        from_first(self._reports.sync)
         row, best = self._last_evaluation, self._run.config.keep_best_metric.partition(":")[2]
         if row.get("step") != self.done - 1:
             return {}
@@ -342,9 +345,10 @@ class _Reader:
         check: Callable[[Row], None],
         read: Callable[[Any, int], dict[str, Any]],
         memory: Callable[[], int | None],
+        times: Callable[[int, float, float, float], None],
     ):
         """Passes every row to `report` and then to `check`. `read`: `Computation.read`; `memory`: `memory_in_use`."""
-        self._report, self._check, self._read, self._memory = report, check, read, memory
+        self._report, self._check, self._read, self._memory, self._times = report, check, read, memory, times
         self._waiting: tuple[int, Any, Mapping[str, float]] | None = None
         self._waited = 0.0
         self.tokens = 0  # loss-bearing tokens in all rows so far
@@ -370,12 +374,14 @@ class _Reader:
             return
         step, metrics, of_batch = self._waiting
         self._waiting = None
+        began = time.perf_counter()
         values = {
             name: value.item() if value.ndim == 0 else value.tolist()
             for name, value in self._read(metrics, step).items()
         }
         now = time.perf_counter()
         elapsed, waited = now - self._clock, self._waited - self._waited_before
+        own = elapsed - (now - began)
         self.restart_clock()
         row = {
             "step": step,
@@ -390,4 +396,5 @@ class _Reader:
         self.tokens += row["tokens"]
         finite = row.pop("finite")
         self._report(row)
+        self._times(step, own, waited, elapsed)
         self._check(row | {"finite": finite})

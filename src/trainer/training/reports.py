@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from trainer.observe.metrics_file import MetricsFile, maxtext_row
 from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
 from trainer.observe.rundir import SAMPLES_FILE, RunDir
-from trainer.runtime.agreement import from_first, is_first
+from trainer.observe.stragglers import Stragglers
+from trainer.runtime.agreement import from_first, gather, gather_later, is_first
 from trainer.runtime.supervision import ROLLOUTS
 from trainer.state import table
 from trainer.training.first_losses import FirstLosses
@@ -115,6 +117,7 @@ class _Files:
         return self._metrics.kept if self._metrics else ()
 
     def write(self, row: Any) -> None:
+        self._run_dir.check(look=False)
         if self._metrics and self._page:
             self._metrics.write(row)
             self._page.add(row)
@@ -175,9 +178,14 @@ def open_reports(
     def waiting(begins: bool) -> None:
         timeline.within(waits_for if begins else "")
 
-    return Reports(
-        on_step, on_evaluation, written.sync, evaluations, unevaluated, untested, profiler, timeline.during, waiting
-    )
+    earlier, times = (evaluations, unevaluated, untested), _times(config, console.say)
+    return Reports(on_step, on_evaluation, written.sync, *earlier, profiler, timeline.during, waiting, times)
+
+
+def _times(config: Config, say: Callable[[str], None]) -> Callable[[int, float, float, float], None]:
+    """Returns `Reports.times`, which finds stragglers. A single process has none."""
+    hosts = gather(platform.node())
+    return Stragglers(config.log_period, hosts, gather_later, say).add if hosts[1:] else lambda *times: None
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:

@@ -298,11 +298,11 @@ class Block(nnx.Module):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     config = tiny_config(ALL_COMBINATIONS[0], decoder_block="theirs.block:Block")
-    before = executable._source_of_block(config)
+    before = executable.source_of_block(config)
 
     def after_a_change_of(name):
         (tmp_path / name).write_text(f"{files[name]}# changed\n")
-        changed = executable._source_of_block(config)
+        changed = executable.source_of_block(config)
         (tmp_path / name).write_text(files[name])
         return changed
 

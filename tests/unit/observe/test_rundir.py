@@ -14,6 +14,7 @@ from trainer.config.errors import UserError
 from trainer.observe.rollouts import RolloutFiles
 from trainer.observe.rundir import RunDir
 from trainer.observe.starts import read_starts
+from trainer.runtime.lease import take
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_two_processes_at_once_do_not_go_on_with_the_same_run(tmp_path):
     first, second = opened(tmp_path), opened(tmp_path)
     assert first.path == path
     assert second.path == tmp_path / "run-0002"
-    first.lock.close()
+    first.lease.close()
     assert opened(tmp_path).path == path
 
 
@@ -94,7 +95,7 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(tmp_path):
 def test_a_folder_in_which_nothing_began_is_taken(tmp_path):
     first = opened(tmp_path)
     assert first.path.name == "run-0001"
-    first.lock.close()  # the process ended before it began anything
+    first.lease.close()  # the process ended before it began anything
     lines = []
     assert opened(tmp_path, say=lines.append).path == first.path
     assert lines == []
@@ -127,10 +128,12 @@ def test_a_given_name(tmp_path):
 
 def test_a_held_run_refuses_its_name(tmp_path):
     held = opened(tmp_path, "mine")
-    with pytest.raises(UserError, match=f"run_name=mine: another process is running in {tmp_path}/mine; wait for it"):
+    with pytest.raises(
+        UserError, match=rf"run_name=mine: process {os.getpid()} on .* is running in {tmp_path}/mine; wait for it"
+    ):
         opened(tmp_path, "mine")
-    held.lock.close()
-    opened(tmp_path, "mine").lock.close()
+    held.lease.close()
+    opened(tmp_path, "mine").lease.close()
 
 
 def test_a_run_whose_process_was_killed_is_free(tmp_path):
@@ -178,6 +181,7 @@ def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
         f"{path} holds an earlier run without checkpoints: its files are kept as metrics-2.jsonl, config-2.yml and "
         "starts-2.json"
     ]
+    close()
     assert {file.name: file.read_text() for file in path.iterdir()} == {
         ".lock": "",
         "config.yml": CONFIG,
@@ -218,7 +222,7 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     run = opened(tmp_path, "killed")
     run.begin(CONFIG, START, resumed=False, say=lines.append)
     assert lines == [f"{path} has no checkpoint yet: starting over"]
-    run.lock.close()
+    run.lease.close()
     opened(tmp_path, "killed", resumes=False).begin(WITHOUT, START, resumed=False, say=lines.append)
     assert lines[1:] == [
         f"{path} holds an earlier run without checkpoints: its files are kept as metrics-1.jsonl, config-1.yml and "
@@ -229,8 +233,8 @@ def test_metrics_that_no_checkpoint_covers(tmp_path):
     before = sorted(path.iterdir())
     with pytest.raises(UserError, match=f"{path} holds the metrics of a finished run whose checkpoints are gone"):
         opened(tmp_path, path.name).begin(CONFIG, START, resumed=False, say=print)
+    OPEN.pop().lease.close()
     assert sorted(path.iterdir()) == before
-    OPEN.pop().lock.close()
     resumed = opened(tmp_path, "ended")
     resumed.begin(CONFIG, START, resumed=True, say=print)
     assert not resumed.finished
@@ -256,6 +260,7 @@ def test_garbage_in_the_metrics_is_found_before_the_run_begins(tmp_path, resumed
     before = {it.name: it.read_bytes() for it in path.iterdir()}
     with pytest.raises(UserError, match=r"metrics.jsonl is damaged: line 2 is not a row"):
         opened(tmp_path, "mine").begin(CONFIG, START, resumed=resumed, say=lambda line: None)
+    close()
     assert {it.name: it.read_bytes() for it in path.iterdir()} == before
 
 
@@ -369,10 +374,11 @@ def test_a_profile_goes_to_the_bucket_once(tmp_path):
     name = "tensorboard/plugins/profile/2026/host.xplane.pb"
     (local / name).parent.mkdir(parents=True)
     (local / name).write_bytes(b"trace")
-    with (tmp_path / "lock").open("w") as lock:
-        run = RunDir(local, lock, remote)
+    with (tmp_path / "lock").open("wb") as lock:
+        run = RunDir(local, take(tmp_path, lock, print), remote)
         run.upload()
         assert (remote / name).read_bytes() == b"trace"
         (remote / name).write_bytes(b"as it was")
         run.upload()
+        run.close()
     assert (remote / name).read_bytes() == b"as it was"

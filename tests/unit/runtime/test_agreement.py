@@ -1,23 +1,32 @@
 """Agreement between two real processes, and how they end."""
 
+import json
 import os
+import platform
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 from process_cases import words
 
+import trainer
 from trainer.config.errors import UserError
-from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first, lost_process
+from trainer.runtime import agreement, versions
+from trainer.runtime.agreement import AgreedError, agreed, check_same, from_first, gather, is_first, lost_process
+from trainer.runtime.versions import program
 
+HOST = platform.node()
 PROGRAM = """
 import sys
 from types import SimpleNamespace
 from trainer.config.errors import UserError, exit_on_user_error
-from trainer.runtime.agreement import agreed, check_same, from_first, gather, is_first
+from trainer.runtime.agreement import agreed, check_same, from_first, gather, gather_later, is_first
 from trainer.runtime.distributed import distributed
+from trainer.runtime.versions import program
 
 index, address = int(sys.argv[1]), sys.argv[2]
 
@@ -41,7 +50,8 @@ def main():
         print(from_first(lambda: {"from": index}), told(lambda: from_first(lambda: fail(f"of {index}"))))
         print(agreed(lambda: index), told(lambda: agreed(lambda: fail("mine") if index else 0)))
         print(told(lambda: agreed(lambda: fail("everybody's"))))
-        print(told(lambda: check_same("it", str(index))), told(lambda: check_same("it", "")), flush=True)
+        print(told(lambda: check_same(lambda: program() | {"it": str(index)})), told(lambda: check_same(program)))
+        print(gather_later([index + 0.5, 2])().tolist(), flush=True)
         if index:
             fail("alone")  # while the other waits for this one
         try:
@@ -82,7 +92,8 @@ def test_two_processes():
             "{'from': 0} of 0",
             f"{index} process 1 of 2: mine",
             "everybody's",
-            "it must be the same in every process: 0 in process 0, 1 in process 1 None",
+            f"it must be the same in every process: 0 in process 0 ({HOST}), 1 in process 1 ({HOST}) None",
+            "[[0.5, 2.0], [1.5, 2.0]]",
         ], errors
     assert codes[1] == 2
     assert ends[1][1].splitlines()[-1] == "error: alone"
@@ -130,15 +141,46 @@ def test_the_loss_of_another_process_is_told_by_its_text(monkeypatch, error, los
     assert lost_process(error) == lost_process(after) == lost
 
 
+def test_unequal_hosts_are_one_message(monkeypatch, tmp_path):
+    """Of the source, whatever the installation, it names the files; the run's own configuration comes with it."""
+    package = tmp_path / "trainer"
+    shutil.copytree(Path(trainer.__file__).parent / "ops", package / "ops", ignore=shutil.ignore_patterns("*.pyc"))
+    here = program() | {"the configuration": "steps: 3\nseed: 0"}
+    monkeypatch.setattr(trainer, "__file__", str(package / "__init__.py"))
+    assert program()["the source of trainer"] in here["the source of trainer"], "the same files elsewhere"
+    (package / "ops/losses.py").write_text("")
+    version = versions.metadata.version
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "0.0.1" if name == "jaxlib" else version(name))
+    there = program() | {"the configuration": "steps: 4\nseed: 0"}
+    files = here["the source of trainer"].splitlines()
+    there["the source of trainer"] += "\n" + "\n".join(line for line in files if not line.startswith("ops/"))
+
+    monkeypatch.setattr(agreement, "_count", lambda: 4)
+    hosts = {"a": here, "b": here, "c": there, "d": there}
+    monkeypatch.setattr(agreement, "gather", lambda text: [json.dumps(host) for host in hosts.items()])
+    with pytest.raises(AgreedError) as raised:
+        check_same(lambda: here)
+    digest = next(line for line in files if line.startswith("ops/losses.py"))
+    assert str(raised.value).split("\n  ") == [
+        f"the versions must be the same in every process: jaxlib {version('jaxlib')} in process 0 (a), "
+        "jaxlib 0.0.1 in process 2 (c) and 1 more",
+        f"the source of trainer must be the same in every process: {digest} in process 0 (a), "
+        "ops/losses.py e3b0c44298fc in process 2 (c) and 1 more",
+        "the configuration must be the same in every process: steps: 3 in process 0 (a), "
+        "steps: 4 in process 2 (c) and 1 more",
+    ]
+
+
 def test_a_process_alone():
     assert is_first()
     assert gather("x") == ["x"]
     value = object()  # which JSON cannot represent
     assert from_first(lambda: value) is agreed(lambda: value) is value
-    check_same("it", "x")
 
     def fail():
         raise UserError("as it is")
+
+    check_same(fail)
 
     for call in (agreed, from_first):
         with pytest.raises(UserError, match=r"^as it is$"):

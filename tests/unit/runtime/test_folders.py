@@ -184,7 +184,9 @@ def test_the_report_of_a_run_in_progress_goes_through_no_link(tmp_path):
     assert not (run / "report.html").is_symlink()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "tensorboard", "finished", ".lock", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "checkpoints", "tensorboard", "finished", ".lock", ".lease", "samples.jsonl"]
+)
 def test_a_run_is_not_continued_in_a_folder_with_a_link_out_of_it(tmp_path, name):
     (tmp_path / "runs/theirs").mkdir(parents=True)
     (tmp_path / "mine").mkdir()

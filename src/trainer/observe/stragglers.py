@@ -1,0 +1,56 @@
+"""Names the processes of a run whose host keeps the others waiting.
+
+All processes measure the same time for a step, because each waits for the others within it. They differ in their own
+time: that in which the loop did not wait for devices, but for data, files or Python. It costs nothing while the devices
+compute meanwhile, so it counts in a step after which the devices had nothing left to do. A slow accelerator is not
+found: its host waits for it like all others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+_SHARE, _PERIODS = 0.1, 5  # of a step above the median, in so many periods in a row
+_BUSY = 0.9  # the share of own time in a step from which on the devices wait for the host
+
+
+class Stragglers:
+    """Every `period` steps, it compares the means of all processes, and says which are late, once until they are not.
+
+    The numbers of a period are read at the end of the next one, so that nobody waits for them.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        hosts: Sequence[str],
+        gather_later: Callable[[Sequence[float]], Callable[[], Any]],
+        say: Callable[[str], None],
+    ):
+        """`hosts`: of the processes, in their order. `gather_later`: see `runtime.agreement`."""
+        self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
+        self._times: list[tuple[float, float, float]] = []
+        self._gathered: Callable[[], Any] | None = None
+        self._late = np.zeros(len(hosts), int)  # periods in a row
+
+    def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
+        """Takes the times of a step, in seconds: own time, that part of it for data, and all. All processes call it."""
+        self._times.append((own if own > _BUSY * elapsed else 0.0, waited, elapsed))
+        if (step + 1) % self._period == 0:
+            if self._gathered is not None:
+                for line in self.late(self._gathered()):
+                    self._say(line)
+            self._gathered, self._times = self._gather_later(np.mean(self._times, axis=0)), []
+
+    def late(self, means: Any) -> list[str]:
+        """Returns a line for each process that has just been late for 5 periods. `means`: of each process, as `add`
+        takes them, [processes, 3]."""
+        own, waited, elapsed = np.asarray(means).T
+        middle, step = np.median(own), np.median(elapsed)
+        self._late = np.where(own > middle + _SHARE * step, self._late + 1, 0)
+        return [
+            f"process {i} of {len(own)} ({self._hosts[i]}) keeps the others waiting: for {own[i]:.3f} s of a step of "
+            f"{step:.3f} s (median of all: {middle:.3f} s); it waits for data for {waited[i]:.3f} s"
+            for i in np.flatnonzero(self._late == _PERIODS).tolist()
+        ]
