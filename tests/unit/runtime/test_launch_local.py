@@ -1,8 +1,11 @@
 """scripts/launch_local.py names the process that caused the failure, and starts a failed job again, within limits."""
 
 import importlib.util
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +14,22 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "scripts" / "launch_local.py"
 # Process 1 ends as the plan says for this start: with a step and a code, -N for the signal N.
 PROGRAM = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 words = dict(word.partition("=")[::2] for word in sys.argv[1:])
 index = words["process_id"]
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # it does not obey
 with open(f"starts-{index}", "a+") as starts:
     starts.write("x")
     starts.seek(0)
-    step, code = words["plan"].split(",")[len(starts.read()) - 1].split(":")
+    start = len(starts.read())
+step, code = words["plan"].split(",")[start - 1].split(":")
 if index == "0":
     print(f"completed step: {step}, seconds: 0.1", flush=True)
 else:
-    while "completed" not in open("shown").read():
+    while open("shown").read().count("completed") < start:
         time.sleep(0.02)
+    with open("pid", "w") as pid:
+        pid.write(f"{start} {os.getpid()} ")
 sys.stderr.write(f"*** Check failure stack trace: ***\\n    @     0x7f  absl()\\nerror: {index} of {code}\\n")
 if code == "left":
     subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
@@ -30,8 +37,17 @@ elif code == "waits":
     time.sleep(600)
 elif index == "1" and int(code) < 0:
     os.kill(os.getpid(), -int(code))
-elif code != "0":
-    sys.exit(int(code) if index == "1" or int(code) in (2, 143) else 1)
+elif index == "1" or code == "0":
+    sys.exit(int(code))
+else:  # process 0 ends when it has lost process 1, which the launcher has seen to end
+    while not os.path.exists("pid") or len(said := open("pid").read().split(" ")) < 3 or int(said[0]) < start:
+        time.sleep(0.02)
+    while True:
+        try:
+            os.kill(int(said[1]), 0)
+        except ProcessLookupError:
+            sys.exit(1)
+        time.sleep(0.02)
 """
 
 
@@ -147,6 +163,7 @@ def test_starts_again(job, plan, code, starts, why, tmp_path, capsys):
     restarts = [f"restart {i + 1} of 4 in 0 s, from the newest checkpoint" for i in range(starts - 1)]
     assert others == restarts + ([f"not started again: {why}"] if why else [])
     assert len(ends) == starts - (code in (0, 143))
+    assert all(end.startswith("process 1 of 2 ") for end in ends)
     if plan.startswith("3:-9"):
         assert ends[0] == (
             'process 1 of 2 was ended by SIGKILL after "completed step: 3, seconds: 0.1"; the others end too'
@@ -156,17 +173,22 @@ def test_starts_again(job, plan, code, starts, why, tmp_path, capsys):
         )
 
 
-@pytest.mark.parametrize(("plan", "when"), [("3:1,4:0", "restart 1 of"), ("3:waits,4:0", "")])
-def test_nothing_starts_after_a_request_to_end(launcher, job, plan, when, monkeypatch, tmp_path, capsys):
-    asked = job(plan, "--restarts", "4")
-    if when:
-        monkeypatch.setattr(launcher, "_LONGEST_PAUSE", 600.0)
-        monkeypatch.setattr(launcher, "_say", lambda text: when in text and asked.requests.append(15))
-    else:
-        asked.requests.append(15)
-    assert asked.run() == 143
+def test_nothing_starts_after_a_request_to_end(launcher, job, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(launcher, "_LONGEST_PAUSE", 600.0)
+    asked = job("3:waits,4:0", "--restarts", "4")
+
+    def ask():
+        while "completed" not in (tmp_path / "shown").read_text():
+            time.sleep(0.02)
+        asked.requests.append(signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    assert asked.run() == 1, "the processes did not obey"
+    asked = job("0:0,3:1,4:0", "--restarts", "4")
+    monkeypatch.setattr(launcher, "_say", lambda text: "restart 1 of" in text and asked.requests.append(signal.SIGTERM))
+    assert asked.run() == 143, "in the pause"
     assert "restart" not in capsys.readouterr().err
-    assert all(path.read_text() == "x" for path in tmp_path.glob("starts-*"))
+    assert all(path.read_text() == "xx" for path in tmp_path.glob("starts-*"))
 
 
 def test_restarts_need_the_name_of_the_run(launcher, capsys):
