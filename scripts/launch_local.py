@@ -149,6 +149,7 @@ class _Log:
     def __init__(self, folder: Path | None, index: int):
         self._path = folder and folder / f"process-{index}.log"
         self._file: IO[bytes] | None = None
+        self._failed = False
         if self._path:
             with self._told():
                 self._file = self._path.open("ab", buffering=0)
@@ -156,7 +157,7 @@ class _Log:
 
     def write(self, line: str) -> None:
         with self._told():
-            if self._file:
+            if self._file and not self._failed:
                 self._file.write(line.encode())
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ class _Log:
         try:
             yield
         except OSError as error:
-            self._file = None
+            self._failed = True
             _say(f"cannot write {self._path}: {error.strerror}; the output of this start is no longer logged")
 
 

@@ -118,6 +118,9 @@ def test_what_the_first_to_fail_did_and_said(launcher, capsys):
     assert capsys.readouterr().err == (
         f"launch_local: process 1 of 2 ended with code 75 during step 4 (data): {hung}; the others end too\n"
     )
+    late = member(2, join=lambda seconds: setattr(late, "reason", "error: read at last"))
+    launcher._first_failure([late])
+    assert "ended with code 2: error: read at last; " in capsys.readouterr().err
 
 
 def test_the_lines_of_supervisors(launcher):
@@ -200,7 +203,8 @@ def test_restarts_need_the_name_of_the_run(launcher, capsys):
 
 
 def test_logs_have_all_output_of_all_starts(job, tmp_path, capsys):
-    (tmp_path / "logs/process-1.log").mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/process-1.log").symlink_to("/dev/full")
     assert job("3:1,4:0", "--restarts", "1", "--logs", "logs").run() == 0
     lines = (tmp_path / "logs/process-0.log").read_text().splitlines()
     assert [line.partition(" at ")[0] for line in lines if not line.startswith(("*", " ", "e"))] == [
@@ -210,7 +214,9 @@ def test_logs_have_all_output_of_all_starts(job, tmp_path, capsys):
     assert "error: 0 of 1" in lines
     said = capsys.readouterr().err
     assert "0x7f" not in said, "a stack in C++ is not shown"
-    assert said.count("launch_local: cannot write logs/process-1.log: Is a directory;") == 2, "told once per start"
+    assert said.count("launch_local: cannot write logs/process-1.log: No space left on device;") == 2, (
+        "told once per start"
+    )
 
 
 def test_what_a_process_leaves_is_ended(job, tmp_path):
