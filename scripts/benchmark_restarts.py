@@ -21,7 +21,7 @@ LAUNCHER = Path(__file__).with_name("launch_local.py")
 WORDS = [
     *("base.yml", "dataset_type=synthetic", "base_emb_dim=32", "base_num_query_heads=2", "base_num_kv_heads=2"),
     *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=64", "max_target_length=32", "steps=1000000"),
-    *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=100", "run_name=run"),
+    *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=25", "run_name=run"),
 ]
 SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
 # The ways: the process that is hit, the signal, and more words. Without a signal it hangs by itself, see HANGS.
@@ -32,7 +32,7 @@ WAYS = {
     "SIGSTOP, supervised": (1, signal.SIGSTOP, SUPERVISED),
     "hang, supervised": (1, None, SUPERVISED),
 }
-BLOW = 250  # the step after which it comes
+BLOW = 60  # the step after which it comes
 # sitecustomize.py: in the first start, process 1 sleeps before a step.
 HANGS = f"""
 import os, sys, time
@@ -53,15 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
-    for way in WAYS:
-        for _ in range(rounds):
+    for _ in range(rounds):
+        for way in WAYS:
             with tempfile.TemporaryDirectory() as folder:
                 seconds, said = one(way, Path(folder))
-            load = os.getloadavg()[0]
-            print(
-                f"{way}: {', '.join(f'{mark} {s:.1f}' for mark, s in seconds.items())} s; load {load:.1f}", flush=True
-            )
-            print(f"  {said}")
+            marks = ", ".join(f"{mark} {passed:.1f}" for mark, passed in seconds.items())
+            print(f"{way}: {marks} s; load {os.getloadavg()[0]:.1f}\n  {said}", flush=True)
 
 
 def one(way: str, folder: Path) -> tuple[dict[str, float], str]:

@@ -20,6 +20,7 @@ to all processes, and nothing is started after them.
 import argparse
 import contextlib
 import datetime
+import math
 import os
 import re
 import signal
@@ -90,10 +91,11 @@ class _Member:
       last: the last line of stdout.
       phase: what it did at its end, from its supervisor; "": it has none.
       reason: why it ended; "": nothing was said.
+      lost: whether it said that it lost another process.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: dict[str, str], options: argparse.Namespace):
-        self.step, self.last, self.phase, self.reason = -1, "", "", ""
+        self.step, self.last, self.phase, self.reason, self.lost = -1, "", "", "", False
         self._prefix, self._log = f"[{index}] " if index or options.all else "", _Log(options.logs, index)
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
@@ -140,7 +142,8 @@ class _Member:
         if match := _SUPERVISED.match(line):
             self.reason, self.phase = match[1] + (match[3] or ""), match[2]
         elif _REASON.match(line):
-            self.reason = line
+            self.lost = self.lost or "another process of this run ended" in line
+            self.reason = self.reason if self.phase else line[:200]  # that of the supervisor
 
 
 class _Log:
@@ -271,7 +274,7 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
         return None
     for index in codes:
         members[index].join(_SECONDS_TO_READ)
-    index = min(codes, key=lambda index: (*_rank(codes[index]), "does not answer" not in members[index].reason))
+    index = min(codes, key=lambda index: _rank(codes[index], members[index]))
     code, member = codes[index], members[index]
     number = -code if code < 0 else code - 128
     how = f"was ended by {signal.Signals(number).name}" if number in _SIGNALS else f"ended with code {code}"
@@ -286,8 +289,13 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
     return index
 
 
-def _rank(code: int) -> tuple[bool, bool, int]:
-    return code in _ABORTED, code > 0, -code
+def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
+    """Returns the less, the likelier it ended the others. Of processes that hang, it is the one behind the others."""
+    step = re.search(r"step (\d+)", member.phase)
+    return (
+        *(code in _ABORTED, member.lost, code > 0, -code),
+        *("does not answer" not in member.reason, int(step[1]) if step else math.inf),
+    )
 
 
 def _send(members: Sequence[_Member], number: int) -> None:

@@ -79,9 +79,8 @@ def job(launcher, tmp_path, monkeypatch):
 
 
 def member(code, **said):
-    return SimpleNamespace(
-        **{"poll": lambda: code, "join": lambda seconds: None, "phase": "", "last": "", "reason": "", **said}
-    )
+    silent = {"join": lambda seconds: None, "phase": "", "last": "", "reason": "", "lost": False}
+    return SimpleNamespace(**{"poll": lambda: code, **silent, **said})
 
 
 @pytest.mark.parametrize(
@@ -109,14 +108,15 @@ def test_the_first_to_fail(launcher, capsys, codes, first, said):
 
 
 def test_what_the_first_to_fail_did_and_said(launcher, capsys):
-    hung, lost = (
-        "nothing was completed for 5 s (hang_timeout_seconds=5)" + more
-        for more in ("; the process does not answer", "")
-    )
-    members = [member(75, phase="step 4", reason=lost), member(75, phase="step 4 (data)", reason=hung)]
-    assert launcher._first_failure(members) == 1
+    hung = "nothing was completed for 5 s (hang_timeout_seconds=5)"
+    silent = member(75, phase="step 4 (data)", reason=f"{hung}; the process does not answer")
+    behind, waits = (member(75, phase=f"step {step}", reason=hung) for step in (9, 10))
+    waits_too = member(75, phase="step 8", reason=hung, lost=True)
+    assert launcher._first_failure([waits, behind, waits_too]) == 1
+    assert launcher._first_failure([waits, behind, silent]) == 2
     assert capsys.readouterr().err == (
-        f"launch_local: process 1 of 2 ended with code 75 during step 4 (data): {hung}; the others end too\n"
+        f"launch_local: process 1 of 3 ended with code 75 during step 9: {hung}; the others end too\n"
+        f"launch_local: process 2 of 3 ended with code 75 during step 4 (data): {silent.reason}; the others end too\n"
     )
     late = member(2, join=lambda seconds: setattr(late, "reason", "error: read at last"))
     launcher._first_failure([late])
