@@ -128,8 +128,10 @@ class _Member:
         with stream:
             for line in stream:
                 self._log.write(line)
+                if line.startswith(_NOISE):
+                    continue
                 read(line.strip())
-                if shown is not None and not line.startswith(_NOISE):
+                if shown is not None:
                     shown.write(self._prefix + line)
                     shown.flush()
 
@@ -143,7 +145,7 @@ class _Member:
             self.reason, self.phase = match[1] + (match[3] or ""), match[2]
         elif _REASON.match(line):
             self.lost = self.lost or "another process of this run ended" in line
-            self.reason = self.reason if self.phase else line[:200]  # that of the supervisor
+            self.reason = self.reason if self.phase else line[:200].rstrip(":")  # that of the supervisor
 
 
 class _Log:

@@ -24,7 +24,7 @@ with open(f"starts-{index}", "a+") as starts:
     start = len(starts.read())
 step, code = words["plan"].split(",")[start - 1].split(":")
 if index == "0":
-    print(f"completed step: {step}, seconds: 0.1", flush=True)
+    print(f"completed step: {step}, seconds: 0.1\\n[Gloo] Rank 0 is connected", flush=True)
 else:
     while open("shown").read().count("completed") < start:
         time.sleep(0.02)
@@ -207,7 +207,7 @@ def test_logs_have_all_output_of_all_starts(job, tmp_path, capsys):
     (tmp_path / "logs/process-1.log").symlink_to("/dev/full")
     assert job("3:1,4:0", "--restarts", "1", "--logs", "logs").run() == 0
     lines = (tmp_path / "logs/process-0.log").read_text().splitlines()
-    assert [line.partition(" at ")[0] for line in lines if not line.startswith(("*", " ", "e"))] == [
+    assert [line.partition(" at ")[0] for line in lines if not line.startswith(("*", " ", "e", "["))] == [
         *("---- started", "completed step: 3, seconds: 0.1", "---- started", "completed step: 4, seconds: 0.1")
     ]
     assert lines.count("*** Check failure stack trace: ***") == 2
