@@ -2,72 +2,62 @@
 
     python scripts/launch_local.py -n 4 -- base.yml steps=100
     python scripts/launch_local.py -n 2 --devices 4 -- base.yml ici_fsdp_parallelism=8
+    python scripts/launch_local.py -n 2 --restarts 5 --logs logs -- base.yml run_name=seven
     python scripts/launch_local.py --module trainer.generate -- runs/run-0001 prompt="def "
 
 Everything after -- is passed to `python -m trainer.train`, or to the module of --module. Output of process 0 is shown
 unchanged; with --all, output of every process is shown with its number. stderr of the other processes is always shown.
---devices gives each process this many CPU devices instead of the machine's devices. When a process ends with an error,
-or no longer answers, the launcher names it, ends the others, and exits with its code. SIGTERM and Ctrl-C are passed to
-all processes.
+--logs writes all output of process N to FOLDER/process-N.log, too. --devices gives each process this many CPU devices
+instead of the machine's devices.
+
+When a process ends with an error, or no longer answers, the launcher names it, with what it did and said, ends the
+others, and exits with its code. With --restarts N it starts all processes again, at most N times, after 1, 2, 4 ...
+30 seconds. It does not after a user's error (exit code 2), after a request to end, and after the third failure in a
+row without a step beyond those before; it reads the steps from the output of process 0. SIGTERM and Ctrl-C are passed
+to all processes, and nothing is started after them.
 """
 
 import argparse
+import contextlib
+import datetime
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import IO
 
 HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
-_GRACE = 5.0  # seconds in which JAX aborts all processes that lost the same other
+_GRACE = 5.0  # seconds in which processes that lost the same other one end after each other
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
+_SECONDS_TO_READ = 1.0  # in which the last output of a process that has ended is read
 _POLL = 0.05
+_USER_ERROR, _HANG = 2, 75  # exit codes; 75: `trainer.runtime.supervision.HANG`
+_ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # by JAX; with a supervisor, and without
+_LOST = {*_ABORTED, _HANG}  # codes of processes that wait for another one
+_OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # of processes that ended on request
+_SIGNALS = {int(number) for number in signal.Signals}
+_SAME_STEP, _LONGEST_PAUSE = 3, 30.0
 # Output of JAX's collectives when they connect, and the stack in C++ where JAX aborts a process that lost another.
 _NOISE = ("[Gloo] Rank", "*** Check failure stack trace", "    @     0x")
 _COUNT = "--xla_force_host_platform_device_count"
+_STEP = re.compile(r"completed step: (\d+),")
+_REASON = re.compile(r"(error|stopped): |[\w.]+(Error|Exception)\b")
+_SUPERVISED = re.compile(r"supervise: (.+?) during ([^;]+)(; the process does not answer)?")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if all processes succeeded, otherwise that of the process that failed first."""
-    options = _options(argv)
-    environment = dict(os.environ)
-    if options.devices:
-        environment["JAX_PLATFORMS"] = "cpu"
-        flags = [flag for flag in environment.get("XLA_FLAGS", "").split() if _COUNT not in flag]
-        environment["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={options.devices}"])
-    address = f"127.0.0.1:{_free_port()}"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable, "-m", options.module, *options.words, f"coordinator_address={address}",
-                f"num_processes={options.processes}", f"process_id={index}",
-                f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
-            ],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
-            start_new_session=True,  # Ctrl-C reaches them once, through this launcher
-        )
-        for index in range(options.processes)
-    ]  # fmt: skip
+    job = _Job(_options(argv))
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: _send(processes, number))
-    readers = [
-        threading.Thread(target=_copy, args=(stream, index, shown, options.all))
-        for index, process in enumerate(processes)
-        for stream, shown in (
-            (process.stdout, sys.stdout if options.all or index == 0 else None),
-            (process.stderr, sys.stderr),
-        )
-    ]
-    for reader in readers:
-        reader.start()
-    code = _wait(processes)
-    for reader in readers:
-        reader.join()
-    return code
+        signal.signal(number, lambda number, frame: job.requests.append(number))
+    return job.run()
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -76,64 +66,248 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, help="CPU devices of each process")
     parser.add_argument("--module", default="trainer.train", help="what runs; default: %(default)s")
     parser.add_argument("--all", action="store_true", help="show the output of every process")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for the output of each process")
+    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="how often a failed job is started again")
     parser.add_argument("words", nargs="*", metavar="-- base.yml key=value", help="the command line of the module")
     options = parser.parse_args(argv)
-    if options.processes < 1 or (options.devices is not None and options.devices < 1):
-        parser.error("at least one process with at least one device")
+    if options.processes < 1 or (options.devices is not None and options.devices < 1) or options.restarts < 0:
+        parser.error("at least one process with at least one device, and restarts not below 0")
+    names = [word for word in options.words if word.startswith("run_name=")]
+    if options.restarts and (not names or names[-1] == "run_name="):
+        parser.error("--restarts needs run_name=NAME after --, because a restart must continue the same run")
+    try:
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--logs {options.logs}: cannot be made ({error.strerror}); choose a folder that can be written")
     return options
 
 
-def _wait(processes: Sequence[subprocess.Popen]) -> int:
-    """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""
-    failed, since = None, 0.0
-    while any(process.poll() is None for process in processes):
-        if failed is None and (codes := {code for process in processes if (code := process.poll())}):
-            since = since or time.monotonic()
-            if codes != {-signal.SIGABRT} or time.monotonic() - since > _GRACE:
-                failed = _first_failure(processes)
-        elif since and time.monotonic() - since > LEFT_TO_END:
-            _send(processes, signal.SIGKILL)
-        time.sleep(_POLL)
-    failed = _first_failure(processes) if failed is None else failed
-    if failed is None:
-        return 0
-    code = processes[failed].returncode
-    return code if code > 0 else 128 - code
+class _Member:
+    """One of the processes, with what its output has said so far.
+
+    Attributes:
+      step: the last step that was completed; -1: none.
+      last: the last line of stdout.
+      phase: what it did at its end, from its supervisor; "": it has none.
+      reason: why it ended; "": nothing was said.
+      lost: whether it said that it lost another process.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], environment: dict[str, str], options: argparse.Namespace):
+        self.step, self.last, self.phase, self.reason, self.lost = -1, "", "", "", False
+        self._prefix, self._log = f"[{index}] " if index or options.all else "", _Log(options.logs, index)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
+            start_new_session=True,  # Ctrl-C reaches it once, through this launcher
+        )  # fmt: skip
+        self.poll, self.send_signal = self._process.poll, self._process.send_signal
+        self._readers = [
+            threading.Thread(target=self._copy, args=pair, daemon=True)
+            for pair in (
+                (self._process.stdout, sys.stdout if options.all or index == 0 else None, self._read_stdout),
+                (self._process.stderr, sys.stderr, self._read_stderr),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Waits until its output is read."""
+        for reader in self._readers:
+            reader.join(seconds)
+
+    def close(self) -> None:
+        """Ends the processes that it has left, which may hold the lock of the run, and reads the rest of its output."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.join()
+        self._log.close()
+
+    def _copy(self, stream: IO[str], shown: IO[str] | None, read: Callable[[str], None]) -> None:
+        with stream:
+            for line in stream:
+                self._log.write(line)
+                if line.startswith(_NOISE):
+                    continue
+                read(line.strip())
+                if shown is not None:
+                    shown.write(self._prefix + line)
+                    shown.flush()
+
+    def _read_stdout(self, line: str) -> None:
+        self.last = (line if len(line) <= 60 else f"{line[:57]}...") or self.last
+        if match := _STEP.match(line):
+            self.step = int(match[1])
+
+    def _read_stderr(self, line: str) -> None:
+        if match := _SUPERVISED.match(line):
+            self.reason, self.phase = match[1] + (match[3] or ""), match[2]
+        elif _REASON.match(line):
+            self.lost = self.lost or "another process of this run ended" in line
+            self.reason = self.reason if self.phase else line[:200].rstrip(":")  # that of the supervisor
 
 
-def _first_failure(processes: Sequence[subprocess.Popen]) -> int | None:
+class _Log:
+    """FOLDER/process-N.log, to which starts and lines are appended at once. Without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None, index: int):
+        self._path = folder and folder / f"process-{index}.log"
+        self._file: IO[bytes] | None = None
+        self._failed = False
+        if self._path:
+            with self._told():
+                self._file = self._path.open("ab", buffering=0)
+        self.write(f"---- started at {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n")
+
+    def write(self, line: str) -> None:
+        with self._told():
+            if self._file and not self._failed:
+                self._file.write(line.encode())
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tells an OSError once. The run goes on without the log: a pipe that nobody reads would stop it."""
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            _say(f"cannot write {self._path}: {error.strerror}; the output of this start is no longer logged")
+
+
+class _Job:
+    """The processes, once or several times.
+
+    Attributes:
+      requests: the signals that are to be sent to all processes. After the first one nothing is started.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self.requests: list[int] = []
+        self._options, self._sent = options, 0
+        self._environment = dict(os.environ)
+        if options.devices:
+            self._environment["JAX_PLATFORMS"] = "cpu"
+            flags = [flag for flag in self._environment.get("XLA_FLAGS", "").split() if _COUNT not in flag]
+            self._environment["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={options.devices}"])
+
+    def run(self) -> int:
+        """See `main`."""
+        best, failures, restarts = -1, 0, self._options.restarts
+        for restart in range(restarts + 1):
+            members = self._start()
+            code = self._wait(members)
+            for member in members:
+                member.close()
+            if not (restarts and code) or code in _OBEYED or self.requests:
+                break
+            failures = failures + 1 if members[0].step <= best else 1
+            best = max(best, members[0].step)
+            if why := _why_not(code, failures, best, restart == restarts):
+                _say(f"not started again: {why}")
+                break
+            pause = min(2.0 ** min(restart, 5), _LONGEST_PAUSE)
+            _say(f"restart {restart + 1} of {restarts} in {pause:.0f} s, from the newest checkpoint")
+            until = time.monotonic() + pause
+            while time.monotonic() < until and not self.requests:
+                time.sleep(_POLL)
+            if self.requests:
+                return 128 + self.requests[0]
+        return code
+
+    def _start(self) -> list[_Member]:
+        options, address = self._options, f"127.0.0.1:{_free_port()}"
+        keys = [
+            f"coordinator_address={address}", f"num_processes={options.processes}",
+            f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
+        ]  # fmt: skip
+        return [
+            _Member(
+                index,
+                [sys.executable, "-m", options.module, *options.words, *keys, f"process_id={index}"],
+                self._environment,
+                options,
+            )
+            for index in range(options.processes)
+        ]
+
+    def _wait(self, members: Sequence[_Member]) -> int:
+        """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""
+        failed, since = None, 0.0
+        while any(member.poll() is None for member in members):
+            for number in self.requests[self._sent :]:
+                _send(members, number)
+                self._sent += 1
+            if failed is None and (codes := {code for member in members if (code := member.poll())}):
+                since = since or time.monotonic()
+                if not codes <= _LOST or time.monotonic() - since > _GRACE:
+                    failed = _first_failure(members)
+            elif since and time.monotonic() - since > LEFT_TO_END:
+                _send(members, signal.SIGKILL)
+            time.sleep(_POLL)
+        failed = _first_failure(members) if failed is None else failed
+        if failed is None:
+            return 0
+        code = members[failed].poll()
+        return code if code > 0 else 128 - code
+
+
+def _why_not(code: int, failures: int, step: int, last: bool) -> str:
+    """Returns why a job that failed is not started again; "": it is. `failures`: those without a step after `step`."""
+    if code == _USER_ERROR:
+        return "exit code 2 is a user's error"
+    if failures == _SAME_STEP:
+        return f"it failed {failures} times without completing {f'a step after step {step}' if step >= 0 else 'a step'}"
+    return "all restarts are used" if last else ""
+
+
+def _first_failure(members: Sequence[_Member]) -> int | None:
     """Returns the process that failed, and names it on stderr unless it obeyed a request to end.
 
-    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them. If JAX
-    aborted all that ended, the cause is a process that still runs.
+    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them, or their
+    supervisors end them. If all that ended have lost another one, the cause is a process that still runs.
     """
-    codes = {index: code for index, process in enumerate(processes) if (code := process.poll())}
+    codes = {index: code for index, member in enumerate(members) if (code := member.poll())}
     if not codes:
         return None
-    index = min(codes, key=lambda index: (codes[index] == -signal.SIGABRT, codes[index] > 0, -codes[index]))
-    code = codes[index]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    running = [index for index, process in enumerate(processes) if process.poll() is None]
-    if code == -signal.SIGABRT and running:
+    for index in codes:
+        members[index].join(_SECONDS_TO_READ)
+    index = min(codes, key=lambda index: _rank(codes[index], members[index]))
+    code, member = codes[index], members[index]
+    number = -code if code < 0 else code - 128
+    how = f"was ended by {signal.Signals(number).name}" if number in _SIGNALS else f"ended with code {code}"
+    running = [index for index, member in enumerate(members) if member.poll() is None]
+    if code in _LOST and running:
         index, how = running[0], "does not answer: it is stopped, or it hangs"
-    if code not in (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT):
-        print(
-            f"launch_local: process {index} of {len(processes)} {how}; the others end too", file=sys.stderr, flush=True
-        )
+    if code not in _OBEYED:
+        member = members[index]
+        phase = f" during {member.phase}" if member.phase else f' after "{members[0].last}"' if members[0].last else ""
+        reason = f": {member.reason}" if member.reason and number not in _SIGNALS else ""
+        _say(f"process {index} of {len(members)} {how}{phase}{reason}; the others end too")
     return index
 
 
-def _send(processes: Sequence[subprocess.Popen], number: int) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(number)
+def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
+    """Returns the less, the likelier it ended the others. Of processes that hang, it is the one behind the others."""
+    step = re.search(r"step (\d+)", member.phase)
+    return (
+        *(code in _ABORTED, member.lost, code > 0, -code),
+        *("does not answer" not in member.reason, int(step[1]) if step else math.inf),
+    )
 
 
-def _copy(stream: IO[str], index: int, shown: IO[str] | None, prefixed: bool) -> None:
-    for line in stream:
-        if shown is not None and not line.startswith(_NOISE):
-            shown.write(f"[{index}] {line}" if prefixed or index else line)
-            shown.flush()
+def _send(members: Sequence[_Member], number: int) -> None:
+    for member in members:
+        if member.poll() is None:
+            member.send_signal(number)
+
+
+def _say(text: str) -> None:
+    print(f"launch_local: {text}", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:

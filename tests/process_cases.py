@@ -46,9 +46,10 @@ def as_on_a_terminal():
 
 
 @contextlib.contextmanager
-def launched(folder, processes, devices, **changes):
-    """Starts processes that train in `folder`. Yields them and the file of their output."""
-    command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--", *words(**changes)]
+def launched(folder, processes, devices, *options, **changes):
+    """Starts processes that train in `folder`, with options of the launcher. Yields it and the file of their output."""
+    options = ["-n", str(processes), "--devices", str(devices), *options]
+    command = [sys.executable, LAUNCHER, *options, "--", *words(**changes)]
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices)}
     with as_on_a_terminal(), (folder / "log.txt").open("w") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=environment)
@@ -60,9 +61,9 @@ def launched(folder, processes, devices, **changes):
             launcher.wait(40)
 
 
-def wait_for(text, launcher, log):
+def wait_for(text, launcher, log, after=0):
     until = time.monotonic() + 240
-    while text not in log.read_text():
+    while text not in log.read_text()[after:]:
         assert launcher.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)

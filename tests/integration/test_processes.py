@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from process_cases import alone, launched, process, rows_of, wait_for
 
 from trainer.checkpoint.manager import inspect, newest
+from trainer.observe.goodput import BETWEEN, read_goodput
 
 
 @pytest.mark.rest(
@@ -21,7 +23,8 @@ from trainer.checkpoint.manager import inspect, newest
 def test_some_processes_then_fewer(tmp_path, processes):
     """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process.
 
-    Of four processes, a damaged file is told, two go on, and one of them is killed. Two are followed by one at once.
+    Of four processes, a damaged file is told, two go on, one of them is killed, and the launcher starts both again. Two
+    are followed by one at once.
     """
     with launched(tmp_path, processes, 4 // processes) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
@@ -59,20 +62,27 @@ def test_some_processes_then_fewer(tmp_path, processes):
             assert expected in log.read_text(), log.read_text()
         files[damaged].write_bytes(content)
 
-        with launched(tmp_path, 2, 2) as (launcher, log):
+        with launched(tmp_path, 2, 2, "--restarts", "1") as (launcher, log):
             wait_for(f"completed step: {done + 5},", launcher, log)
             until = time.monotonic() + 60
             while int(newest(tmp_path / "runs/run").name) == done:  # a save continues while steps run
                 assert time.monotonic() < until, log.read_text()
                 time.sleep(0.05)
-            started = time.monotonic()
+            between, started = read_goodput(tmp_path / "runs/run").seconds()[BETWEEN], time.monotonic()
             os.kill(process(launcher, 1), signal.SIGKILL)
-            assert launcher.wait(60) == 137, log.read_text()
+            wait_for("launch_local: restart 1 of 1 in 1 s", launcher, log)
             assert time.monotonic() - started < 30
+            before = log.read_text().index("launch_local: restart 1")
+            wait_for("completed step: ", launcher, log, before)
+            launcher.terminate()
+            assert launcher.wait(60) == 143, log.read_text()
             said = log.read_text()
-        assert f"checkpoints/{done}: {done:,} of 5,000 updates are done" in said
-        assert "launch_local: process 1 of 2 was ended by SIGKILL; the others end too" in said
-        assert int(newest(tmp_path / "runs/run").name) > done
+        assert f"checkpoints/{done}: {done:,} of 5,000 updates are done" in said[:before]
+        assert "launch_local: process 1 of 2 was ended by SIGKILL after " in said[:before]
+        (resumed,) = re.findall(r"checkpoints/(\d+): .* updates are done", said[before:])
+        assert int(resumed) > done
+        passed = read_goodput(tmp_path / "runs/run").seconds()[BETWEEN] - between
+        assert passed > 1, "the pause of the launcher counts"
 
     last = int(newest(tmp_path / "runs/run").name)
     said = alone(tmp_path, 4, steps=last + 2)

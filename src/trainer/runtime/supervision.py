@@ -30,6 +30,7 @@ START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
 _VARIABLE = "TRAINER_SUPERVISED"  # file descriptors of the pipe and of the file for stacks, and the supervisor's id
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
+_NO_STACKS = "the process does not answer: it is stopped, or in the kernel"
 _KEPT = 64 * 1024  # bytes of the child's stderr
 _PR_SET_PDEATHSIG = 1  # prctl of Linux
 
@@ -122,16 +123,17 @@ class _Watched:
         passed, limit = time.monotonic() - self._since, f"{self._key}={self._config[self._key]}"
         what = f"nothing was completed for {passed:.0f} s ({limit}) during {self._what}"
         stacks = self._ask_for_stacks()
+        how = "is ended" if stacks else "does not answer and is ended"
         file = self._folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}-{self._child.pid}.txt"
         stderr = self._stderr.decode(errors="replace")
-        text = f"{what}\n\n---- stacks of all threads\n{stacks}\n---- end of stderr\n{stderr}"
+        text = f"{what}\n\n---- stacks of all threads\n{stacks or _NO_STACKS}\n---- end of stderr\n{stderr}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
             where = f"stacks and the end of its output are in {file}"
         except OSError as error:
             where = f"cannot write {file}: {error.strerror}\n{text}"
-        _say(f"{what}; the process is ended; {where}")
+        _say(f"{what}; the process {how}; {where}")
         self._child.terminate()
         until = time.monotonic() + _SECONDS_TO_END
         while self._child.poll() is None and time.monotonic() < until:
@@ -141,7 +143,7 @@ class _Watched:
         return HANG
 
     def _ask_for_stacks(self) -> str:
-        """Returns the stacks of the child's threads, or why there are none."""
+        """Returns the stacks of the child's threads; "" if it does not answer."""
         self._child.send_signal(_STACKS_SIGNAL)
         size, until = 0, time.monotonic() + _SECONDS_FOR_STACKS
         while time.monotonic() < until:
@@ -150,7 +152,7 @@ class _Watched:
             if size and size == before:
                 self._stacks.seek(0)
                 return self._stacks.read().decode(errors="replace")
-        return "the process does not answer: it is stopped, or in the kernel"
+        return ""
 
     def _read(self, timeout: float) -> bool:
         """Reads what the child has written, after at most `timeout` seconds. Returns whether there was anything."""

@@ -80,10 +80,12 @@ def test_a_process_that_hangs(words, child, tmp_path, capfd):
     assert first.endswith(" s (hang_timeout_seconds=1) during step 3 (data)")
     assert text[-1] == "last words"
     stacks = "\n".join(text)
-    assert ("does not answer" if words == ("stopped",) else "in stuck") in stacks
+    answers = words != ("stopped",)
+    assert ("in stuck" if answers else "does not answer") in stacks
     errors = capfd.readouterr().err
     assert "last words" in errors
-    assert f"supervise: {first}; the process is ended; stacks and the end of its output are in {file}\n" in errors
+    how = "is ended" if answers else "does not answer and is ended"
+    assert f"supervise: {first}; the process {how}; stacks and the end of its output are in {file}\n" in errors
 
 
 @pytest.mark.parametrize(("how", "code"), [("code0", 0), ("code2", 2), ("killed", 137), ("grace", 0), ("rollouts", 0)])

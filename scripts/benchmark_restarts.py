@@ -1,0 +1,110 @@
+"""Ends one of two processes of a run in several ways, and measures how long the run takes to go on.
+
+    python scripts/benchmark_restarts.py --rounds 3
+
+For each way and round it prints the seconds from the blow to: the line of the launcher that names the process; the end
+of all processes; the restored state; the first step that the run had not completed before.
+docs/guides/when-a-host-dies.md has dated results. Linux only: it looks processes up in /proc.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+LAUNCHER = Path(__file__).with_name("launch_local.py")
+WORDS = [
+    *("base.yml", "dataset_type=synthetic", "base_emb_dim=32", "base_num_query_heads=2", "base_num_kv_heads=2"),
+    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=64", "max_target_length=32", "steps=1000000"),
+    *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=25", "run_name=run"),
+]
+SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
+# The ways: the process that is hit, the signal, and more words. Without a signal it hangs by itself, see HANGS.
+WAYS = {
+    "kill -9 of process 1": (1, signal.SIGKILL, []),
+    "kill -9 of process 0": (0, signal.SIGKILL, []),
+    "SIGSTOP": (1, signal.SIGSTOP, []),
+    "SIGSTOP, supervised": (1, signal.SIGSTOP, SUPERVISED),
+    "hang, supervised": (1, None, SUPERVISED),
+}
+BLOW = 60  # the step after which it comes
+# sitecustomize.py: in the first start, process 1 sleeps before a step.
+HANGS = f"""
+import os, sys, time
+if "process_id=1" in sys.orig_argv:
+    from trainer.observe.goodput import Timeline
+    step = Timeline.step
+    def slow(self, number, **waited):
+        step(self, number, **waited)
+        if number == {BLOW} and not os.path.exists("hung"):
+            open("hung", "w").close()
+            time.sleep(1e6)
+    Timeline.step = slow
+"""
+MARKS = {"named": "; the others end too", "ended": "launch_local: restart 1", "restored": "updates are done"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    for _ in range(rounds):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder:
+                seconds, said = one(way, Path(folder))
+            marks = ", ".join(f"{mark} {passed:.1f}" for mark, passed in seconds.items())
+            print(f"{way}: {marks} s; load {os.getloadavg()[0]:.1f}\n  {said}", flush=True)
+
+
+def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
+    """Returns the seconds by mark, and the launcher's line about the process that failed."""
+    index, number, words = WAYS[way]
+    if number is None:
+        (folder / "sitecustomize.py").write_text(HANGS)
+    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, LAUNCHER, "--devices", "1", "--restarts", "1", "--", *WORDS, *words]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    hit, last, said, seconds = 0.0, -1, "", {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = re.match(r"completed step: (\d+),", line)
+        last = max(last, int(found[1])) if found and not hit else last
+        if not hit and last == BLOW - 1 - (number is None):
+            hit = time.monotonic()
+            if number is not None:
+                os.kill(_pid(process.pid, index, bool(words)), number)
+        for mark, text in MARKS.items():
+            if hit and text in line and mark not in seconds and (mark != "restored" or "ended" in seconds):
+                seconds[mark] = time.monotonic() - hit
+                said = line.strip() if mark == "named" else said
+        if "restored" in seconds and found and int(found[1]) > last:
+            seconds["new step"] = time.monotonic() - hit
+            process.terminate()
+            break
+    for _ in process.stdout:
+        pass
+    process.wait()
+    return seconds, said
+
+
+def _pid(launcher: int, index: int, supervised: bool) -> int:
+    """Returns the id of a process of the launcher, or of the one that trains under its supervision."""
+    pid = next(
+        pid for pid in _children(launcher) if f"process_id={index}\0" in Path(f"/proc/{pid}/cmdline").read_text()
+    )
+    return _children(pid)[0] if supervised else pid
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+if __name__ == "__main__":
+    main()
