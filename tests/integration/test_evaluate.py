@@ -178,7 +178,7 @@ def test_a_task_that_fails_does_not_end_the_run(folder):
 
 @pytest.mark.rest(covered_by="test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted")
 @pytest.mark.parametrize(
-    "combination, devices, keys",
+    ("combination", "devices", "keys"),
     [
         ("linen", 1, {"ema_decay": 0.0}),
         ("linen", 2, {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "ema_decay": 0.0}),
