@@ -12,9 +12,9 @@ instead of the machine's devices.
 
 When a process ends with an error, or no longer answers, the launcher names it, with what it did and said, ends the
 others, and exits with its code. With --restarts N it starts all processes again, at most N times, after 1, 2, 4 ...
-30 seconds. It does not after a user's error (exit code 2), after a request to end, and after the third failure in a
-row without a step beyond those before; it reads the steps from the output of process 0. SIGTERM and Ctrl-C are passed
-to all processes, and nothing is started after them.
+30 seconds. It does not after a user's error (exit code 2), after a request to end, and after three failures at the same
+step; it reads the steps from the output of process 0. SIGTERM and Ctrl-C are passed to all processes, and nothing is
+started after them.
 """
 
 import argparse
@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = _Job(_options(argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: job.requests.append(number))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is closed
+        signal.signal(signal.SIGHUP, lambda number, frame: job.requests.append(signal.SIGTERM))
     return job.run()
 
 
@@ -199,10 +201,13 @@ class _Job:
         """See `main`."""
         best, failures, restarts = -1, 0, self._options.restarts
         for restart in range(restarts + 1):
-            members = self._start()
-            code = self._wait(members)
-            for member in members:
-                member.close()
+            members: list[_Member] = []
+            try:
+                self._start(members)
+                code = self._wait(members)
+            finally:
+                for member in members:
+                    member.close()
             if not (restarts and code) or code in _OBEYED or self.requests:
                 break
             failures = failures + 1 if members[0].step <= best else 1
@@ -219,21 +224,15 @@ class _Job:
                 return 128 + self.requests[0]
         return code
 
-    def _start(self) -> list[_Member]:
+    def _start(self, members: list[_Member]) -> None:
         options, address = self._options, f"127.0.0.1:{_free_port()}"
         keys = [
             f"coordinator_address={address}", f"num_processes={options.processes}",
             f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
         ]  # fmt: skip
-        return [
-            _Member(
-                index,
-                [sys.executable, "-m", options.module, *options.words, *keys, f"process_id={index}"],
-                self._environment,
-                options,
-            )
-            for index in range(options.processes)
-        ]
+        for index in range(options.processes):
+            command = [sys.executable, "-m", options.module, *options.words, *keys, f"process_id={index}"]
+            members.append(_Member(index, command, self._environment, options))
 
     def _wait(self, members: Sequence[_Member]) -> int:
         """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""

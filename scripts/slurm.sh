@@ -18,7 +18,7 @@
 #SBATCH --signal=B:USR1@300
 set -uo pipefail
 
-export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID"
+export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" # of this start
 limit=
 # 300 seconds before the time limit Slurm signals this shell, which asks the processes to save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1

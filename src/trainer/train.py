@@ -269,7 +269,7 @@ def _with_passes(loaded: Loaded, run, dataset, console):
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, console):
     """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
     from trainer.checkpoint.manager import CheckpointManager
-    from trainer.runtime.agreement import agreed, is_first
+    from trainer.runtime.agreement import agreed, from_first, is_first
     from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
     from trainer.training.loop import fit
     from trainer.training.reports import metrics_files, open_reports, start_entry
@@ -277,6 +277,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
+            from_first(run_dir.check)  # before it removes saves that were interrupted
             manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
         resumes = manager is not None and manager.latest is not None
         with timeline.during(RESTORE) if resumes else contextlib.nullcontext():

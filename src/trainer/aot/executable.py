@@ -193,7 +193,7 @@ def source_of_block(config: Config) -> dict[str, str]:
         return {}
     classes = map(block_class, blocks(stacks(config)))
     modules = {config.decoder_block.partition(":")[0], *(cls.__module__ for cls in classes)}
-    return {"source of decoder_block": " ".join(map(_source_of_module, sorted(modules)))}
+    return {"the source of decoder_block": " ".join(map(_source_of_module, sorted(modules)))}
 
 
 def _source_of_module(module: str) -> str:

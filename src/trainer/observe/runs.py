@@ -85,7 +85,8 @@ def expected_run(
     if run_name:
         path = _place_of(base, run_name, resumes)
         if _in_use(path, say):
-            raise _in_use_by_another(path, run_name)
+            with remote_errors(path):
+                raise _in_use_by_another(path, run_name)
     else:
         numbers = sorted(_numbers(base), reverse=True)
         fitting = (path for _, path in numbers if resumes and _fits(path, config_yml) and not _in_use(path, say))
@@ -158,7 +159,13 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
     check_folder(path)
     held = lock(local)
     lease = None if held is None else take(path, held, say)
-    return None if lease is None else RunDir(local, lease, remote).download()
+    if lease is None:
+        return None
+    with contextlib.ExitStack() as stack:
+        stack.callback(lease.close)
+        run = RunDir(local, lease, remote).download()
+        stack.pop_all()
+    return run
 
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:

@@ -2,8 +2,8 @@
 
 All processes measure the same time for a step, because each waits for the others within it. They differ in their own
 time: that in which the loop did not wait for devices, but for data, files or Python. It costs nothing while the devices
-compute meanwhile, so it counts in a step after which the devices had nothing left to do. A slow accelerator is not
-found: its host waits for it like all others.
+compute, so it counts in a step after which the devices had nothing left to do. A slow accelerator is not found: its
+host waits for it like all others.
 """
 
 from collections.abc import Callable, Sequence

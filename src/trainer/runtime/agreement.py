@@ -78,7 +78,7 @@ def check_same(values: Callable[[], Mapping[str, str]]) -> None:
     """
     if _count() == 1:
         return
-    texts = gather(json.dumps([platform.node(), values()]))
+    texts = gather(json.dumps([platform.node(), agreed(values)]))
     (host, first), *others = map(json.loads, texts)
     problems = []
     for what, value in first.items():

@@ -6,15 +6,14 @@ a counter.
 
 No two clocks are compared: whoever finds the lease of a process elsewhere reads it until it changes, and takes it if it
 does not within `_LOST` seconds of its own clock. The times of files would decide at once, but may come from the clock
-of another client or from a cache. It takes the lease at once of an owner of the same job, and of one with a number that
-no process has here any more.
+of another client or from a cache. A lease is taken at once from an earlier start of the same job, and from an owner on
+this machine whose process has ended.
 
-Neither folders nor buckets have a write that fails if the file has changed. The last writer owns the run. Each reads
-the file again before it first writes into the folder, at each renewal, every log_period updates and before each
-checkpoint, and ends if it is another's. Two processes thus write at once only if one of them stood still between its
-reading and its writing for longer than the start of the other, or for `_LOST` seconds, and until its next look: for
-at most `_RENEWED` seconds and an update. Neither saves a checkpoint meanwhile without a look, but one whose saving has
-begun is completed.
+Neither folders nor buckets have a write that fails if the file has changed. The last writer owns the run. Each owner
+reads the file again before it first writes into the folder, at each renewal, every log_period updates and before each
+checkpoint, and ends if the file names another process. Two owners can write for a short time only if one of them pauses
+between its reading and its writing; this ends at its next renewal and one update. A checkpoint whose saving has begun
+is completed.
 """
 
 import contextlib
@@ -43,10 +42,11 @@ _ANY = Exception  # what clients of buckets raise; a file that cannot be read or
 class Lease:
     """A run that this process owns, from `take` to `close`. A thread renews the file."""
 
-    def __init__(self, folder: Any, lock: IO[bytes], owner: Mapping[str, Any]):
+    def __init__(self, folder: Any, lock: IO[bytes], owner: Mapping[str, Any], say: Callable[[str], None]):
         """Writes the file. Raises OSError if that is not possible. `lock`: of the folder, closed with the lease."""
         self._file, self._lock, self._owner, self._renewals = folder / LEASE_FILE, lock, owner, 0
         self._using, self._ended, self._other = threading.Lock(), threading.Event(), ""
+        self._say, self._written, self._warned = say, 0.0, False
         self._write()
         threading.Thread(target=self._renew, daemon=True).start()
 
@@ -60,6 +60,11 @@ class Lease:
                 f"{self._file.parent}: {self._other}; this process ends, and what it has not saved is lost. Give each "
                 "command that runs at the same time its own run_name"
             )
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process has taken the run, as far as is known here."""
+        return bool(self._other)
 
     def close(self) -> None:
         """Gives up the lease and the lock."""
@@ -75,11 +80,20 @@ class Lease:
                 self._look()
                 if not (self._other or self._ended.is_set()):
                     self._write()
+            late = _now() - self._written > _LOST / 2
+            if late and not self._warned:
+                self._say(
+                    f"{self._file} could not be renewed for {_LOST / 2:.0f} s; after {_LOST:.0f} s a launch on another "
+                    "machine takes over this run"
+                )
+            self._warned = late
 
     def _look(self) -> None:
         found = _found(self._file)
-        if found.get("id") != self._owner["id"]:
-            self._other = f"{_said(found)} has taken over this run" if found else f"{LEASE_FILE} was removed from it"
+        if "pid" in found and found.get("id") != self._owner["id"]:
+            self._other = f"{_said(found)} has taken over this run"
+        elif not found and _now() - self._written > _LOST:  # another process may have run and ended in that time
+            self._other = f"its lease was not renewed for {_LOST:.0f} s and is gone"
 
     def _write(self) -> None:
         self._renewals += 1
@@ -88,6 +102,7 @@ class Lease:
             self._file.write_bytes(data)
         else:
             replace_file(self._file, data)
+        self._written = _now()
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
@@ -102,7 +117,7 @@ def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | No
     lease = None
     try:
         if not is_held(folder, say):
-            lease = Lease(folder, lock, _owner())
+            lease = Lease(folder, lock, _owner(), say)
     finally:
         if lease is None:
             lock.close()
@@ -110,21 +125,26 @@ def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | No
 
 
 def is_held(folder: Any, say: Callable[[str], None]) -> bool:
-    """Returns whether the owner of the run in `folder` lives, and is not of the same job. See `take`."""
+    """Returns whether the owner of the run in `folder` lives, and is no earlier start of the same job. See `take`."""
     file, me = folder / LEASE_FILE, _owner()
     found = _found(file)
-    if not found or (me["job"] and found.get("job") == me["job"]):
+    if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
     if found.get("place") == me["place"] and isinstance(found.get("pid"), int) and not lives(found["pid"]):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
-    since = time.monotonic()
-    while (now := _found(file)) == found:
-        if time.monotonic() - since > _LOST:
-            say(f"it has not renewed its lease for {_LOST:.0f} s: this process takes it over")
-            return False
+    since, missing = time.monotonic(), 0
+    while time.monotonic() - since < _LOST:
         time.sleep(_LOOK)
-    return bool(now)
+        with contextlib.suppress(_ANY):
+            now = _found(file)
+            if now and now != found:
+                return True
+            missing = 0 if now else missing + 1
+            if missing > 1:  # once may be between two writes
+                return False
+    say(f"it has not renewed its lease for {_LOST:.0f} s: this process takes it over")
+    return False
 
 
 def owner_of(folder: Any) -> str:
@@ -138,7 +158,7 @@ def _owner() -> dict[str, Any]:
         "host": platform.node(),
         "place": _place(),
         "pid": os.getpid(),
-        "job": _job(os.environ),
+        **dict(zip(("job", "start"), _job(os.environ), strict=True)),
         "since": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
 
@@ -153,14 +173,21 @@ def _place() -> str:
         return platform.node()
 
 
-def _job(environ: Mapping[str, str]) -> str:
-    """Returns what a launch and its restarts have in common; "" if the environment does not say."""
+def _job(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Returns what a launch and its restarts have in common, and how many starts were before this one; "", 0 if the
+    environment does not say."""
     if environ.get("TRAINER_JOB"):
-        return environ["TRAINER_JOB"]
-    if environ.get("SLURM_JOB_ID"):
-        return f"Slurm job {environ['SLURM_JOB_ID']}"
-    host, index = platform.node(), f"-{environ.get('JOB_COMPLETION_INDEX')}"
-    return f"Kubernetes job {host.removesuffix(index)}" if host.endswith(index) else ""
+        name, starts = environ["TRAINER_JOB"], environ.get("TRAINER_RESTARTS", "")
+    elif environ.get("SLURM_JOB_ID"):
+        name, starts = f"Slurm job {environ['SLURM_JOB_ID']}", environ.get("SLURM_RESTART_COUNT", "")
+    else:
+        return "", 0
+    return name, int(starts) if starts.isdecimal() else 0
+
+
+def _now() -> float:
+    """Returns seconds of a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
 def _found(file: Any) -> dict[str, Any]:

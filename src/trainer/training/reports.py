@@ -102,7 +102,7 @@ class _Files:
         updates, resumes = begin.updates, self._config.enable_checkpointing
         self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
         self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
-        stack.callback(self._page.write)  # even if the run fails
+        stack.callback(self._write_page)  # even if the run fails
         for file in files:
             copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say)
             self._with_maxtext_names.append(stack.enter_context(copy))
@@ -110,6 +110,10 @@ class _Files:
             events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say)
             self._with_maxtext_names.append(stack.enter_context(events))
         return earlier_evaluations(self._metrics.kept, updates)
+
+    def _write_page(self) -> None:
+        if self._page and not (self._run_dir.lease and self._run_dir.lease.lost):
+            self._page.write()
 
     @property
     def kept(self) -> Sequence[dict[str, Any]]:
@@ -126,7 +130,8 @@ class _Files:
             writer.write(maxtext_row(row, self._work, clipped, name))
 
     def sync(self) -> None:
-        """Brings all rows to the disk, and to a bucket if the run's folder is one."""
+        """Brings all rows to the disk, and to a bucket if the run's folder is one. Raises UserError: see `check`."""
+        self._run_dir.check()
         if self._metrics and self._page:
             self._metrics.sync()
             self._page.refresh()

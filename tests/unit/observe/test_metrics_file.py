@@ -184,8 +184,8 @@ def test_a_path_of_no_file_here_is_refused_by_name(given, message):
 
 def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     config = load(["log_period=3", "ici_fsdp_parallelism=1", "dcn_data_parallelism=1"]).config
-    upload, check = lambda: done.append("upload"), lambda look: None
-    run_dir = SimpleNamespace(path=tmp_path, folder=tmp_path / "mine", upload=upload, check=check)
+    upload, check = lambda: done.append("upload"), lambda look=True: None
+    run_dir = SimpleNamespace(path=tmp_path, folder=tmp_path / "mine", upload=upload, check=check, lease=None)
     done = []
 
     def sync(writer):

@@ -157,6 +157,7 @@ def test_unequal_hosts_are_one_message(monkeypatch, tmp_path):
 
     monkeypatch.setattr(agreement, "_count", lambda: 4)
     hosts = {"a": here, "b": here, "c": there, "d": there}
+    monkeypatch.setattr(agreement, "agreed", lambda fn: fn())
     monkeypatch.setattr(agreement, "gather", lambda text: [json.dumps(host) for host in hosts.items()])
     with pytest.raises(AgreedError) as raised:
         check_same(lambda: here)

@@ -21,7 +21,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(lease, "_RENEWED", 0.05)
     monkeypatch.setattr(lease, "_LOST", 60.0)  # who waits for a sign of life gets it, however slow the disk is
     monkeypatch.setattr(lease, "_LOOK", 0.02)
-    for name in ("TRAINER_JOB", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX"):
+    for name in ("TRAINER_JOB", "TRAINER_RESTARTS", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("platform.node", lambda: "here")
 
@@ -31,13 +31,14 @@ def taken(tmp_path, monkeypatch):
     """A function that takes the run in `tmp_path` for a process of a machine; lines for the user go to `said`."""
     opened = []
 
-    def take_from(host="here", say=lambda line: None, job=None, renews=True):
+    def take_from(host="here", say=lambda line: None, job=None, restarts=0, renews=True):
         with monkeypatch.context() as patch:
             patch.setattr(lease, "_place", lambda: host)
             patch.setattr("platform.node", lambda: host)
             patch.setattr(lease, "_RENEWED", 0.05 if renews else 1000)
             if job:
                 patch.setenv("TRAINER_JOB", job)
+                patch.setenv("TRAINER_RESTARTS", str(restarts))
             found = take(tmp_path, (tmp_path / host).open("wb"), say)
             if found and not renews:
                 time.sleep(0.1)  # the thread has begun to wait
@@ -82,7 +83,8 @@ def test_an_owner_that_renews_no_more_loses_the_run_and_ends(tmp_path, taken, mo
 
 def test_an_owner_learns_of_it_when_it_renews(tmp_path, taken):
     first = taken("there", job="mine")
-    second, started = taken(job="mine"), time.monotonic()
+    assert taken("elsewhere", job="mine") is None, "another process of the same start"
+    second, started = taken(job="mine", restarts=1), time.monotonic()
     assert second is not None, "a restart of a job does not wait for its lost host"
     while True:
         try:
@@ -135,23 +137,53 @@ def test_a_storage_that_fails_for_a_while_ends_nothing(tmp_path, taken, monkeypa
     while of_file(tmp_path)["renewals"] == before:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]"])
+def test_a_file_that_is_removed_or_damaged_is_written_again(tmp_path, taken, content):
+    first, file, until = taken(), tmp_path / ".lease", time.monotonic() + 60
+    file.unlink() if content is None else file.write_bytes(content)
+    first.check()
+    while not file.exists() or b'"pid"' not in file.read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    first.check()
+
+
+def test_an_owner_that_wakes_after_another_has_come_and_gone_ends(tmp_path, taken, monkeypatch):
+    said, first = [], taken("there", say=lambda line: said.append(line), renews=False)
     (tmp_path / ".lease").unlink()
-    with pytest.raises(UserError, match=r"\.lease was removed from it"):
+    first.check()
+    now = lease._now() + 61
+    monkeypatch.setattr(lease, "_now", lambda: now)
+    with pytest.raises(UserError, match="its lease was not renewed for 60 s and is gone; this process ends"):
         first.check()
+    assert first.lost
+
+
+def test_an_owner_that_cannot_renew_says_so_once(tmp_path, taken, monkeypatch):
+    said = []
+    taken(say=said.append)
+    began = lease._now()
+    monkeypatch.setattr(lease, "_found", lambda file: 1 / 0)
+    monkeypatch.setattr(lease, "_now", lambda: began + 31)
+    time.sleep(0.3)
+    assert said == [
+        f"{tmp_path}/.lease could not be renewed for 30 s; after 60 s a launch on another machine takes over this run"
+    ]
 
 
 @pytest.mark.parametrize(
     ("environment", "job"),
     [
-        ({"TRAINER_JOB": "a", "SLURM_JOB_ID": "7"}, "a"),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "3"}, "Slurm job 7"),
-        ({"JOB_COMPLETION_INDEX": "12"}, "Kubernetes job run-1"),
-        ({"JOB_COMPLETION_INDEX": "2"}, ""),
-        ({}, ""),
+        ({"TRAINER_JOB": "a", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, ("a", 0)),
+        ({"TRAINER_JOB": "a", "TRAINER_RESTARTS": "3"}, ("a", 3)),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "3"}, ("Slurm job 7", 0)),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, ("Slurm job 7", 2)),
+        ({}, ("", 0)),
     ],
 )
-def test_the_job(monkeypatch, environment, job):
-    monkeypatch.setattr("platform.node", lambda: "run-1-12")
+def test_the_job(environment, job):
     assert lease._job(environment) == job
 
 

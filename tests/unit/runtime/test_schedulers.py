@@ -49,6 +49,10 @@ FIELDS = {
     "priorityClassName restartPolicy serviceAccountName terminationGracePeriodSeconds tolerations volumes",
     "spec.replicatedJobs.template.spec.template.spec.containers": "args command env image imagePullPolicy name! ports "
     "resources securityContext volumeMounts workingDir",
+    "spec.replicatedJobs.template.spec.template.spec.containers.env": "name! value valueFrom",
+    "spec.replicatedJobs.template.spec.template.spec.containers.env.valueFrom": "configMapKeyRef fieldRef "
+    "resourceFieldRef secretKeyRef",
+    "spec.replicatedJobs.template.spec.template.spec.containers.env.valueFrom.fieldRef": "apiVersion fieldPath!",
     "spec.replicatedJobs.template.spec.template.spec.containers.resources": "claims limits requests",
 }
 FREE = {"spec.replicatedJobs.template.spec.template.spec.containers.resources.limits"}

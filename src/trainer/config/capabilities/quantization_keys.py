@@ -65,8 +65,8 @@ def asks_for_floats(words: Sequence[str]) -> bool:
 def options_for_stored(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles generation from stored weights for `platform`.
 
-    XLA's CPU backend writes each matrix as floats before a product. By default all of them have memory at once, new at
-    each step, which takes 3 to 6 times as long.
+    XLA's CPU backend writes each matrix as floats before a product. By default it keeps all of them at once, in memory
+    that is newly allocated at each step, which takes 3 to 7 times as long.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}
