@@ -106,6 +106,18 @@ def test_the_reference_may_have_moved_but_not_changed(first):
     assert "its reference was a model with other values" in printed
 
 
+@pytest.mark.rest(covered_by="integration/test_evaluate.py")
+def test_tasks_are_of_the_model_that_is_trained(first):
+    choices = {"question": "color 1?", "choices": [COLORS[1], COLORS[2] * 3], "answer": 0}
+    Path("choices.jsonl").write_text(json.dumps(choices))
+    for run, keys in (("tasks", {}), ("tasks-lora", LORA)):
+        train(run, eval_tasks="[choices.jsonl]", eval_tasks_interval=3, **keys)
+        rows = [row for row in rows_of(run) if "eval_tasks_failed" in row]
+        assert [(row["step"], row["eval_tasks_failed"]) for row in rows] == [(2, 0), (5, 0)]
+        before, after = (Path("runs", run, "evaluations", f"{n:06}", "choices.jsonl").read_text() for n in (3, 6))
+        assert before != after
+
+
 @pytest.mark.rest(covered_by="unit/objectives/test_preference.py; unit/training/test_frozen.py")
 def test_adapters_have_the_base_as_reference():
     said = train("lora", **LORA, load_parameters_path="runs/nnx", tokenizer_type="auto", steps=3)

@@ -105,6 +105,16 @@ def here(files, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
 
 
+@pytest.mark.rest(covered_by="integration/test_evaluate.py")
+@pytest.mark.parametrize("combination", ["linen", "nnx"])
+def test_a_run_is_evaluated_by_tasks(combination):
+    Path("asked.jsonl").write_text('{"question": "1+1=", "answer": "2"}')
+    run, _ = learned("eval_tasks=[asked.jsonl]", "eval_tasks_interval=3", combination=combination)
+    rows = [row for row in rows_of(run) if "eval_tasks_failed" in row]
+    assert [(row["step"], row["eval_tasks_failed"]) for row in rows] == [(2, 0), (5, 0)]
+    assert all("asked/exact_match" in row for row in rows)
+
+
 @pytest.fixture(scope="module")
 def finished(files):
     with pytest.MonkeyPatch.context() as patch:
