@@ -48,7 +48,7 @@ class Lease:
         self._using, self._ended, self._other = threading.Lock(), threading.Event(), ""
         self._say, self._written, self._warned = say, 0.0, False
         self._write()
-        threading.Thread(target=self._renew, daemon=True).start()
+        threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
         """Raises UserError if another process has taken the run, as the file says now, or at the last `look`."""
@@ -74,8 +74,8 @@ class Lease:
                 self._file.unlink()
         self._lock.close()
 
-    def _renew(self) -> None:
-        while not (self._ended.wait(_RENEWED) or self._other):
+    def _renew(self, seconds: float) -> None:
+        while not (self._ended.wait(seconds) or self._other):
             with self._using, contextlib.suppress(_ANY):
                 self._look()
                 if not (self._other or self._ended.is_set()):
@@ -130,7 +130,8 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    if found.get("place") == me["place"] and isinstance(found.get("pid"), int) and not lives(found["pid"]):
+    pid = found.get("pid")  # its own: of an earlier process, in a container that was started again
+    if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
     since, missing = time.monotonic(), 0

@@ -1,6 +1,7 @@
 """A run has one owner, whichever machines its processes are on. A machine is simulated by another `_place`."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,8 +41,6 @@ def taken(tmp_path, monkeypatch):
                 patch.setenv("TRAINER_JOB", job)
                 patch.setenv("TRAINER_RESTARTS", str(restarts))
             found = take(tmp_path, (tmp_path / host).open("wb"), say)
-            if found and not renews:
-                time.sleep(0.1)  # the thread has begun to wait
         if found:
             opened.append(found)
         return found
@@ -103,6 +102,7 @@ def test_who_waits(tmp_path, monkeypatch):
     waited = []
     for content in (
         {"id": "a", "place": HERE, "pid": int(ended.stdout)},
+        {"id": "a", "place": HERE, "pid": os.getpid()},
         {"id": "a", "place": HERE, "pid": 1},
         {"id": "a", "place": "elsewhere", "pid": int(ended.stdout), "job": ""},
         {"id": "a", "place": HERE, "pid": "1"},
@@ -112,7 +112,7 @@ def test_who_waits(tmp_path, monkeypatch):
         said = []
         assert not is_held(tmp_path, said.append)
         waited.append(bool(said))
-    assert waited == [False, True, True, True, True]
+    assert waited == [False, False, True, True, True, True]
 
 
 def test_the_last_of_two_that_begin_at_once_goes_on(tmp_path, taken, monkeypatch):
@@ -167,7 +167,11 @@ def test_an_owner_that_cannot_renew_says_so_once(tmp_path, taken, monkeypatch):
     began = lease._now()
     monkeypatch.setattr(lease, "_found", lambda file: 1 / 0)
     monkeypatch.setattr(lease, "_now", lambda: began + 31)
-    time.sleep(0.3)
+    until = time.monotonic() + 60
+    while not said:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    time.sleep(0.2)
     assert said == [
         f"{tmp_path}/.lease could not be renewed for 30 s; after 60 s a launch on another machine takes over this run"
     ]
