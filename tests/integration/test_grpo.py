@@ -106,7 +106,7 @@ def here(files, tmp_path, monkeypatch):
 
 
 @pytest.mark.rest(covered_by="integration/test_evaluate.py")
-@pytest.mark.parametrize("combination", ["linen", "nnx"])
+@pytest.mark.parametrize("combination", [ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]])
 def test_a_run_is_evaluated_by_tasks(combination):
     Path("asked.jsonl").write_text('{"question": "1+1=", "answer": "2"}')
     run, _ = learned("eval_tasks=[asked.jsonl]", "eval_tasks_interval=3", combination=combination)
