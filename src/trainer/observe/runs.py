@@ -85,8 +85,7 @@ def expected_run(
     if run_name:
         path = _place_of(base, run_name, resumes)
         if _in_use(path, say):
-            with remote_errors(path):
-                raise _in_use_by_another(path, run_name)
+            raise _in_use_by_another(path, run_name)
     else:
         numbers = sorted(_numbers(base), reverse=True)
         fitting = (path for _, path in numbers if resumes and _fits(path, config_yml) and not _in_use(path, say))
@@ -234,8 +233,10 @@ def _named(base: Any, run_name: str, resumes: bool, say: Callable[[str], None]) 
 
 
 def _in_use_by_another(path: Any, run_name: str) -> UserError:
+    with remote_errors(path):
+        owner = owner_of(path)
     return UserError(
-        f"run_name={run_name}: {owner_of(path)} is running in {path}; wait for it or end it, or choose another name"
+        f"run_name={run_name}: {owner} is running in {path}; wait for it or end it, or choose another name"
     )
 
 

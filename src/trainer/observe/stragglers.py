@@ -1,9 +1,9 @@
 """Names the processes of a run whose host keeps the others waiting.
 
 All processes measure the same time for a step, because each waits for the others within it. They differ in their own
-time: that in which the loop did not wait for devices, but for data, files or Python. It costs nothing while the devices
-compute, so it counts in a step after which the devices had nothing left to do. A slow accelerator is not found: its
-host waits for it like all others.
+time, which the loop spends on data, files and Python instead of waiting for devices. While the devices compute, own
+time costs nothing. So it counts only in steps that consist of it almost entirely: there the devices waited for the
+host. A slow accelerator is not found, because its host waits for it like all others.
 """
 
 from collections.abc import Callable, Sequence

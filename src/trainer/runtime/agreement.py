@@ -72,9 +72,10 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(values: Callable[[], Mapping[str, str]]) -> None:
-    """Raises one UserError for all of `values()`, texts by what they are, that differ between processes.
+    """Compares the texts of `values()`, by name, with those of the other processes. A single process does not call it.
 
-    It names the lines that differ, and the processes and hosts on both sides. A single process does not call `values`.
+    Raises:
+      UserError: some differ. One message names the lines that differ, and the processes and hosts on both sides.
     """
     if _count() == 1:
         return

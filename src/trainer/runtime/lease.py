@@ -4,10 +4,10 @@ On one machine the lock decides (`lock`): the system frees it when its process e
 many network file systems reach no other machine. So the owner also writes who it is into the file, and renews it with
 a counter.
 
-No two clocks are compared: whoever finds the lease of a process elsewhere reads it until it changes, and takes it if it
-does not within `_LOST` seconds of its own clock. The times of files would decide at once, but may come from the clock
-of another client or from a cache. A lease is taken at once from an earlier start of the same job, and from an owner on
-this machine whose process has ended.
+The clocks of two machines are never compared. A launch that finds the lease of another machine reads it until it
+changes, and takes it if it stays the same for `_LOST` seconds on the launch's own clock. File times would decide at
+once, but they may come from the clock of another client or from a cache. A lease is taken at once from an earlier start
+of the same job, and from an owner on this machine whose process has ended.
 
 Neither folders nor buckets have a write that fails if the file has changed. The last writer owns the run. Each owner
 reads the file again before it first writes into the folder, at each renewal, every log_period updates and before each

@@ -33,7 +33,7 @@ def program() -> dict[str, str]:
     """Returns what the processes of a run must have in common beside configuration and data, for `check_same`: versions
     of packages, of Python and of the devices' compiler, and a digest of each source file of the trainer, a line each.
 
-    The files are read, whatever has been imported: compiled files, and how the package is installed, play no part.
+    It reads the source files themselves, so bytecode and the kind of installation make no difference.
     """
     import jax
 

@@ -184,7 +184,7 @@ def test_a_path_of_no_file_here_is_refused_by_name(given, message):
 
 def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     config = load(["log_period=3", "ici_fsdp_parallelism=1", "dcn_data_parallelism=1"]).config
-    upload, check = lambda: done.append("upload"), lambda look=True: None
+    upload, check = lambda: done.append("upload"), lambda look=True: done.append("check") if look else None
     run_dir = SimpleNamespace(path=tmp_path, folder=tmp_path / "mine", upload=upload, check=check, lease=None)
     done = []
 
@@ -204,5 +204,5 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
         reports.sync()
     counts = (3, 6, 7)
     names = ("metrics.jsonl", "metrics.txt")
-    assert done == [it for count in counts for it in (*((name, count) for name in names), "upload")]
+    assert done == [it for count in counts for it in ("check", *((name, count) for name in names), "upload")]
     assert [row["run_name"] for row in read_rows(tmp_path / "metrics.txt")] == ["mine"] * 7

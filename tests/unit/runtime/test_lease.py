@@ -10,6 +10,7 @@ import pytest
 from bucket import bucket  # noqa: F401, a fixture
 
 from trainer.config.errors import UserError
+from trainer.observe.rundir import RunDir
 from trainer.observe.runs import expected_run, open_run
 from trainer.runtime import lease
 from trainer.runtime.lease import is_held, take
@@ -214,3 +215,7 @@ def test_a_bucket_between_two_machines(bucket, monkeypatch, tmp_path):  # noqa: 
                 second.upload()
     assert not (bucket / "runs/mine/.lease").exists()
     assert not (bucket / "runs/mine/finished").exists()
+    monkeypatch.setattr(RunDir, "download", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        open_run(*args, print)
+    assert not (bucket / "runs/mine/.lease").exists(), "a launch that fails owns nothing"
