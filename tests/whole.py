@@ -1,7 +1,9 @@
 """Which tests a run of the whole suite leaves out, because others cover nearly the same.
 
-`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. CI
-runs all. A run of tests that the command line names leaves nothing out.
+`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. A run
+of tests that the command line names leaves nothing out, unless it has `--tests=usual`, too. `--share=2/3` runs the
+tests of the second of each three files. All that is left out takes longer than what is not, so CI runs a third of it,
+and another commit another third.
 
 Left out are
 - cases of the three combinations between the first and the last one. In all five the update has the same text
@@ -61,13 +63,21 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tests", choices=("usual", "rest", "all"), default="usual", help="see tests/whole.py")
+    parser.addoption("--tests", choices=("usual", "rest", "all"), help="see tests/whole.py")
+    parser.addoption("--share", type=_share, metavar="K/N", help="see tests/whole.py")
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"{text}: K is from 1 to N")
+    return number, of
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rest(covered_by, cases): a run of the whole suite leaves it out")
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        config.option.tests = "all"
+    if config.option.tests is None:
+        config.option.tests = "usual" if config.args_source is pytest.Config.ArgsSource.TESTPATHS else "all"
     config.option.tests = getattr(config, "workerinput", {}).get("tests", config.option.tests)
 
 
@@ -78,11 +88,17 @@ def pytest_configure_node(node: object) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.tests == "all":
+    left = set()
+    if config.option.tests != "all":
+        left |= {item for item in items if is_left_out(item) is (config.option.tests == "usual")}
+    if config.option.share:
+        number, of = config.option.share
+        files = sorted({item.path for item in items if item not in left})[number - 1 :: of]
+        left |= {item for item in items if item.path not in files}
+    if not left:
         return
-    left = [item for item in items if is_left_out(item) is (config.option.tests == "usual")]
-    items[:] = [item for item in items if item not in set(left)]
-    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=list(left))
     config.stash[_LEFT] = len(left)
 
 

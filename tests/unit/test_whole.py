@@ -70,11 +70,23 @@ def test_the_marked_tests_and_cases_are_left_out(run):
     code, names, said = run(FILE)
     assert (code, names) == (0, usual)
     assert f"left out: {len(rest)} tests that others nearly cover" in said
-    assert run(FILE, "--tests=rest")[:2] == (0, rest)
-    for options in (["--tests=all"], ["test_it.py"], ["--tests=rest", "test_it.py"]):
+    for named in ([], ["test_it.py"]):
+        assert run(FILE, "--tests=rest", *named)[:2] == (0, rest)
+        assert run(FILE, "--tests=usual", *named)[:2] == (0, usual)
+    for options in (["--tests=all"], ["test_it.py"]):
         code, names, said = run(FILE, *options)
         assert (code, names) == (0, usual | rest)
         assert "left out" not in said
+
+
+def test_a_share_has_every_nth_file_of_those_that_a_run_has(run, pytester):
+    usual, rest = set(USUAL.split()), set(REST.split())
+    pytester.makepyfile(test_first="def test_plain(): pass")
+    assert run(FILE, "--tests=rest", "--share=1/2")[:2] == (0, rest)  # test_first.py has none of the rest
+    assert run(FILE, "--share=2/2")[:2] == (0, usual)
+    assert run(FILE, "--share=1/2")[:2] == (0, set())  # test_first.py
+    assert run(FILE, "--tests=rest", "--share=2/2")[0] == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert run(FILE, "--share=3/2")[0] == pytest.ExitCode.USAGE_ERROR
 
 
 @pytest.mark.parametrize(
