@@ -28,6 +28,8 @@ from trainer.weights.open import open_source
 from trainer.weights.params.write import write_params
 from trainer.weights.stored import stored_kernels, with_arrays
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
+
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
 LATENT = {
     "attention_type": "mla",
