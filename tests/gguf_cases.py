@@ -41,6 +41,7 @@ MODELS = {
         "deepseek-v3": {},
         "granite": {},
     },
+    **{"granite-moe": {}, "granite-moe-shared": {}},
     "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},

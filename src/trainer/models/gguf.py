@@ -5,7 +5,10 @@ logits of a small model of each are those of this trainer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from trainer.models.huggingface import Layout
 
 # The fields of all architectures: the end of the key, and the field of config.json.
 SIZES = {
@@ -31,6 +34,8 @@ class Gguf(NamedTuple):
       when: whether a file with this name is read so, given a function that returns the integer with the end of a key.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
+      layouts: those of parameters that stand in other tensors than in a folder, with names of Hugging Face that the
+        package gguf knows. One with `EXPERT` means the tensor of all experts of a layer.
       sizes, numbers: the end of the key of each integer and number, and its field of config.json.
       more: the types of the values at further keys.
       fields: further fields of config.json, given those that were read, also rope_scaling, and the values of `more` by
@@ -43,6 +48,7 @@ class Gguf(NamedTuple):
     when: Callable[[Callable[[str], int | None]], bool] = lambda said: not said(COUNT)
     pairs: bool = False
     one: bool = False
+    layouts: Mapping[str, "Layout"] = {}
     sizes: Mapping[str, str] = SIZES
     numbers: Mapping[str, str] = NUMBERS
     more: Mapping[str, type] = {}

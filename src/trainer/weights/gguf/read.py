@@ -56,12 +56,16 @@ class GgufSource(HuggingFaceSource):
             )
         stored = stored_tensors(header)
         hf, data = fields_of(header, stored)
+        hf = hf.in_gguf()
         keys = model_keys(data, where, decoder_block)
         self.about = _about(header, neutral_keys(data, where))
         self.length = data.get("max_position_embeddings")
         self._types, self._others, self._recipe, self.modules = _types(stored), "", None, 0
-        self._float_keys = {**keys, MODULES: 0}
+        self._float_keys, self._layouts = {**keys, MODULES: 0}, hf.layouts
         self._tensors = _renamed(stored, hf, data)  # type: ignore[assignment]
+
+    def _declared(self, config: Config) -> HuggingFace:
+        return super()._declared(config)._replace(layouts=self._layouts)
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""

@@ -117,9 +117,9 @@ def write_gguf(
 
 def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list[_Written]:
     """Returns all tensors, those of the table of tokens first."""
-    hf, places = hugging_face(config), places_of(config, leaves)
+    hf, places = hugging_face(config).in_gguf(), places_of(config, leaves)
     assert hf.gguf
-    layouts = layouts_of(config, places)
+    layouts = layouts_of(config, places, hf)
     parts = dict[tuple[Any, ...], dict[int, str]]()
     for name, place in places.items():
         whole = whole_of(layouts[name].name, hf.merged)
@@ -155,7 +155,7 @@ def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tup
 
 
 def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *rest: str) -> str:
-    if len(shape) == 1 or there.endswith(_ROUTER):
+    if len(shape) == 1 or there.endswith((_ROUTER, ".bias")):
         return "F32"
     if not dtype:
         return _TYPES[stored]
@@ -168,7 +168,8 @@ def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *r
 
 def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: Tick) -> Iterator[np.ndarray]:
     """Yields the tensor of each layer as the file has it, those of experts together."""
-    hf, layouts = hugging_face(config), layouts_of(config, places_of(config, leaves))
+    hf = hugging_face(config).in_gguf()
+    layouts = layouts_of(config, places_of(config, leaves), hf)
     assert hf.gguf
     again = each.of == latent_names(each.of)[1] != each.of  # the second part of a leaf that was read
     streams = []
