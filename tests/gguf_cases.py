@@ -41,13 +41,14 @@ MODELS = {
         "deepseek-v3": {},
         "granite": {},
     },
-    **{"granite-moe": {}, "granite-moe-shared": {}},
+    **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
     "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
     "deepseek-v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
+_LAST_OF_GLM = "model.layers.1."
 # One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
 OF_PIECES = (PIECES, f"{PIECES} without a space")
@@ -99,6 +100,13 @@ def model_folder(case, folder, **changes):
     data = json.loads((folder / "config.json").read_text()) | MODELS.get(case, {}) | changes
     if (original := MODELS.get(case, {}).get("original_max_position_embeddings")) is not None:
         data["rope_parameters"]["original_max_position_embeddings"] = original
+    if case == "glm4-moe-air":  # with a module of multi-token prediction, whose block is the last one
+        tensors, draw = load_file(folder / "model.safetensors"), np.random.RandomState(1)
+        again = {name.replace(".1.", ".2.", 1): it for name, it in tensors.items() if name.startswith(_LAST_OF_GLM)}
+        shapes = {"enorm": [16], "hnorm": [16], "eh_proj": [16, 32], "shared_head.norm": [16]}
+        for name, shape in shapes.items():
+            again[f"model.layers.2.{name}.weight"] = draw.rand(*shape).astype(np.float32)
+        save_file(tensors | again, folder / "model.safetensors")
     if case == "deepseek-v2-lite":  # llama.cpp knows those with 26 and 27 layers; each after the first is the second
         tensors = load_file(folder / "model.safetensors")
         again = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}

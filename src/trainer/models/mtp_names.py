@@ -35,6 +35,8 @@ _PARTS = {
 }
 # Published weights repeat the model's own embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
+# Their names in Hugging Face, with {} for the number of the layer.
+MODULE_TENSORS = tuple(f"model.layers.{{}}.{name}" for name in (*(it.name for it in _PARTS.values()), *_COPIES))
 
 
 def module_of(name: str) -> int:

@@ -170,6 +170,24 @@ def test_queries_keys_and_values_in_one_tensor_are_read(biases, tmp_path):
     assert_same_model(file, old)
 
 
+def test_a_module_may_repeat_the_models_tables(tmp_path):
+    """As llama.cpp writes them from GLM's folders, in types of its choice."""
+    file, more = exported(model_folder("glm4-moe-air", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "more.gguf"
+    values, _, arrays = values_and_tensors(file, "glm4moe")
+    copies = {"blk.2.nextn.embed_tokens.weight": "token_embd", "blk.2.nextn.shared_head_head.weight": "output"}
+    tables = {name: arrays[f"{of}.weight"] for name, of in copies.items()}
+    rewritten(more, "glm4moe", values, arrays | tables)
+    assert_same_model(file, more)
+    rewritten(more, "glm4moe", values, arrays | {name: table + 1 for name, table in tables.items()})
+    source = open_source(str(more))
+    with pytest.raises(UserError, match=r"modules of multi-token prediction share model.embed_tokens.weight"):
+        weights(source)
+    for name in ("embed_tokens", "shared_head.head"):
+        whole = f"model.layers.2.{name}.weight"
+        source._tensors[whole] = source._tensors[whole]._replace(type="Q8_0")
+    assert weights(source)[0] == weights(open_source(str(file)))[0]
+
+
 @pytest.mark.parametrize(("dtype", "of_matrices"), [("q8_0", "Q8_0"), ("q4_1", "Q4_1"), ("float16", "F16")])
 def test_matrices_are_written_in_these_types(dtype, of_matrices, tmp_path, capsys):
     folder = model_folder("llama", tmp_path / "llama")

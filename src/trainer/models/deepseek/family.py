@@ -88,14 +88,9 @@ _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
 # In GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
-_KEYS, _VALUES, _SCORE, _SOFTMAX, _SIGMOID = (
-    "attention.key_length",
-    "attention.value_length",
-    "expert_gating_func",
-    1,
-    2,
-)
-_NORM = "expert_weights_norm"
+_KEYS, _VALUES = "attention.key_length", "attention.value_length"
+SCORE, _SOFTMAX, SIGMOID_THERE = "expert_gating_func", 1, 2
+NORM = "expert_weights_norm"
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,8 +101,8 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
         "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
-        OF_EXPERTS["norm_topk_prob"]: said.get(_NORM, False),
-        **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
+        OF_EXPERTS["norm_topk_prob"]: said.get(NORM, False),
+        **({"topk_method": _V2.methods[groups > 1]} if said.get(SCORE, _SOFTMAX) == _SOFTMAX else {}),
         "num_nextn_predict_layers": 0,  # these files have no modules
     }
 
@@ -117,8 +112,8 @@ def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{"attention.head_count_kv": 1, _KEYS: latent + rope, _VALUES: latent},
         **{_HEAD: data["qk_nope_head_dim"] + rope, _HEAD_V: data["v_head_dim"]},
-        _SCORE: _SIGMOID if data["scoring_func"] == SIGMOID else _SOFTMAX,
-        _NORM: data["norm_topk_prob"],
+        SCORE: SIGMOID_THERE if data["scoring_func"] == SIGMOID else _SOFTMAX,
+        NORM: data["norm_topk_prob"],
     }
 
 
@@ -130,21 +125,25 @@ def _refuses(data: Mapping[str, Any]) -> str:
     return ""
 
 
+SIZES_OF_EXPERTS = {
+    **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
+    **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
+    **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+NUMBERS_OF_EXPERTS = NUMBERS | {"expert_weights_scale": "routed_scaling_factor"}
 _GGUF = Gguf(
     "deepseek2",
-    when=lambda said: said(_SCORE) != _SIGMOID,
+    when=lambda said: said(SCORE) != SIGMOID_THERE,
     sizes={
         **{name: field for name, field in SIZES.items() if name not in ("attention.head_count_kv", _KEYS)},
-        **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
-        **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
-        **{"expert_feed_forward_length": "moe_intermediate_size", "rope.dimension_count": "qk_rope_head_dim"},
-        **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        **{"rope.dimension_count": "qk_rope_head_dim", **SIZES_OF_EXPERTS},
         **{f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")},
     },
-    numbers=NUMBERS | {"expert_weights_scale": "routed_scaling_factor"},
+    numbers=NUMBERS_OF_EXPERTS,
     more={
-        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, _SCORE), int),
-        **{_NORM: bool, LOG: float},
+        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, SCORE), int),
+        **{NORM: bool, LOG: float},
     },
     fields=_fields,
     write=_gguf_values,
@@ -187,7 +186,7 @@ _V3 = HuggingFace(
     aliases=("kimi_k2",),
     latent=True,
     methods=("noaux_tc", "noaux_tc"),
-    gguf=_GGUF._replace(when=lambda said: said(_SCORE) == _SIGMOID),
+    gguf=_GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE),
 )
 
 # A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.

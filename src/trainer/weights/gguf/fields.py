@@ -19,6 +19,7 @@ FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
 # The rest of the numbers of RoPE of type llama3, which a GGUF file does not have: those of all published models.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, 4.0, 8192
+_NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
 _HEAD, _VALUES = "attention.key_length", "attention.value_length"
 # Keys that llama.cpp does not need.
@@ -52,6 +53,8 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
     said |= {} if hf.latent else _heads(header, prefix, said, hf.partial)
     if "attention_bias" in hf.sizes.values():
         said["attention_bias"] = not header.tensors.keys().isdisjoint(_BIASES)
+    if "use_qk_norm" in hf.sizes.values():
+        said["use_qk_norm"] = _NORM in header.tensors
     table, rows = header.tensors.get("token_embd.weight"), 0
     if table is not None and len(table.shape) == 2:
         rows = table.shape[0]

@@ -15,7 +15,7 @@ from trainer.models import FAMILIES
 from trainer.models.families import family
 from trainer.models.gguf import COUNT
 from trainer.models.huggingface import EXPERT, HuggingFace
-from trainer.models.mtp_names import MODULES
+from trainer.models.mtp_names import MODULE_TENSORS, MODULES, hugging_face_modules
 from trainer.weights.gguf.fields import FACTORS, read_fields
 from trainer.weights.gguf.tensors import (
     MERGED,
@@ -60,12 +60,18 @@ class GgufSource(HuggingFaceSource):
         keys = model_keys(data, where, decoder_block)
         self.about = _about(header, neutral_keys(data, where))
         self.length = data.get("max_position_embeddings")
-        self._types, self._others, self._recipe, self.modules = _types(stored), "", None, 0
-        self._float_keys, self._layouts = {**keys, MODULES: 0}, hf.layouts
+        self._types, self._others, self._recipe, self._layouts = _types(stored), "", None, hf.layouts
         self._tensors = _renamed(stored, hf, data)  # type: ignore[assignment]
+        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self._float_keys = {**keys, MODULES: self.modules}
 
     def _declared(self, config: Config) -> HuggingFace:
         return super()._declared(config)._replace(layouts=self._layouts)
+
+    def _check_copy(self, name: str, of: str, otherwise: str) -> None:
+        """Copies that are quantized in another type differ."""
+        if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
+            super()._check_copy(name, of, otherwise)
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
@@ -127,9 +133,9 @@ def _renamed(
     rest = {name: tensor for name, tensor in stored.items() if name not in FACTORS}
     it, found = hf.gguf, dict[str, GgufTensor | KeysAndValues]()
     assert it
-    names = dict.fromkeys(stored_name(layout.name, hf.merged) for layout in hf.layouts.values())
+    names = dict.fromkeys((*(stored_name(layout.name, hf.merged) for layout in hf.layouts.values()), *MODULE_TENSORS))
     templates = {name: there for name in names if (there := name_there(it, name)) is not None}
-    experts, layers = 0, data["num_hidden_layers"]
+    experts, layers = 0, data["num_hidden_layers"] + (data.get("num_nextn_predict_layers") or 0)
     if not any(name.endswith(f"{MERGED}.weight") for name in names):
         rest = divided(rest, data)
     for name, there in templates.items():
