@@ -42,6 +42,7 @@ MODELS = {
         "granite": {},
     },
     **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
+    "gpt-oss": {"swiglu_limit": 7.0},
     "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
@@ -49,6 +50,7 @@ MODELS = {
     "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
 _LAST_OF_GLM = "model.layers.1."
+OTHERWISE = {"gpt-oss": {"rope_truncate": True}}  # keys that llama.cpp's function has in place of the file's
 # One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
 OF_PIECES = (PIECES, f"{PIECES} without a space")

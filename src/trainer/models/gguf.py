@@ -42,6 +42,7 @@ class Gguf(NamedTuple):
         their keys.
       write: returns values at keys of `more` and others, given config.json as this trainer writes it.
       refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
+      note: in what llama.cpp differs in all files of the architecture.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Gguf(NamedTuple):
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
     write: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: {}
     refuses: Callable[[Mapping[str, Any]], str] = lambda data: ""
+    note: str = ""
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:

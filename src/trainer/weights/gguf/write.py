@@ -94,6 +94,8 @@ def write_gguf(
     data = config_json(config, "float32", about.fields)
     if why := hf.gguf.refuses(data):
         raise UserError(f"format=gguf: llama.cpp's {hf.gguf.name} cannot represent this model:\n  {why}")
+    if hf.gguf.note:
+        say(f"llama.cpp's {hf.gguf.name} differs: {hf.gguf.note}")
     written, factors = _plan(config, leaves, dtype), written_factors(data)
     values = written_fields(hf, data) | tokenizer_values(tokenizer, about, config.vocab_size, say)
     _check(config, path, values, written, factors)
