@@ -24,6 +24,7 @@ FOLDER = GOLDENS / "gguf"
 EXPECTED = FOLDER / "expected.npz"
 # Changes of a golden's config.json to what llama.cpp can represent.
 _ROPE = {"full_attention": {"factor": 8.0, "rope_theta": 1000.0, "rope_type": "linear"}}
+_LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
 MODELS = {
     **{"llama": {}, "llama-linear": {}, "llama-llama3": {}, "llama-tied": {}, "llama-yarn": {}, "mixtral": {}},
     **{"mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}, "qwen3-moe": {"norm_topk_prob": True}},
@@ -42,6 +43,9 @@ MODELS = {
         "granite": {},
     },
     **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
+    "llama4": _LLAMA4,
+    "llama4-interleaved": _LLAMA4
+    | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None, "use_qk_norm": True},
     "gpt-oss": {"swiglu_limit": 7.0},
     "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.

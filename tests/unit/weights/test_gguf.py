@@ -271,6 +271,8 @@ def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
             "n_group=3: it chooses groups as",
         ),
         ("gpt-oss", {"swiglu_limit": 5.0}, "gpt-oss cannot represent this model:\n .*mlp_activations_limit=5.0"),
+        ("llama4", {"attention_chunk_size": 5}, "llama4 cannot represent this model:\n .*chunk_attn_window_size=5"),
+        ("llama4", {"use_qk_norm": False}, "llama4 cannot represent this model:\n .*use_qk_norm=false"),
         ("deepseek-v2-lite", {"num_hidden_layers": 3}, "q_lora_rank=null: it reads this in models of 26 and 27"),
     ],
 )
