@@ -43,6 +43,7 @@ MODELS = {
         "granite": {},
     },
     **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
+    "glm4-moe-lite": {"rms_norm_eps": 1e-5},
     "llama4": _LLAMA4,
     "llama4-interleaved": _LLAMA4
     | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None, "use_qk_norm": True},
@@ -54,7 +55,8 @@ MODELS = {
     "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
 _LAST_OF_GLM = "model.layers.1."
-OTHERWISE = {"gpt-oss": {"rope_truncate": True}}  # keys that llama.cpp's function has in place of the file's
+# Keys that llama.cpp's function has in place of the file's.
+OTHERWISE = {"gpt-oss": {"rope_truncate": True}, "glm4-moe-lite": {"decoder_block": "deepseek"}}
 # One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
 OF_PIECES = (PIECES, f"{PIECES} without a space")

@@ -20,7 +20,8 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+EPSILON = "attention.layer_norm_rms_epsilon"
+NUMBERS = {EPSILON: "rms_norm_eps", "rope.freq_base": "rope_theta"}
 COUNT, WINDOW = "expert_count", "attention.sliding_window"
 ATTENTION = "rope.scaling.attn_factor"  # by which RoPE scales queries and keys
 LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
@@ -31,7 +32,8 @@ class Gguf(NamedTuple):
 
     Attributes:
       name: in general.architecture.
-      when: whether a file with this name is read so, given a function that returns the integer with the end of a key.
+      when: whether a file with this name is read so, given a function that returns the value with the end of a key: an
+        integer, or of the type that is its second argument.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
       layouts: those of parameters that stand in other tensors than in a folder, with names of Hugging Face that the
@@ -46,7 +48,7 @@ class Gguf(NamedTuple):
     """
 
     name: str
-    when: Callable[[Callable[[str], int | None]], bool] = lambda said: not said(COUNT)
+    when: Callable[[Callable[..., Any]], bool] = lambda said: not said(COUNT)
     pairs: bool = False
     one: bool = False
     layouts: Mapping[str, "Layout"] = {}

@@ -170,6 +170,15 @@ def test_queries_keys_and_values_in_one_tensor_are_read(biases, tmp_path):
     assert_same_model(file, old)
 
 
+def test_files_of_glm_flash_need_not_say_how_experts_are_scored(tmp_path):
+    """Published ones do not. Its epsilon tells it from DeepSeek-V2, whose files do not say it either."""
+    file, old = exported(model_folder("glm4-moe-lite", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "old.gguf"
+    values, _, arrays = values_and_tensors(file, "deepseek2")
+    del values["expert_gating_func"]
+    rewritten(old, "deepseek2", values, arrays)
+    assert_same_model(file, old)
+
+
 def test_a_module_may_repeat_the_models_tables(tmp_path):
     """As llama.cpp writes them from GLM's folders, in types of its choice."""
     file, more = exported(model_folder("glm4-moe-air", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "more.gguf"

@@ -99,7 +99,8 @@ def read_as(header: GgufHeader, name: str) -> HuggingFace:
       UserError: there is none.
     """
     declared = [(hf, hf.gguf) for block in FAMILIES for hf in family(block).hugging_face if hf.gguf]
-    found = [hf for hf, it in declared if it.name == name and it.when(lambda end: header.get(f"{name}.{end}", int))]
+    own = [(hf, it) for hf, it in declared if it.name == name]
+    found = [hf for hf, it in own if it.when(lambda end, kind=int: header.get(f"{name}.{end}", kind))]
     if not found:
         known = ", ".join(sorted({it.name for _, it in declared}))
         experts = " with experts" if header.values.get(f"{name}.{COUNT}") is not None else ""
