@@ -44,6 +44,7 @@ MODELS = {
     },
     **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
     "glm4-moe-lite": {"rms_norm_eps": 1e-5},
+    "mistral4": {},
     "llama4": _LLAMA4,
     "llama4-interleaved": _LLAMA4
     | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None, "use_qk_norm": True},

@@ -302,6 +302,14 @@ def test_granite_says_whether_it_rotates_and_may_leave_out_the_factor_on_scores(
     assert refused == {"position_embedding_type": "nope"}
 
 
+def test_queries_of_mistral_4_grow_from_the_original_length_only():
+    (declared,) = family("mistral4").hugging_face
+    length = "attention.temperature_length"
+    said = {"rope_scaling": {"original_max_position_embeddings": 8192}, "attention.temperature_scale": 0.1}
+    assert declared.gguf.fields(said) == declared.gguf.fields(said | {length: 8192})
+    assert declared.gguf.fields(said | {length: 4096})[length] == 4096  # a field that is not known
+
+
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"pip install 'trainer\[gguf\]'"):

@@ -134,7 +134,8 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
         if not dtype and len(kinds_of) > 1:
             raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which loses nothing")
         shapes = [tensors_of(layouts[name], places[name], leaves[name].shape)[0][1] for name in names]
-        shape = (sum(it[0] for it in shapes), *shapes[0][1:])
+        axis = how.axis % len(shapes[0]) if how else 0
+        shape = tuple(sum(each) if i == axis else each[0] for i, each in enumerate(zip(*shapes, strict=True)))
         if layouts[names[0]].of_experts:
             shape = (leaves[names[0]].shape[0 if places[names[0]] is None else 1], *shape)
         for tensor, own in _cut(config, of, shape):
