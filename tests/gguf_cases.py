@@ -173,11 +173,11 @@ def with_tokenizer(kind, folder):
 
 def differs(kind, text):
     """Returns whether llama.cpp may split `text` in another way than the model's own tokenizer: it has no normalizer,
-    its pattern for tekken has no combining marks, and no upper case but A to Z."""
+    its patterns for tekken, gpt-4o and llama4 have no combining marks, and no upper case but A to Z."""
     if kind == "qwen2":
         return unicodedata.normalize("NFC", text) != text
-    others = (char for char in text if not char.isascii())
-    return kind == "tekken" and any(char.isupper() or unicodedata.category(char)[0] == "M" for char in others)
+    others = (char for char in text if not char.isascii() and kind in ("tekken", "gpt-4o", "llama4"))
+    return any(char.isupper() or unicodedata.category(char)[0] == "M" for char in others)
 
 
 def exported(folder, out, *words):

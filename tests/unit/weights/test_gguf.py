@@ -214,6 +214,15 @@ def test_matrices_are_written_in_these_types(dtype, of_matrices, tmp_path, capsy
     assert all(np.abs(after[name] - before[name]).max() < limit * np.abs(before[name]).max() for name in before)
 
 
+def test_biases_and_sinks_stay_float32(tmp_path):
+    file = exported(model_folder("gpt-oss", tmp_path / "of"), tmp_path / "model.gguf", "dtype=float16")
+    found = {name: tensor.type for name, tensor in stored_tensors(read_gguf(file)).items() if ".0." in name}
+    matrices = {name for name, kind in found.items() if kind == "F16"}
+    assert {"blk.0.ffn_gate_exps.weight", "blk.0.attn_q.weight"} < matrices
+    others = {"blk.0.ffn_gate_exps.bias", "blk.0.attn_sinks.weight", "blk.0.ffn_gate_inp.weight"}
+    assert others <= found.keys() - matrices
+
+
 def test_bfloat16_stays(tmp_path):
     folder, half, back = (tmp_path / name for name in ("llama", "half", "back"))
     export.main([str(model_folder("llama", folder)), str(half), "format=hf", "dtype=bfloat16"])
@@ -305,7 +314,10 @@ def test_granite_says_whether_it_rotates_and_may_leave_out_the_factor_on_scores(
 def test_queries_of_mistral_4_grow_from_the_original_length_only():
     (declared,) = family("mistral4").hugging_face
     length = "attention.temperature_length"
-    said = {"rope_scaling": {"original_max_position_embeddings": 8192}, "attention.temperature_scale": 0.1}
+    said = {"rope_scaling": {"original_max_position_embeddings": 8192}, "attention.temperature_scale": 0.5}
+    assert declared.gguf.fields(said)["rope_scaling"]["llama_4_scaling_beta"] == 0.5
+    del said["attention.temperature_scale"]  # as llama.cpp's converter does
+    assert declared.gguf.fields(said)["rope_scaling"]["llama_4_scaling_beta"] == 0.1
     assert declared.gguf.fields(said) == declared.gguf.fields(said | {length: 8192})
     assert declared.gguf.fields(said | {length: 4096})[length] == 4096  # a field that is not known
 

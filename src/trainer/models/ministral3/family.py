@@ -60,9 +60,10 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {**with_beta(said), **dict.fromkeys(("mscale", "mscale_all_dim"), scale)}}
 
 
-def with_beta(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the RoPE object of a GGUF file's values, see `Gguf.fields`, with how queries grow; they are float32."""
-    beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else None
+def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
+    """Returns the RoPE object of a GGUF file's values, see `Gguf.fields`, with how queries grow; they are float32.
+    `usual`: the value of files that have none."""
+    beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
     return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
 
 

@@ -63,8 +63,9 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp's converter leaves out how queries grow, so they do as in the published model."""
     own = deepseek.fields(said)
-    head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said)
+    head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
     other = {} if length == original else {_LENGTH: length}  # a field that is not known
