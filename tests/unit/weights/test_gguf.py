@@ -179,6 +179,24 @@ def test_files_of_glm_flash_need_not_say_how_experts_are_scored(tmp_path):
     assert_same_model(file, old)
 
 
+def test_what_a_file_leaves_out_is_not_that_of_a_published_model(tmp_path):
+    """llama.cpp then scales by 1, has no dense layers, and does not scale RoPE; transformers has other defaults."""
+    for case, name, keys in (
+        ("glm4-moe-lite", "deepseek2", {"routed_scaling_factor": 1.0}),
+        ("glm4-moe-air", "glm4moe", {"first_num_dense_layers": 0}),
+        ("gpt-oss", "gpt-oss", None),
+    ):
+        file, less = exported(model_folder(case, tmp_path / case), tmp_path / f"{case}.gguf"), tmp_path / "less.gguf"
+        values, _, arrays = values_and_tensors(file, name)
+        left = ("expert_weights_scale", "leading_dense_block_count", "rope.scaling.")
+        rewritten(less, name, {it: value for it, value in values.items() if not it.startswith(left)}, arrays)
+        if keys is None:
+            with pytest.raises(UserError, match="default"):
+                open_source(str(less))
+        else:
+            assert keys.items() <= open_source(str(less)).keys.items()
+
+
 def test_a_module_may_repeat_the_models_tables(tmp_path):
     """As llama.cpp writes them from GLM's folders, in types of its choice."""
     file, more = exported(model_folder("glm4-moe-air", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "more.gguf"

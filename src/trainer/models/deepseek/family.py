@@ -106,7 +106,7 @@ def fields(said: Mapping[str, Any]) -> dict[str, Any]:
         **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
         "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
-        OF_EXPERTS["norm_topk_prob"]: said.get(NORM, False),
+        **{"norm_topk_prob": said.get(NORM, False), "routed_scaling_factor": said.get("routed_scaling_factor", 1.0)},
         **({"topk_method": _V2.methods[groups > 1]} if said.get(SCORE, SOFTMAX_THERE) == SOFTMAX_THERE else {}),
         "num_nextn_predict_layers": 0,  # these files have no modules
     }

@@ -40,6 +40,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_hidden_layers": said.get("num_hidden_layers", 0) - modules,
         **{"num_nextn_predict_layers": modules, "norm_topk_prob": said.get(deepseek.NORM, False)},
+        "first_k_dense_replace": said.get("first_k_dense_replace", 0),
     }
 
 

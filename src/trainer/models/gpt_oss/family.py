@@ -150,7 +150,7 @@ FAMILY = Family(
                 more={_WIDTH: int},
                 fields=lambda said: {
                     "swiglu_limit": 7.0,
-                    "rope_scaling": said["rope_scaling"] and {**said["rope_scaling"], "truncate": False},
+                    "rope_scaling": {**(said["rope_scaling"] or {"rope_type": "default"}), "truncate": False},
                 },
                 write=lambda data: {_WIDTH: data["intermediate_size"]},
                 refuses=_refuses,
