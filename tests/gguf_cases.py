@@ -24,6 +24,7 @@ FOLDER = GOLDENS / "gguf"
 EXPECTED = FOLDER / "expected.npz"
 # Changes of a golden's config.json to what llama.cpp can represent.
 _ROPE = {"full_attention": {"factor": 8.0, "rope_theta": 1000.0, "rope_type": "linear"}}
+_LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
 MODELS = {
     **{"llama": {}, "llama-linear": {}, "llama-llama3": {}, "llama-tied": {}, "llama-yarn": {}, "mixtral": {}},
     **{"mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}, "qwen3-moe": {"norm_topk_prob": True}},
@@ -41,12 +42,22 @@ MODELS = {
         "deepseek-v3": {},
         "granite": {},
     },
+    **{"granite-moe": {}, "granite-moe-shared": {}, "glm4-moe": {}, "glm4-moe-air": {"num_nextn_predict_layers": 1}},
+    "glm4-moe-lite": {"rms_norm_eps": 1e-5},
+    "mistral4": {},
+    "llama4": _LLAMA4,
+    "llama4-interleaved": _LLAMA4
+    | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None, "use_qk_norm": True},
+    "gpt-oss": {"swiglu_limit": 7.0},
     "ministral3": {"sliding_window": None},
     # llama.cpp chooses factors by the length of the context, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
     "deepseek-v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
+_LAST_OF_GLM = "model.layers.1."
+# Keys that llama.cpp's function has in place of the file's.
+OTHERWISE = {"gpt-oss": {"rope_truncate": True}, "glm4-moe-lite": {"decoder_block": "deepseek"}}
 # One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
 OF_PIECES = (PIECES, f"{PIECES} without a space")
@@ -98,6 +109,13 @@ def model_folder(case, folder, **changes):
     data = json.loads((folder / "config.json").read_text()) | MODELS.get(case, {}) | changes
     if (original := MODELS.get(case, {}).get("original_max_position_embeddings")) is not None:
         data["rope_parameters"]["original_max_position_embeddings"] = original
+    if case == "glm4-moe-air":  # with a module of multi-token prediction, whose block is the last one
+        tensors, draw = load_file(folder / "model.safetensors"), np.random.RandomState(1)
+        again = {name.replace(".1.", ".2.", 1): it for name, it in tensors.items() if name.startswith(_LAST_OF_GLM)}
+        shapes = {"enorm": [16], "hnorm": [16], "eh_proj": [16, 32], "shared_head.norm": [16]}
+        for name, shape in shapes.items():
+            again[f"model.layers.2.{name}.weight"] = draw.rand(*shape).astype(np.float32)
+        save_file(tensors | again, folder / "model.safetensors")
     if case == "deepseek-v2-lite":  # llama.cpp knows those with 26 and 27 layers; each after the first is the second
         tensors = load_file(folder / "model.safetensors")
         again = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
@@ -155,11 +173,11 @@ def with_tokenizer(kind, folder):
 
 def differs(kind, text):
     """Returns whether llama.cpp may split `text` in another way than the model's own tokenizer: it has no normalizer,
-    its pattern for tekken has no combining marks, and no upper case but A to Z."""
+    its patterns for tekken, gpt-4o and llama4 have no combining marks, and no upper case but A to Z."""
     if kind == "qwen2":
         return unicodedata.normalize("NFC", text) != text
-    others = (char for char in text if not char.isascii())
-    return kind == "tekken" and any(char.isupper() or unicodedata.category(char)[0] == "M" for char in others)
+    others = (char for char in text if not char.isascii() and kind in ("tekken", "gpt-4o", "llama4"))
+    return any(char.isupper() or unicodedata.category(char)[0] == "M" for char in others)
 
 
 def exported(folder, out, *words):

@@ -44,7 +44,7 @@ LIMITS = {
     "unit/sharding": 46,
     "unit/state": 78,
     "unit/training": 235,
-    "unit/weights": 125,
+    "unit/weights": 130,
 }
 OTHERS = 10  # of any other folder
 SMALL = 1000  # bytes of MLIR; an operation of jax.numpy has 300 to 800

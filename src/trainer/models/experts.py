@@ -12,7 +12,7 @@ from trainer.config.keys import Config
 from trainer.layers.mlp import MLP
 from trainer.layers.moe import MoE, SharedMoE
 from trainer.layers.stack import MakeBlock, Stack
-from trainer.models.huggingface import Layout
+from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS
 from trainer.ops.routing import Score
@@ -100,3 +100,10 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
         f"{own}/wi_1": Layout(there + up, inputs=1),
         f"{own}/wo": Layout(there + down, inputs=1),
     }
+
+
+def layouts_in_gguf(own: str, end: str = "", file: str = "weight") -> dict[str, Layout]:
+    """The layouts of the matrices of experts in the layer `own`, by canonical name, in GGUF files: of gate, up and
+    down, a tensor of all experts each. `end`, `file`: the ends of our names and of the tensors'."""
+    each, names = f"model.layers.{{}}.mlp.experts.{EXPERT}.", {"wi_0": "gate", "wi_1": "up", "wo": "down"}
+    return {f"{own}/{name}{end}": Layout(f"{each}{it}_proj.{file}", inputs=int(not end)) for name, it in names.items()}

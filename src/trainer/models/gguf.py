@@ -5,7 +5,10 @@ logits of a small model of each are those of this trainer.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from trainer.models.huggingface import Layout
 
 # The fields of all architectures: the end of the key, and the field of config.json.
 SIZES = {
@@ -17,7 +20,8 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+EPSILON = "attention.layer_norm_rms_epsilon"
+NUMBERS = {EPSILON: "rms_norm_eps", "rope.freq_base": "rope_theta"}
 COUNT, WINDOW = "expert_count", "attention.sliding_window"
 ATTENTION = "rope.scaling.attn_factor"  # by which RoPE scales queries and keys
 LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
@@ -28,27 +32,33 @@ class Gguf(NamedTuple):
 
     Attributes:
       name: in general.architecture.
-      when: whether a file with this name is read so, given a function that returns the integer with the end of a key.
+      when: whether a file with this name is read so, given a function that returns the value with the end of a key: an
+        integer, or of the type that is its second argument.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
+      layouts: those of parameters that stand in other tensors than in a folder, with names of Hugging Face that the
+        package gguf knows. One with `EXPERT` means the tensor of all experts of a layer.
       sizes, numbers: the end of the key of each integer and number, and its field of config.json.
       more: the types of the values at further keys.
       fields: further fields of config.json, given those that were read, also rope_scaling, and the values of `more` by
         their keys.
       write: returns values at keys of `more` and others, given config.json as this trainer writes it.
       refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
+      note: in what llama.cpp differs in all files of the architecture.
     """
 
     name: str
-    when: Callable[[Callable[[str], int | None]], bool] = lambda said: not said(COUNT)
+    when: Callable[[Callable[..., Any]], bool] = lambda said: not said(COUNT)
     pairs: bool = False
     one: bool = False
+    layouts: Mapping[str, "Layout"] = {}
     sizes: Mapping[str, str] = SIZES
     numbers: Mapping[str, str] = NUMBERS
     more: Mapping[str, type] = {}
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
     write: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: {}
     refuses: Callable[[Mapping[str, Any]], str] = lambda data: ""
+    note: str = ""
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:

@@ -16,6 +16,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # Letters with two cases, as the tokenizer of DeepSeek-V2 lists them.
 _LETTERS = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -77,6 +82,8 @@ WORDS: Mapping[str, Splitting] = {
     "deepseek-r1-qwen": Splitting(_QWEN2),
     "deepseek-llm": Splitting([*_DEEPSEEK[:-1], _DIGITS[0], _BYTES]),
     "deepseek-v3": Splitting(_DEEPSEEK3),
+    "gpt-4o": Splitting(_split(_O200K)),  # gpt-oss
+    "llama4": Splitting(_split(_O200K), whole=True),  # as transformers converts tiktoken's; llama.cpp has gpt-4o's
     "tekken": Splitting(_split(_TEKKEN), whole=True, begins=True),
 }
 

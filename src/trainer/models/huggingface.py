@@ -255,6 +255,10 @@ class HuggingFace(NamedTuple):
     outers: Sequence[Outer] = ()
     gguf: Gguf | None = None
 
+    def in_gguf(self) -> "HuggingFace":
+        """Returns the declaration of the tensors of a GGUF file, by names of Hugging Face."""
+        return self._replace(layouts={**self.layouts, **(self.gguf.layouts if self.gguf else {})})
+
     def contradicted(self, config: Config) -> list[str]:
         """Returns the keys of `implies` that have another value in `config`."""
         return [key for key, value in self.implies.items() if _SAME.get(config[key], config[key]) != value]

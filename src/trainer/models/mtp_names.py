@@ -11,7 +11,7 @@ from trainer.config.effects import no_effect_of
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.models.families import family, hugging_face, in_stack, stacks
-from trainer.models.huggingface import Layout
+from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.mtp import (
     BLOCK,
     EMBEDDING_NORM,
@@ -35,6 +35,8 @@ _PARTS = {
 }
 # Published weights repeat the model's own embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
+# Their names in Hugging Face, with {} for the number of the layer.
+MODULE_TENSORS = tuple(f"model.layers.{{}}.{name}" for name in (*(it.name for it in _PARTS.values()), *_COPIES))
 
 
 def module_of(name: str) -> int:
@@ -54,9 +56,9 @@ def is_final_norm(name: str) -> bool:
     return name.startswith(f"{part_path(module_of(name), FINAL_NORM)}/")
 
 
-def hugging_face_layouts(config: Config, decoder_block: str = "") -> Mapping[str, Layout]:
-    """Returns the layouts of the modules of `config` and of a family, by default that of `config`."""
-    layouts = dict(hugging_face(config, decoder_block).layouts)
+def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) -> Mapping[str, Layout]:
+    """Returns the layouts of the modules of `config` and of a declaration, by default that of its family."""
+    layouts = dict((declared or hugging_face(config)).layouts)
     for stack in stacks(config):
         # Each block of a pattern has the layouts of the stack, unless the family declares its own.
         above = f"decoder/{LAYERS if stack.name == REMAINDER else stack.name}/"
@@ -88,7 +90,7 @@ def rotated_heads(
     if no_effect_of(config, "rope_interleave"):
         return {}
     block = decoder_block or config.decoder_block
-    layouts = hugging_face_layouts(config, block) if family(block).hugging_face else {}
+    layouts = hugging_face_layouts(config, hugging_face(config, block)) if family(block).hugging_face else {}
     if unknown := [name for name in shapes if name not in layouts and (in_stack(name) or module_of(name))]:
         raise UserError(
             f"{why}: decoder_block={block} declares no Layouts of {len(unknown)} parameters, so whether to reorder "

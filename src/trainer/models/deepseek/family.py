@@ -1,7 +1,7 @@
 """The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
 arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.capabilities.expert_keys import SIGMOID, scores_by_sigmoid
@@ -13,7 +13,7 @@ from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBloc
 from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, LOG, NUMBERS, SIZES, Gguf
+from trainer.models.gguf import COUNT, EPSILON, LOG, NUMBERS, SIZES, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
@@ -88,17 +88,17 @@ _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
 # In GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
-_KEYS, _VALUES, _SCORE, _SOFTMAX, _SIGMOID = (
-    "attention.key_length",
-    "attention.value_length",
-    "expert_gating_func",
-    1,
-    2,
-)
-_NORM = "expert_weights_norm"
+_KEYS, _VALUES = "attention.key_length", "attention.value_length"
+SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
+NORM = "expert_weights_norm"
 
 
-def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+def other_epsilon(said: Callable[..., Any]) -> bool:
+    """Returns whether a file's epsilon of norms is another than DeepSeek's; `said`: see `Gguf.when`."""
+    return round(said(EPSILON, float) or 0, 12) != _ONLY["rms_norm_eps"]
+
+
+def fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """Files before April 2025 have heads of their own size, not those of the latents."""
     rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
     return {
@@ -106,19 +106,19 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         **{"head_dim": rope, "q_lora_rank": said.get("q_lora_rank")},
         "qk_nope_head_dim": (said.get(_HEAD) or said.get(_KEYS) or 0) - rope,
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
-        OF_EXPERTS["norm_topk_prob"]: said.get(_NORM, False),
-        **({"topk_method": _V2.methods[groups > 1]} if said.get(_SCORE, _SOFTMAX) == _SOFTMAX else {}),
+        **{"norm_topk_prob": said.get(NORM, False), "routed_scaling_factor": said.get("routed_scaling_factor", 1.0)},
+        **({"topk_method": _V2.methods[groups > 1]} if said.get(SCORE, SOFTMAX_THERE) == SOFTMAX_THERE else {}),
         "num_nextn_predict_layers": 0,  # these files have no modules
     }
 
 
-def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+def gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
     rope, latent = data["qk_rope_head_dim"], data["kv_lora_rank"]
     return {
         **{"attention.head_count_kv": 1, _KEYS: latent + rope, _VALUES: latent},
         **{_HEAD: data["qk_nope_head_dim"] + rope, _HEAD_V: data["v_head_dim"]},
-        _SCORE: _SIGMOID if data["scoring_func"] == SIGMOID else _SOFTMAX,
-        _NORM: data["norm_topk_prob"],
+        SCORE: SIGMOID_THERE if data["scoring_func"] == SIGMOID else SOFTMAX_THERE,
+        NORM: data["norm_topk_prob"],
     }
 
 
@@ -130,24 +130,28 @@ def _refuses(data: Mapping[str, Any]) -> str:
     return ""
 
 
-_GGUF = Gguf(
+SIZES_OF_EXPERTS = {
+    **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
+    **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
+    **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+NUMBERS_OF_EXPERTS = NUMBERS | {"expert_weights_scale": "routed_scaling_factor"}
+GGUF = Gguf(
     "deepseek2",
-    when=lambda said: said(_SCORE) != _SIGMOID,
+    when=lambda said: said(SCORE) != SIGMOID_THERE and not other_epsilon(said),
     sizes={
         **{name: field for name, field in SIZES.items() if name not in ("attention.head_count_kv", _KEYS)},
-        **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
-        **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
-        **{"expert_feed_forward_length": "moe_intermediate_size", "rope.dimension_count": "qk_rope_head_dim"},
-        **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        **{"rope.dimension_count": "qk_rope_head_dim", **SIZES_OF_EXPERTS},
         **{f"attention.{name}": name for name in ("q_lora_rank", "kv_lora_rank")},
     },
-    numbers=NUMBERS | {"expert_weights_scale": "routed_scaling_factor"},
+    numbers=NUMBERS_OF_EXPERTS,
     more={
-        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, _SCORE), int),
-        **{_NORM: bool, LOG: float},
+        **dict.fromkeys(("attention.head_count_kv", _KEYS, _VALUES, _HEAD, _HEAD_V, SCORE), int),
+        **{NORM: bool, LOG: float},
     },
-    fields=_fields,
-    write=_gguf_values,
+    fields=fields,
+    write=gguf_values,
     refuses=_refuses,
 )
 _V2 = HuggingFace(
@@ -166,7 +170,7 @@ _V2 = HuggingFace(
     implies={"routed_score_func": "", "routed_bias": False, "norm_topk_prob": False},
     latent=True,
     methods=("greedy", "group_limited_greedy"),
-    gguf=_GGUF,
+    gguf=GGUF,
 )
 _V3 = HuggingFace(
     "deepseek_v3",
@@ -187,7 +191,7 @@ _V3 = HuggingFace(
     aliases=("kimi_k2",),
     latent=True,
     methods=("noaux_tc", "noaux_tc"),
-    gguf=_GGUF._replace(when=lambda said: said(_SCORE) == _SIGMOID),
+    gguf=GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE and not other_epsilon(said)),
 )
 
 # A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.

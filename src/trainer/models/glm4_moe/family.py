@@ -2,11 +2,14 @@
 RoPE rotates the halves of the first half of each head. The large ones have `use_qk_norm`."""
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from trainer.models.deepseek import family as deepseek
 from trainer.models.deepseek.block import Experts
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import SIZES, Gguf
 from trainer.models.huggingface import HuggingFace
 from trainer.models.llama2.family import LAYOUTS
 from trainer.models.phi3.family import no_tokens
@@ -29,6 +32,26 @@ EXPERTS = {
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     **{"rms_norm_eps": 1e-5},
 }
+_MODULES = "nextn_predict_layers"  # in GGUF, where they count as layers
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    modules = said.get(_MODULES, 0)
+    return {
+        "num_hidden_layers": said.get("num_hidden_layers", 0) - modules,
+        **{"num_nextn_predict_layers": modules, "norm_topk_prob": said.get(deepseek.NORM, False)},
+        "first_k_dense_replace": said.get("first_k_dense_replace", 0),
+    }
+
+
+def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    modules = data["num_nextn_predict_layers"]
+    return {
+        **{"block_count": data["num_hidden_layers"] + modules, _MODULES: modules},
+        **{deepseek.SCORE: deepseek.SIGMOID_THERE, deepseek.NORM: data["norm_topk_prob"]},
+    }
+
+
 FAMILY = Family(
     functools.partial(deepseek.stacks, dense=qwen2.Block, sparse=Block),
     forward_flops_per_token,
@@ -45,6 +68,15 @@ FAMILY = Family(
             implies=deepseek.BY_SIGMOID,
             methods=("noaux_tc", "noaux_tc"),
             write=no_tokens,
+            gguf=Gguf(
+                "glm4moe",
+                when=lambda said: said(deepseek.SCORE) in (None, deepseek.SIGMOID_THERE),
+                sizes={**SIZES, **deepseek.SIZES_OF_EXPERTS},
+                numbers=deepseek.NUMBERS_OF_EXPERTS,
+                more={_MODULES: int, deepseek.SCORE: int, deepseek.NORM: bool},
+                fields=_fields,
+                write=_gguf_values,
+            ),
         )
     ],
 )

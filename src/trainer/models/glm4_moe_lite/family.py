@@ -6,8 +6,10 @@ from typing import Any
 
 from flax import nnx
 
+from trainer.config.capabilities.expert_keys import SIGMOID
 from trainer.config.json_files import shown
 from trainer.config.keys import Config
+from trainer.config.limits import LAYERS
 from trainer.layers.mla import PROJECTIONS
 from trainer.models.deepseek import block
 from trainer.models.deepseek import family as deepseek
@@ -53,6 +55,11 @@ def _write(config: Config) -> dict[str, Any]:
     return {_KINDS: _kinds(dense, config.base_num_decoder_layers), _FIRST: dense}
 
 
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    dense, layers = (min(said.get(name, 0), LAYERS) for name in (_FIRST, "num_hidden_layers"))
+    return {**deepseek.fields(said), "topk_method": "noaux_tc", _KINDS: _kinds(dense, layers)}
+
+
 FAMILY = Family(
     functools.partial(deepseek.stacks, dense=DenseBlock, sparse=Block),
     forward_flops_per_token,
@@ -73,6 +80,13 @@ FAMILY = Family(
             implies=deepseek.BY_SIGMOID,
             latent=True,
             methods=("noaux_tc", "noaux_tc"),
+            gguf=deepseek.GGUF._replace(
+                when=lambda said: said(deepseek.SCORE) != deepseek.SOFTMAX_THERE and deepseek.other_epsilon(said),
+                fields=_fields,
+                write=lambda data: deepseek.gguf_values({**data, "scoring_func": SIGMOID}),
+                refuses=lambda data: deepseek.GGUF.refuses({**data, "scoring_func": SIGMOID}),
+                note="the norms of latents have its epsilon of norms, those of GLM 4.7 Flash 1e-6",
+            ),
         )
     ],
 )

@@ -12,9 +12,10 @@ from flax import nnx
 from trainer.config.keys import Config
 from trainer.layers.mlp import Combine
 from trainer.layers.stack import Stack
-from trainer.models.experts import ExpertBlock, layouts
+from trainer.models.experts import ExpertBlock, layouts, layouts_in_gguf
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import COUNT, SIZES, WINDOW, Gguf
 from trainer.models.gpt_oss.facts import ATTENTION
 from trainer.models.huggingface import HuggingFace, Layout, Merged
 from trainer.models.patterns import alternating, other_period
@@ -69,7 +70,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def _refuses(config: Config) -> list[str]:
+def _maxtext_refuses(config: Config) -> list[str]:
     layers = config.base_num_decoder_layers
     uneven = f"base_num_decoder_layers={layers}: a multiple of 2 there"
     return [*other_period(config, 2), *([uneven] if layers % 2 else [])]
@@ -88,6 +89,21 @@ LAYOUTS |= {
     **{f"{_OURS}{NAME}/{ours}": Layout(f"{_LAYER}{_EXPERTS}{name}") for ours, name in _OF_EXPERTS.items()},
     **{f"{_OURS}{NAME}/{ours}_bias": Layout(f"{_LAYER}{_EXPERTS}{name}_bias") for ours, name in _OF_EXPERTS.items()},
 }
+_WIDTH = "expert_feed_forward_length"  # in GGUF
+_IN_GGUF = {
+    **layouts_in_gguf(f"{_OURS}{NAME}"),
+    **layouts_in_gguf(f"{_OURS}{NAME}", end="_bias", file="bias"),
+    f"{_OURS}{ATTENTION}/sinks": Layout(f"{_LAYER}self_attn.sinks.weight"),
+}
+
+
+def _refuses(data: Mapping[str, Any]) -> str:
+    """llama.cpp needs these tensors."""
+    if not data["attention_bias"]:
+        return "attention_bias=false: it needs the biases"
+    return "tie_word_embeddings=true: it needs a head" if data["tie_word_embeddings"] else ""
+
+
 YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_type": "yarn"}
 FAMILY = Family(
     stacks,
@@ -123,12 +139,30 @@ FAMILY = Family(
             },
             only={"swiglu_alpha": ALPHA},
             ignored=("experts_per_token", "initial_context_length"),
+            gguf=Gguf(
+                "gpt-oss",
+                when=lambda said: True,
+                sizes={
+                    **SIZES,
+                    **{COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                    WINDOW: "sliding_window",
+                },
+                more={_WIDTH: int},
+                fields=lambda said: {
+                    "swiglu_limit": 7.0,
+                    "rope_scaling": {**(said["rope_scaling"] or {"rope_type": "default"}), "truncate": False},
+                },
+                write=lambda data: {_WIDTH: data["intermediate_size"]},
+                refuses=_refuses,
+                layouts=_IN_GGUF,
+                note="it rounds the bounds between which YaRN blends frequencies, as rope_truncate=true does",
+            ),
         )
     ],
     maxtext=MaxText(
         interleaves=False,
         keys=("attention_bias", "mlp_activations_limit", "sliding_window_size"),
         more=_maxtext_keys,
-        refuses=_refuses,
+        refuses=_maxtext_refuses,
     ),
 )

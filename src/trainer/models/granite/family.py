@@ -31,6 +31,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})  # which is refused
 
 
+GGUF = Gguf("granite", pairs=True, numbers=NUMBERS | _SCALES, more={_ROTATES: bool}, fields=_fields)
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -42,7 +43,7 @@ FAMILY = Family(
             defaults=DEFAULTS,
             sizes=FACTORS,
             powers=POWERS,
-            gguf=Gguf("granite", pairs=True, numbers=NUMBERS | _SCALES, more={_ROTATES: bool}, fields=_fields),
+            gguf=GGUF,
         )
     ],
 )

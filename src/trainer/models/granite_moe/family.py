@@ -2,10 +2,11 @@
 
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
-from trainer.models.experts import stack_of
+from trainer.models.experts import layouts_in_gguf, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.granite.family import DEFAULTS, FACTORS, POWERS
+from trainer.models.gguf import COUNT, SIZES
+from trainer.models.granite.family import DEFAULTS, FACTORS, GGUF, POWERS
 from trainer.models.huggingface import HuggingFace, Layout, Merged
 from trainer.models.llama2.block import Block as DenseBlock
 from trainer.models.llama2.family import LAYOUTS
@@ -34,6 +35,7 @@ _EXPERTS = {
     f"{_OURS}/wo": Layout(_THERE + "output_linear.weight", swapped=True),
 }
 _GATE_UP = Merged("block_sparse_moe.input_linear", ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"), axis=1)
+SHARED = "expert_shared_feed_forward_length"  # in GGUF
 FAMILY = Family(
     stacks,
     forward_flops_per_token,
@@ -51,6 +53,12 @@ FAMILY = Family(
                 "base_moe_mlp_dim": "intermediate_size",
             },
             powers=POWERS,
+            gguf=GGUF._replace(
+                name="granitemoe",
+                when=lambda said: not said(SHARED),
+                sizes={**SIZES, COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                layouts=layouts_in_gguf(_OURS),
+            ),
         )
     ],
 )

@@ -6,13 +6,14 @@ from typing import Any
 
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
-from trainer.models.experts import SharedExpertBlock, stack_of
+from trainer.models.experts import SharedExpertBlock, layouts_in_gguf, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.granite4.family import GATE_UP
 from trainer.models.granite4.family import SHARED as THEIR_MLP
 from trainer.models.granite_moe import family as granite_moe
 from trainer.models.llama2.block import Block as DenseBlock
+from trainer.models.llama2.family import LAYOUTS
 
 NAME, _SIZE = granite_moe.NAME, "shared_intermediate_size"
 _LAYER = "decoder/layers/"
@@ -41,6 +42,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 (_OF_GRANITE,) = granite_moe.FAMILY.hugging_face
+assert _OF_GRANITE.gguf
 _LAYOUTS = {
     **{
         name.replace(f"/{NAME}/", f"/{NAME}/MoeBlock_0/"): layout
@@ -48,6 +50,11 @@ _LAYOUTS = {
         if not name.startswith(f"{_LAYER}mlp/")
     },
     **{name.replace("/mlp/", f"/{NAME}/shared_experts/"): layout for name, layout in THEIR_MLP.items()},
+}
+_IN_GGUF = layouts_in_gguf(f"{_LAYER}{NAME}/MoeBlock_0") | {
+    name.replace("/mlp/", f"/{NAME}/shared_experts/"): it._replace(name=it.name.replace("mlp", "mlp.shared_experts"))
+    for name, it in LAYOUTS.items()
+    if "/mlp/" in name
 }
 FAMILY = Family(
     stacks,
@@ -62,6 +69,11 @@ FAMILY = Family(
             fields=(_SIZE,),
             read=_read,
             write=_write,
+            gguf=_OF_GRANITE.gguf._replace(
+                when=lambda said: bool(said(granite_moe.SHARED)),
+                sizes={**_OF_GRANITE.gguf.sizes, granite_moe.SHARED: _SIZE},
+                layouts=_IN_GGUF,
+            ),
         )
     ],
 )

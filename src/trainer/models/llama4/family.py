@@ -11,9 +11,10 @@ from flax import nnx
 from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.layers.stack import MakeBlock, Stack
-from trainer.models.experts import SharedExpertBlock
+from trainer.models.experts import SharedExpertBlock, layouts_in_gguf
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
+from trainer.models.gguf import COUNT, SIZES, Gguf
 from trainer.models.huggingface import HuggingFace, Layout, Merged, Outer
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
@@ -145,6 +146,25 @@ WITH_IMAGES = Outer(
 )
 
 
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp has the published values, and a norm of queries and keys in all models but those of 128 experts."""
+    fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
+    return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
+
+
+_GGUF = Gguf(
+    "llama4",
+    when=lambda said: True,
+    sizes={
+        **{**SIZES, "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size"},
+        **{COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+    fields=_fields,
+    layouts=layouts_in_gguf(f"{_OURS}{NAME}/MoeBlock_0"),
+)
+
+
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {"base_mlp_dim": config.base_mlp_dim, "inhomogeneous_layer_cycle_interval": len(_pattern(config))}
     # There only its RoPE of type llama3.1 rotates pairs.
@@ -190,6 +210,7 @@ FAMILY = Family(
             implies={"shared_experts": 1},
             nested=_DEFAULTS | NESTED,
             outers=(WITH_IMAGES,),
+            gguf=_GGUF,
         )
     ],
     maxtext=MaxText(

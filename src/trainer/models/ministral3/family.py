@@ -51,22 +51,25 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     return {} if original is None else {"temperature_tuning_floor_scale": original}
 
 
-_TEMPERATURE = "attention.temperature_scale"  # in GGUF
+TEMPERATURE = "attention.temperature_scale"  # in GGUF
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """llama.cpp scales queries and keys by YaRN's factor, unless a file has the factor that it is divided by."""
-    values = {name: float(f"{said[name]:.7g}") for name in (LOG, _TEMPERATURE) if name in said}  # of float32
-    own = {
-        **dict.fromkeys(("mscale", "mscale_all_dim"), values.get(LOG)),
-        "llama_4_scaling_beta": values.get(_TEMPERATURE),
-    }
-    return {"rope_scaling": {**(said["rope_scaling"] or {}), **own}}
+    scale = float(f"{said[LOG]:.7g}") if LOG in said else None
+    return {"rope_scaling": {**with_beta(said), **dict.fromkeys(("mscale", "mscale_all_dim"), scale)}}
+
+
+def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
+    """Returns the RoPE object of a GGUF file's values, see `Gguf.fields`, with how queries grow; they are float32.
+    `usual`: the value of files that have none."""
+    beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
+    return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
 
 
 def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
     rope = data["rope_scaling"]
-    return {_TEMPERATURE: float(rope["llama_4_scaling_beta"]), LOG: 1.0 if "attention_factor" in rope else None}
+    return {TEMPERATURE: float(rope["llama_4_scaling_beta"]), LOG: 1.0 if "attention_factor" in rope else None}
 
 
 # The values of transformers' Ministral3Config.
@@ -90,7 +93,7 @@ FAMILY = Family(
             read=read,
             nested={**_SIZES, "pad_token_id": 11},
             gguf=Gguf(
-                "mistral3", pairs=True, more={_TEMPERATURE: float, LOG: float}, fields=_fields, write=_gguf_values
+                "mistral3", pairs=True, more={TEMPERATURE: float, LOG: float}, fields=_fields, write=_gguf_values
             ),
         )
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import nnx
 
+from trainer.config.capabilities.expert_keys import SIGMOID
 from trainer.config.keys import Config
 from trainer.layers.mla import PROJECTIONS
 from trainer.models.deepseek import block
@@ -58,6 +59,29 @@ _SIZES = {
     **{"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 64},
     **{"max_position_embeddings": 1_048_576, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 11},
 }
+_IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS.items()}
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp's converter leaves out how queries grow, so they do as in the published model."""
+    own = deepseek.fields(said)
+    head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
+    rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
+    length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
+    other = {} if length == original else {_LENGTH: length}  # a field that is not known
+    return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
+
+
+def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
+    rope = data["rope_scaling"]
+    return {
+        **deepseek.gguf_values({**data, "scoring_func": "softmax"}),
+        **{ministral3.TEMPERATURE: float(rope["llama_4_scaling_beta"])},
+        **{_LENGTH: rope["original_max_position_embeddings"]},
+    }
+
+
+_LENGTH = "attention.temperature_length"  # in GGUF
 FAMILY = Family(
     functools.partial(deepseek.stacks, dense=DenseBlock, sparse=Block),
     forward_flops_per_token,
@@ -81,6 +105,15 @@ FAMILY = Family(
             whole_heads_of_latents=True,
             methods=("softmax", "softmax"),
             nested=_SIZES,
+            gguf=deepseek.GGUF._replace(
+                name="mistral4",
+                when=lambda said: said(deepseek.SCORE) != deepseek.SIGMOID_THERE,
+                more={**deepseek.GGUF.more, ministral3.TEMPERATURE: float, _LENGTH: int},
+                fields=_fields,
+                write=_gguf_values,
+                refuses=lambda data: deepseek.GGUF.refuses({**data, "scoring_func": SIGMOID}),
+                layouts=_IN_GGUF,
+            ),
         )
     ],
 )

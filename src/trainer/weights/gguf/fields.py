@@ -1,5 +1,6 @@
 """The model's fields in a GGUF file: read as a config.json, and written from one."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,8 @@ FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rop
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
 # The rest of the numbers of RoPE of type llama3, which a GGUF file does not have: those of all published models.
-_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, 4.0, 8192
+_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1: of Llama 4
+_NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
 _HEAD, _VALUES = "attention.key_length", "attention.value_length"
 # Keys that llama.cpp does not need.
@@ -52,6 +54,8 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
     said |= {} if hf.latent else _heads(header, prefix, said, hf.partial)
     if "attention_bias" in hf.sizes.values():
         said["attention_bias"] = not header.tensors.keys().isdisjoint(_BIASES)
+    if "use_qk_norm" in hf.sizes.values():
+        said["use_qk_norm"] = _NORM in header.tensors
     table, rows = header.tensors.get("token_embd.weight"), 0
     if table is not None and len(table.shape) == 2:
         rows = table.shape[0]
@@ -123,8 +127,8 @@ def _scaling(
 
 def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, original: int | None) -> dict[str, Any]:
     factor = float(found.max())
-    for length in (original, _ORIGINAL_LLAMA3):
-        rope = {"factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
+    for length, high in itertools.product((original, _ORIGINAL_LLAMA3), _HIGH):
+        rope = {"factor": factor, "low_freq_factor": _LOW, "high_freq_factor": high}
         if length and math.isfinite(factor) and factor >= 1:
             rope["original_max_position_embeddings"] = length
             wanted = llama3_frequencies(rope, said.get("rope_theta", 10000.0), said["head_dim"])
@@ -132,7 +136,7 @@ def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, orig
                 return {"rope_type": "llama3", **rope}
     raise UserError(
         f"{header.path}: {FREQUENCIES} has other factors than those of RoPE of type llama3 that are read, with "
-        f"low_freq_factor={_LOW}, high_freq_factor={_HIGH} and the original length {original or _ORIGINAL_LLAMA3}"
+        f"low_freq_factor={_LOW}, high_freq_factor=4.0 or 1.0 and the original length {original or _ORIGINAL_LLAMA3}"
     )
 
 

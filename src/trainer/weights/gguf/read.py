@@ -15,7 +15,7 @@ from trainer.models import FAMILIES
 from trainer.models.families import family
 from trainer.models.gguf import COUNT
 from trainer.models.huggingface import EXPERT, HuggingFace
-from trainer.models.mtp_names import MODULES
+from trainer.models.mtp_names import MODULE_TENSORS, MODULES, hugging_face_modules
 from trainer.weights.gguf.fields import FACTORS, read_fields
 from trainer.weights.gguf.tensors import (
     MERGED,
@@ -56,12 +56,22 @@ class GgufSource(HuggingFaceSource):
             )
         stored = stored_tensors(header)
         hf, data = fields_of(header, stored)
+        hf = hf.in_gguf()
         keys = model_keys(data, where, decoder_block)
         self.about = _about(header, neutral_keys(data, where))
         self.length = data.get("max_position_embeddings")
-        self._types, self._others, self._recipe, self.modules = _types(stored), "", None, 0
-        self._float_keys = {**keys, MODULES: 0}
+        self._types, self._others, self._recipe, self._layouts = _types(stored), "", None, hf.layouts
         self._tensors = _renamed(stored, hf, data)  # type: ignore[assignment]
+        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self._float_keys = {**keys, MODULES: self.modules}
+
+    def _declared(self, config: Config) -> HuggingFace:
+        return super()._declared(config)._replace(layouts=self._layouts)
+
+    def _check_copy(self, name: str, of: str, otherwise: str) -> None:
+        """Copies that are quantized in another type differ."""
+        if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
+            super()._check_copy(name, of, otherwise)
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`."""
@@ -89,7 +99,8 @@ def read_as(header: GgufHeader, name: str) -> HuggingFace:
       UserError: there is none.
     """
     declared = [(hf, hf.gguf) for block in FAMILIES for hf in family(block).hugging_face if hf.gguf]
-    found = [hf for hf, it in declared if it.name == name and it.when(lambda end: header.get(f"{name}.{end}", int))]
+    own = [(hf, it) for hf, it in declared if it.name == name]
+    found = [hf for hf, it in own if it.when(lambda end, kind=int: header.get(f"{name}.{end}", kind))]
     if not found:
         known = ", ".join(sorted({it.name for _, it in declared}))
         experts = " with experts" if header.values.get(f"{name}.{COUNT}") is not None else ""
@@ -123,9 +134,9 @@ def _renamed(
     rest = {name: tensor for name, tensor in stored.items() if name not in FACTORS}
     it, found = hf.gguf, dict[str, GgufTensor | KeysAndValues]()
     assert it
-    names = dict.fromkeys(stored_name(layout.name, hf.merged) for layout in hf.layouts.values())
+    names = dict.fromkeys((*(stored_name(layout.name, hf.merged) for layout in hf.layouts.values()), *MODULE_TENSORS))
     templates = {name: there for name in names if (there := name_there(it, name)) is not None}
-    experts, layers = 0, data["num_hidden_layers"]
+    experts, layers = 0, data["num_hidden_layers"] + (data.get("num_nextn_predict_layers") or 0)
     if not any(name.endswith(f"{MERGED}.weight") for name in names):
         rest = divided(rest, data)
     for name, there in templates.items():

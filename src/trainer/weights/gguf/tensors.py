@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ QUANTIZED = (
 _STRIP = 1 << 22  # values to dequantize at once
 OF_LATENTS = "self_attn.kv_b_proj.weight"  # keys and values of latents; a file has two tensors, or one as Hugging Face
 MERGED = "self_attn.qkv_proj"
+_LAYER = re.compile(r"model\.layers\.({}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
 
 
@@ -49,12 +51,13 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 
 
 def name_there(it: Gguf, name: str) -> str | None:
-    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} for the number of the layer; None
-    if the architecture has no such tensor. The experts of a layer are one tensor there."""
-    gguf, whole = package(), name.replace(f".{EXPERT}", "").format(0).replace("_correction_bias", "_correction.bias")
+    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} where that has it; None if the
+    architecture has no such tensor. The experts of a layer are one tensor there."""
+    gguf, number = package(), _LAYER.match(name)
+    whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
-    found = names.get_name(whole, try_suffixes=(".weight", ".bias"))
-    return found and found.replace("blk.0.", "blk.{}.")
+    found = names.get_name(_LAYER.sub("model.layers.0.", whole), try_suffixes=(".weight", ".bias"))
+    return found and found.replace("blk.0.", f"blk.{number[1]}." if number else "")
 
 
 @functools.cache

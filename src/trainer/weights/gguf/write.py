@@ -94,6 +94,8 @@ def write_gguf(
     data = config_json(config, "float32", about.fields)
     if why := hf.gguf.refuses(data):
         raise UserError(f"format=gguf: llama.cpp's {hf.gguf.name} cannot represent this model:\n  {why}")
+    if hf.gguf.note:
+        say(f"llama.cpp's {hf.gguf.name} differs: {hf.gguf.note}")
     written, factors = _plan(config, leaves, dtype), written_factors(data)
     values = written_fields(hf, data) | tokenizer_values(tokenizer, about, config.vocab_size, say)
     _check(config, path, values, written, factors)
@@ -117,9 +119,9 @@ def write_gguf(
 
 def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list[_Written]:
     """Returns all tensors, those of the table of tokens first."""
-    hf, places = hugging_face(config), places_of(config, leaves)
+    hf, places = hugging_face(config).in_gguf(), places_of(config, leaves)
     assert hf.gguf
-    layouts = layouts_of(config, places)
+    layouts = layouts_of(config, places, hf)
     parts = dict[tuple[Any, ...], dict[int, str]]()
     for name, place in places.items():
         whole = whole_of(layouts[name].name, hf.merged)
@@ -132,7 +134,8 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
         if not dtype and len(kinds_of) > 1:
             raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which loses nothing")
         shapes = [tensors_of(layouts[name], places[name], leaves[name].shape)[0][1] for name in names]
-        shape = (sum(it[0] for it in shapes), *shapes[0][1:])
+        axis = how.axis % len(shapes[0]) if how else 0
+        shape = tuple(sum(each) if i == axis else each[0] for i, each in enumerate(zip(*shapes, strict=True)))
         if layouts[names[0]].of_experts:
             shape = (leaves[names[0]].shape[0 if places[names[0]] is None else 1], *shape)
         for tensor, own in _cut(config, of, shape):
@@ -155,7 +158,7 @@ def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tup
 
 
 def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *rest: str) -> str:
-    if len(shape) == 1 or there.endswith(_ROUTER):
+    if len(shape) == 1 or there.endswith((_ROUTER, ".bias")):
         return "F32"
     if not dtype:
         return _TYPES[stored]
@@ -168,7 +171,8 @@ def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *r
 
 def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: Tick) -> Iterator[np.ndarray]:
     """Yields the tensor of each layer as the file has it, those of experts together."""
-    hf, layouts = hugging_face(config), layouts_of(config, places_of(config, leaves))
+    hf = hugging_face(config).in_gguf()
+    layouts = layouts_of(config, places_of(config, leaves), hf)
     assert hf.gguf
     again = each.of == latent_names(each.of)[1] != each.of  # the second part of a leaf that was read
     streams = []

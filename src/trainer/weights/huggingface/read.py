@@ -25,7 +25,7 @@ from trainer.leaves.source import (
     within,
 )
 from trainer.models.families import Place, hugging_face, places_of
-from trainer.models.huggingface import EXPERT, Layout
+from trainer.models.huggingface import EXPERT, HuggingFace, Layout
 from trainer.models.mtp_names import (
     MODULES,
     hugging_face_copies,
@@ -129,8 +129,8 @@ class HuggingFaceSource:
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`."""
-        layouts = hugging_face_layouts(config, self.keys["decoder_block"])
-        merged = hugging_face(config, self.keys["decoder_block"]).merged
+        declared = self._declared(config)
+        layouts, merged = hugging_face_layouts(config, declared), declared.merged
         places = places_of(config, shapes)
         tensors = {
             name: [stored_name(tensor, merged) for tensor, _ in tensors_of(layouts[name], places[name], shape)]
@@ -146,7 +146,8 @@ class HuggingFaceSource:
         needed, shapes = shapes, {name: shape for name, shape in shapes.items() if name not in parts}
         shapes |= {name: kernel.qvalue.shape for name, kernel in kernels.items()}
         places = places_of(config, shapes)
-        layouts = layouts_of(config, places, self.keys["decoder_block"])
+        declared = self._declared(config)
+        layouts, merged = layouts_of(config, places, declared), declared.merged
         layers = config.base_num_decoder_layers
         count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
         if layers * count > len(self._tensors):  # checked before so many names are generated
@@ -158,7 +159,6 @@ class HuggingFaceSource:
             name: (tensor.shape, tensor.dtype.name if tensor.kind in DTYPES else tensor.kind)
             for name, tensor in self._tensors.items()
         }
-        merged = hugging_face(config, self.keys["decoder_block"]).merged
         parts_of = dict(
             tensor for name, shape in shapes.items() for tensor in tensors_of(layouts[name], places[name], shape)
         )
@@ -195,6 +195,9 @@ class HuggingFaceSource:
             else:
                 leaves[name] = leaf_of([tensors[it] for it, _ in tensors_of(*where[:3])], *where)
         return {name: leaves[name] for name in needed}
+
+    def _declared(self, config: Config) -> HuggingFace:
+        return hugging_face(config, self.keys["decoder_block"])
 
     def _stored(
         self,
@@ -270,22 +273,22 @@ def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head
     return value[within(box, wide)]
 
 
-def layouts_of(config: Config, places: Mapping[str, Place | None], decoder_block: str = "") -> Mapping[str, Layout]:
-    """Returns a family's layouts, after checking them for the parameters in `places`, by canonical name.
-
-    Args:
-      decoder_block: the family; by default that of `config`.
+def layouts_of(
+    config: Config, places: Mapping[str, Place | None], declared: HuggingFace | None = None
+) -> Mapping[str, Layout]:
+    """Returns the layouts of `hugging_face_layouts`, after checking them for the parameters in `places`, by canonical
+    name.
 
     Raises:
       UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
     """
-    layouts = hugging_face_layouts(config, decoder_block)
+    layouts = hugging_face_layouts(config, declared)
     problems = [f"{name}: no Layout" for name in places if name not in layouts]
     for name in places.keys() & layouts.keys():
         if "{}" not in layouts[name].name and places[name] is not None:
             problems.append(f"{name}: {layouts[name].name} has no {{}} for the number of the layer")
     if problems:
-        head = f"decoder_block={decoder_block or config.decoder_block}: Hugging Face layouts:"
+        head = f"decoder_block={config.decoder_block}: Hugging Face layouts:"
         raise UserError("\n  ".join([head, *sorted(problems)]))
     return layouts
 
