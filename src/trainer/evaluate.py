@@ -82,7 +82,8 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
     from trainer.evaluation.scores import table
     from trainer.evaluation.tasks import keep, open_tasks
     from trainer.inference.max_engine import MaxEngine
-    from trainer.runtime.agreement import agreed, from_first, is_first
+    from trainer.runtime.agreement import agreed, check_same, from_first, is_first
+    from trainer.runtime.versions import program
     from trainer.weights.open import open_source
 
     def say(text: str) -> None:
@@ -103,6 +104,8 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
         return engine, tokenizer, chat, stop, images, open_tasks(specs, config, tokenizer, say)
 
     engine, tokenizer, chat, stop, images, tasks = agreed(prepared)
+    # Hosts may have the files of tasks in different folders.
+    check_same(lambda: program() | {"the tasks": "\n".join(str(spec._replace(path=None)) for spec in specs)})
     folder = output or Path(from_first(lambda: str(_new_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
     params = engine.load_params(say=say, given=given, average=average)
