@@ -3,7 +3,7 @@
     python scripts/compare_with_base.py [--base COMMIT] [--write]
 
 For each of a few small configurations that cover the paths of the step, `trainer.parity record=FILE` runs in a worktree
-of the base, and `trainer.parity left=FILE` runs here. Programs are compiled like those of the tests. A change of bits
+of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). A change of bits
 is printed. It is an error unless docs/changed-bits.md has a new line that names the configuration. The base is
 `--base`, otherwise the commit where this branch left origin/main, otherwise the first parent of HEAD.
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from compiler import QUICKLY
+from compiler import QUICKLY_EXACT
 
 ROOT = Path(__file__).parents[1]
 FACTS = ROOT / "tests" / "goldens" / "programs.json"
@@ -156,7 +156,7 @@ def run(tree: Path, commands: Sequence[Sequence[str]], scratch: Path) -> list[tu
         **os.environ,
         "PYTHONPATH": str(tree / "src"),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICKLY}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICKLY_EXACT}",
         # Programs with the same text are compiled once.
         "JAX_COMPILATION_CACHE_DIR": str(scratch / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -23,6 +23,9 @@ _CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
 # All of them as XLA_FLAGS, for a process with any number of devices.
 QUICKLY = f"{_LEVEL} {_CPU}"
 
+# As XLA_FLAGS of a process that compares bits of programs with different texts; see EXACT.
+QUICKLY_EXACT = f"{_LEVEL} --xla_cpu_parallel_codegen_split_count=1"
+
 # Flags of whoever starts the suite, such as --xla_cpu_max_isa=AVX2: programs round differently on other processors.
 _GIVEN = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_cpu_max_isa"))
 

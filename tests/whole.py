@@ -2,8 +2,8 @@
 
 `python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. A run
 of tests that the command line names leaves nothing out, unless it has `--tests=usual`, too. `--share=2/3` runs the
-tests of the second of each three files. All that is left out takes longer than what is not, so CI runs a third of it,
-and another commit another third.
+tests of the second of each three files. The tests that are left out take longer than the others, so CI runs a third of
+them, the next third at the next commit.
 
 Left out are
 - cases of the three combinations between the first and the last one. In all five the update has the same text
@@ -14,6 +14,7 @@ Left out are
   those that have the values of a case, joined by hyphens, in their name.
 """
 
+import argparse
 from collections.abc import Iterator
 
 import pytest
@@ -68,10 +69,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _share(text: str) -> tuple[int, int]:
-    number, of = map(int, text.split("/"))
-    if not 1 <= number <= of:
-        raise ValueError(f"{text}: K is from 1 to N")
-    return number, of
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text}: not K/N with K from 1 to N")
+    return int(number), int(of)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left |= {item for item in items if is_left_out(item) is (config.option.tests == "usual")}
     if config.option.share:
         number, of = config.option.share
-        files = sorted({item.path for item in items if item not in left})[number - 1 :: of]
+        files = set(sorted({item.path for item in items if item not in left})[number - 1 :: of])
         left |= {item for item in items if item.path not in files}
     if not left:
         return
@@ -118,5 +119,6 @@ def pytest_testnodedown(node: object, error: object) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left := config.stash.get(_LEFT, 0):
-        kind = "others" if config.option.tests == "rest" else "tests that others nearly cover; --tests=rest runs them"
+        others = config.option.tests == "rest" or config.option.share
+        kind = "others" if others else "tests that others nearly cover; --tests=rest runs them"
         terminalreporter.write_line(f"left out: {left} {kind}")

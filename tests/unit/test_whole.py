@@ -86,6 +86,7 @@ def test_a_share_has_every_nth_file_of_those_that_a_run_has(run, pytester):
     assert run(FILE, "--share=2/2")[:2] == (0, usual)
     assert run(FILE, "--share=1/2")[:2] == (0, set())  # test_first.py
     assert run(FILE, "--tests=rest", "--share=2/2")[0] == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert run(FILE, "--share=1/2")[2].count("left out: 14 others") == 1
     assert run(FILE, "--share=3/2")[0] == pytest.ExitCode.USAGE_ERROR
 
 

@@ -4,7 +4,7 @@ The declaration of each family is in the family's file. They were checked agains
 logits of a small model of each are those of this trainer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ SIZES = {
 }
 EPSILON = "attention.layer_norm_rms_epsilon"
 NUMBERS = {EPSILON: "rms_norm_eps", "rope.freq_base": "rope_theta"}
-COUNT, WINDOW = "expert_count", "attention.sliding_window"
+COUNT, USED, WINDOW = "expert_count", "expert_used_count", "attention.sliding_window"
 ATTENTION = "rope.scaling.attn_factor"  # by which RoPE scales queries and keys
 LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
 
@@ -39,12 +39,13 @@ class Gguf(NamedTuple):
       layouts: those of parameters that stand in other tensors than in a folder, with names of Hugging Face that the
         package gguf knows. One with `EXPERT` means the tensor of all experts of a layer.
       sizes, numbers: the end of the key of each integer and number, and its field of config.json.
+      needs: keys without which llama.cpp does not read a file, besides `EPSILON` and `USED`.
       more: the types of the values at further keys.
       fields: further fields of config.json, given those that were read, also rope_scaling, and the values of `more` by
         their keys.
       write: returns values at keys of `more` and others, given config.json as this trainer writes it.
       refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
-      note: in what llama.cpp differs in all files of the architecture.
+      note: how llama.cpp computes every file of the architecture differently; "" if it does not.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Gguf(NamedTuple):
     layouts: Mapping[str, "Layout"] = {}
     sizes: Mapping[str, str] = SIZES
     numbers: Mapping[str, str] = NUMBERS
+    needs: Sequence[str] = ()
     more: Mapping[str, type] = {}
     fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
     write: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: {}

@@ -1,6 +1,8 @@
 """GGUF files: what is read is what the package gguf dequantizes, what is written is what llama.cpp computes with."""
 
+import functools
 import json
+import re
 import sys
 
 import gguf
@@ -17,10 +19,12 @@ from trainer.data.tokenizer_files import load_tokenizer
 from trainer.leaves.gguf_file import read_gguf
 from trainer.leaves.source import nested, parted
 from trainer.models.families import family
-from trainer.models.gguf import Gguf
+from trainer.models.gguf import EPSILON, Gguf
 from trainer.weights.contents import contents_of
-from trainer.weights.gguf.fields import llama3_frequencies
+from trainer.weights.gguf.fields import llama3_frequencies, read_fields
+from trainer.weights.gguf.read import read_as
 from trainer.weights.gguf.tensors import QUANTIZED, KeysAndValues, as_gguf, as_hugging_face, package, stored_tensors
+from trainer.weights.huggingface.config_json import model_keys
 from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source, weights_of
 
@@ -195,6 +199,66 @@ def test_what_a_file_leaves_out_is_not_that_of_a_published_model(tmp_path):
                 open_source(str(less))
         else:
             assert keys.items() <= open_source(str(less)).keys.items()
+
+
+@pytest.fixture(scope="module")
+def header_of(tmp_path_factory):
+    """The header of a case's file, whose keys are changed; None takes one away."""
+    folder = tmp_path_factory.mktemp("headers")
+
+    @functools.cache
+    def written(case):
+        return read_gguf(exported(model_folder(case, folder / case), folder / f"{case}.gguf"))
+
+    def header(case, changes):
+        found = written(case)
+        name = found.values["general.architecture"]
+        values = found.values | {f"{name}.{key}": value for key, value in changes.items()}
+        return found._replace(values={key: value for key, value in values.items() if value is not None})
+
+    return header
+
+
+def keys_of(header):
+    hf = read_as(header, header.values["general.architecture"])
+    return model_keys(read_fields(header, hf, {}), str(header.path))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("gpt-oss", {"attention.sliding_window": None}, "gpt-oss.attention.sliding_window: missing"),
+        ("gpt-oss", {"expert_used_count": None}, "gpt-oss.expert_used_count: missing"),
+        ("llama4", {"interleave_moe_layer_step": None}, "llama4.interleave_moe_layer_step: missing"),
+        ("glm4-moe-lite", {EPSILON: None, "expert_gating_func": None}, f"deepseek2.{EPSILON}: missing"),
+        ("mistral4", {"expert_gating_func": 2}, "mistral4 with experts is not read with these values"),
+        ("mistral4", {"expert_gating_func": 3}, "mistral4 with experts is not read with these values"),
+        ("glm4-moe-lite", {"expert_gating_func": 3}, "deepseek2 with experts is not read with these values"),
+        ("deepseek-v2", {"expert_gating_func": 3}, "deepseek2 with experts is not read with these values"),
+        ("gpt-oss", {"expert_feed_forward_length": -1}, "intermediate_size=-1"),
+        ("granite-moe-shared", {"expert_shared_feed_forward_length": -256}, "shared_intermediate_size=-256"),
+        ("granite-moe", {"attention.key_length": 0, "attention.scale": None}, "is not 0, the number of entries"),
+        ("glm4-moe-lite", {"block_count": -(2**63)}, f"num_hidden_layers={-(2**63)}"),
+    ],
+)
+def test_keys_that_are_missing_or_make_no_sense_are_refused(case, changes, message, header_of):
+    with pytest.raises(UserError, match=re.escape(message)):
+        keys_of(header_of(case, changes))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "expected"),
+    [
+        ("deepseek-v3", dict.fromkeys(["expert_group_count", "expert_group_used_count"]), {"n_routing_groups": -1}),
+        ("gpt-oss", {"attention.head_count_kv": None}, {"base_num_kv_heads": 2}),
+        ("gpt-oss", {"expert_feed_forward_length": 40}, {"base_moe_mlp_dim": 40}),
+        ("llama4", {"expert_count": 128}, {"use_qk_norm": False}),
+    ],
+)
+def test_keys_that_are_missing_have_llama_cpps_defaults(case, changes, expected, header_of):
+    before, after = (keys_of(header_of(case, them)) for them in ({}, changes))
+    assert before.items() & expected.items() == set()
+    assert expected.items() <= after.items()
 
 
 def test_a_module_may_repeat_the_models_tables(tmp_path):

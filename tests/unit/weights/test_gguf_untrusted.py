@@ -101,8 +101,9 @@ def test_what_is_not_known_is_refused(tmp_path):
             number("llama.rope.scaling.factor", 4.0),
         ],
     }
+    needed = number("llama.attention.layer_norm_rms_epsilon", 1e-5)
     for named, values in cases.items():
-        (tmp_path / "model.gguf").write_bytes(file_of(*values))
+        (tmp_path / "model.gguf").write_bytes(file_of(*values, needed))
         with pytest.raises(UserError) as error:
             GgufSource(tmp_path / "model.gguf")
         assert named in str(error.value)

@@ -13,7 +13,7 @@ from trainer.models.deepseek.block import NAME, ROUTED, SHARED, Block, DenseBloc
 from trainer.models.experts import stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, EPSILON, LOG, NUMBERS, SIZES, Gguf
+from trainer.models.gguf import COUNT, EPSILON, LOG, NUMBERS, SIZES, USED, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace, Layout
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
@@ -94,8 +94,8 @@ NORM = "expert_weights_norm"
 
 
 def other_epsilon(said: Callable[..., Any]) -> bool:
-    """Returns whether a file's epsilon of norms is another than DeepSeek's; `said`: see `Gguf.when`."""
-    return round(said(EPSILON, float) or 0, 12) != _ONLY["rms_norm_eps"]
+    """Returns whether a file's epsilon of norms is not DeepSeek's; `said`: see `Gguf.when`."""
+    return round(said(EPSILON, float) or _ONLY["rms_norm_eps"], 12) != _ONLY["rms_norm_eps"]
 
 
 def fields(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +108,7 @@ def fields(said: Mapping[str, Any]) -> dict[str, Any]:
         "v_head_dim": said.get(_HEAD_V) or said.get(_VALUES),
         **{"norm_topk_prob": said.get(NORM, False), "routed_scaling_factor": said.get("routed_scaling_factor", 1.0)},
         **({"topk_method": _V2.methods[groups > 1]} if said.get(SCORE, SOFTMAX_THERE) == SOFTMAX_THERE else {}),
+        **{"n_group": groups, "topk_group": said.get("topk_group") or 1},
         "num_nextn_predict_layers": 0,  # these files have no modules
     }
 
@@ -132,14 +133,14 @@ def _refuses(data: Mapping[str, Any]) -> str:
 
 SIZES_OF_EXPERTS = {
     **{"leading_dense_block_count": "first_k_dense_replace", COUNT: "n_routed_experts"},
-    **{"expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
+    **{USED: "num_experts_per_tok", "expert_shared_count": "n_shared_experts"},
     **{"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 NUMBERS_OF_EXPERTS = NUMBERS | {"expert_weights_scale": "routed_scaling_factor"}
 GGUF = Gguf(
     "deepseek2",
-    when=lambda said: said(SCORE) != SIGMOID_THERE and not other_epsilon(said),
+    when=lambda said: said(SCORE) in (None, SOFTMAX_THERE) and not other_epsilon(said),
     sizes={
         **{name: field for name, field in SIZES.items() if name not in ("attention.head_count_kv", _KEYS)},
         **{"rope.dimension_count": "qk_rope_head_dim", **SIZES_OF_EXPERTS},

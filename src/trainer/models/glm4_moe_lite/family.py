@@ -56,7 +56,7 @@ def _write(config: Config) -> dict[str, Any]:
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    dense, layers = (min(said.get(name, 0), LAYERS) for name in (_FIRST, "num_hidden_layers"))
+    dense, layers = (max(0, min(said.get(name, 0), LAYERS)) for name in (_FIRST, "num_hidden_layers"))
     return {**deepseek.fields(said), "topk_method": "noaux_tc", _KINDS: _kinds(dense, layers)}
 
 
@@ -81,11 +81,13 @@ FAMILY = Family(
             latent=True,
             methods=("noaux_tc", "noaux_tc"),
             gguf=deepseek.GGUF._replace(
-                when=lambda said: said(deepseek.SCORE) != deepseek.SOFTMAX_THERE and deepseek.other_epsilon(said),
+                when=lambda said: (
+                    said(deepseek.SCORE) in (None, deepseek.SIGMOID_THERE) and deepseek.other_epsilon(said)
+                ),
                 fields=_fields,
                 write=lambda data: deepseek.gguf_values({**data, "scoring_func": SIGMOID}),
                 refuses=lambda data: deepseek.GGUF.refuses({**data, "scoring_func": SIGMOID}),
-                note="the norms of latents have its epsilon of norms, those of GLM 4.7 Flash 1e-6",
+                note="its norms of latents use the epsilon of all norms; GLM 4.7 Flash uses 1e-6 there",
             ),
         )
     ],

@@ -15,7 +15,7 @@ from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, layouts_in_gguf
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, SIZES, WINDOW, Gguf
+from trainer.models.gguf import COUNT, SIZES, USED, WINDOW, Gguf
 from trainer.models.gpt_oss.facts import ATTENTION
 from trainer.models.huggingface import HuggingFace, Layout, Merged
 from trainer.models.patterns import alternating, other_period
@@ -144,12 +144,13 @@ FAMILY = Family(
                 when=lambda said: True,
                 sizes={
                     **SIZES,
-                    **{COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                    **{COUNT: "num_local_experts", USED: "num_experts_per_tok"},
                     WINDOW: "sliding_window",
                 },
                 more={_WIDTH: int},
+                needs=(WINDOW, _WIDTH),
                 fields=lambda said: {
-                    "swiglu_limit": 7.0,
+                    **{"swiglu_limit": 7.0, "intermediate_size": said[_WIDTH]},
                     "rope_scaling": {**(said["rope_scaling"] or {"rope_type": "default"}), "truncate": False},
                 },
                 write=lambda data: {_WIDTH: data["intermediate_size"]},

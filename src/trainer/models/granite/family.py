@@ -27,7 +27,7 @@ _ROTATES = "rope.scaling.finetuned"  # the switch of RoPE in llama.cpp
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """Without a factor on scores, llama.cpp takes that of the size of a head."""
-    scale = {} if "attention_multiplier" in said else {"attention_multiplier": said["head_dim"] ** -0.5}
+    scale = {} if "attention_multiplier" in said else {"attention_multiplier": max(said["head_dim"], 1) ** -0.5}
     return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})  # which is refused
 
 

@@ -5,7 +5,7 @@ from trainer.layers.stack import Stack
 from trainer.models.experts import layouts_in_gguf, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, SIZES
+from trainer.models.gguf import COUNT, SIZES, USED
 from trainer.models.granite.family import DEFAULTS, FACTORS, GGUF, POWERS
 from trainer.models.huggingface import HuggingFace, Layout, Merged
 from trainer.models.llama2.block import Block as DenseBlock
@@ -56,7 +56,7 @@ FAMILY = Family(
             gguf=GGUF._replace(
                 name="granitemoe",
                 when=lambda said: not said(SHARED),
-                sizes={**SIZES, COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                sizes={**SIZES, COUNT: "num_local_experts", USED: "num_experts_per_tok"},
                 layouts=layouts_in_gguf(_OURS),
             ),
         )

@@ -32,7 +32,7 @@ def stacks(config: Config) -> list[Stack]:
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     width, each = said[_SIZE], said["intermediate_size"]
-    if not width or width % each:
+    if width < 1 or width % each:
         refused.append(f"{_SIZE}={width} (known: multiples of intermediate_size={each})")
     return {"shared_experts": max(width // each, 1)}
 

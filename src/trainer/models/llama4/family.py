@@ -14,7 +14,7 @@ from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.experts import SharedExpertBlock, layouts_in_gguf
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, SIZES, Gguf
+from trainer.models.gguf import COUNT, SIZES, USED, Gguf
 from trainer.models.huggingface import HuggingFace, Layout, Merged, Outer
 from trainer.models.llama2 import block as llama2
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
@@ -152,14 +152,16 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 
 
+_STEP = "interleave_moe_layer_step"
 _GGUF = Gguf(
     "llama4",
     when=lambda said: True,
     sizes={
         **{**SIZES, "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size"},
-        **{COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        "interleave_moe_layer_step": "interleave_moe_layer_step",
+        **{COUNT: "num_local_experts", USED: "num_experts_per_tok"},
+        _STEP: _STEP,
     },
+    needs=(_STEP,),
     fields=_fields,
     layouts=layouts_in_gguf(f"{_OURS}{NAME}/MoeBlock_0"),
 )

@@ -107,7 +107,7 @@ FAMILY = Family(
             nested=_SIZES,
             gguf=deepseek.GGUF._replace(
                 name="mistral4",
-                when=lambda said: said(deepseek.SCORE) != deepseek.SIGMOID_THERE,
+                when=lambda said: said(deepseek.SCORE) in (None, deepseek.SOFTMAX_THERE),
                 more={**deepseek.GGUF.more, ministral3.TEMPERATURE: float, _LENGTH: int},
                 fields=_fields,
                 write=_gguf_values,

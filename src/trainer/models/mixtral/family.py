@@ -5,7 +5,7 @@ from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, SIZES, Gguf
+from trainer.models.gguf import COUNT, SIZES, USED, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.llama2.block import Block as DenseBlock
 from trainer.models.llama2.family import MAXTEXT
@@ -65,7 +65,7 @@ FAMILY = Family(
                 "llama",
                 when=lambda said: bool(said(COUNT)),
                 pairs=True,
-                sizes=SIZES | {COUNT: "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+                sizes=SIZES | {COUNT: "num_local_experts", USED: "num_experts_per_tok"},
                 fields=lambda said: {"sliding_window": None},
             ),
         )

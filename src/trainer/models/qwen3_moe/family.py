@@ -5,7 +5,7 @@ from trainer.layers.stack import Stack
 from trainer.models.experts import ExpertBlock, layouts, stack_of
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
-from trainer.models.gguf import COUNT, SIZES, Gguf
+from trainer.models.gguf import COUNT, SIZES, USED, Gguf
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.llama2.block import Block as DenseBlock
 from trainer.models.qwen3.family import NORMS
@@ -76,7 +76,7 @@ FAMILY = Family(
                 sizes={
                     **SIZES,
                     COUNT: "num_experts",
-                    "expert_used_count": "num_experts_per_tok",
+                    USED: "num_experts_per_tok",
                     "expert_feed_forward_length": "moe_intermediate_size",
                 },
                 fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},

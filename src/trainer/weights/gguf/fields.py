@@ -11,7 +11,7 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.words import visible
 from trainer.data.gguf_tokenizer import special_ids
 from trainer.leaves.gguf_file import GgufHeader
-from trainer.models.gguf import ATTENTION, LOG
+from trainer.models.gguf import ATTENTION, EPSILON, LOG, USED
 from trainer.models.huggingface import HuggingFace
 
 # The factors of RoPE, tensors: of type llama3, and of longrope for long and for short texts.
@@ -47,9 +47,13 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
     if unknown := sorted(own - known - {_VALUES, _ROTATED}):
         named = ", ".join(shortened(visible(f"{name}={header.values[prefix + name]}")) for name in unknown)
         raise UserError(f"{header.path}: {named}: not known, so it may change the function")
+    if lacking := [f"{prefix}{name}" for name in (EPSILON, USED, *it.needs) if name in known - own]:
+        raise UserError(f"{header.path}: {', '.join(lacking)}: missing, and llama.cpp has no default")
     said = {field: header.get(prefix + name, int) for name, field in it.sizes.items()}
     said |= {field: shortest(header.get(prefix + name, float)) for name, field in it.numbers.items()}
     said = {field: value for field, value in said.items() if value is not None}
+    if "num_attention_heads" in said and "num_key_value_heads" in it.sizes.values():
+        said.setdefault("num_key_value_heads", said["num_attention_heads"])
     more = {name: value for name, kind in it.more.items() if (value := header.get(prefix + name, kind)) is not None}
     said |= {} if hf.latent else _heads(header, prefix, said, hf.partial)
     if "attention_bias" in hf.sizes.values():

@@ -13,7 +13,7 @@ from trainer.leaves.about import TOKENS, About
 from trainer.leaves.gguf_file import GgufHeader, read_gguf
 from trainer.models import FAMILIES
 from trainer.models.families import family
-from trainer.models.gguf import COUNT
+from trainer.models.gguf import COUNT, EPSILON
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.models.mtp_names import MODULE_TENSORS, MODULES, hugging_face_modules
 from trainer.weights.gguf.fields import FACTORS, read_fields
@@ -69,7 +69,7 @@ class GgufSource(HuggingFaceSource):
         return super()._declared(config)._replace(layouts=self._layouts)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        """Copies that are quantized in another type differ."""
+        """Copies that are quantized in another type differ, and are not compared."""
         if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
             super()._check_copy(name, of, otherwise)
 
@@ -104,9 +104,10 @@ def read_as(header: GgufHeader, name: str) -> HuggingFace:
     if not found:
         known = ", ".join(sorted({it.name for _, it in declared}))
         experts = " with experts" if header.values.get(f"{name}.{COUNT}") is not None else ""
+        how = f"with these values of {COUNT}, expert_gating_func and {EPSILON}" if own else f"(known: {known})"
         raise UserError(
             f"{header.path}: general.architecture={shortened(visible(name))}{experts} is "
-            f"not read (known: {known}); a folder of Hugging Face with this model may be"
+            f"not read {how}; a folder of Hugging Face with this model may be"
         )
     return found[0]
 

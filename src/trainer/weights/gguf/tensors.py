@@ -26,7 +26,7 @@ QUANTIZED = (
 _STRIP = 1 << 22  # values to dequantize at once
 OF_LATENTS = "self_attn.kv_b_proj.weight"  # keys and values of latents; a file has two tensors, or one as Hugging Face
 MERGED = "self_attn.qkv_proj"
-_LAYER = re.compile(r"model\.layers\.({}|[0-9]+)\.")
+_LAYER = re.compile(r"model\.layers\.(\{\}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
 
 

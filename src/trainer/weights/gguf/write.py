@@ -94,11 +94,11 @@ def write_gguf(
     data = config_json(config, "float32", about.fields)
     if why := hf.gguf.refuses(data):
         raise UserError(f"format=gguf: llama.cpp's {hf.gguf.name} cannot represent this model:\n  {why}")
-    if hf.gguf.note:
-        say(f"llama.cpp's {hf.gguf.name} differs: {hf.gguf.note}")
     written, factors = _plan(config, leaves, dtype), written_factors(data)
     values = written_fields(hf, data) | tokenizer_values(tokenizer, about, config.vocab_size, say)
     _check(config, path, values, written, factors)
+    if hf.gguf.note:
+        say(f"llama.cpp's {hf.gguf.name} differs: {hf.gguf.note}")
     most = _TYPES.get(dtype or "", (dtype or "").upper()) or written[0].kind
     if other := [each.names[0] for each in written if most.startswith("Q") and each.kind == "F16"]:
         say(f"rows that are no multiple of 32 values are written as float16: {', '.join(other)}")
@@ -135,7 +135,7 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
             raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which loses nothing")
         shapes = [tensors_of(layouts[name], places[name], leaves[name].shape)[0][1] for name in names]
         axis = how.axis % len(shapes[0]) if how else 0
-        shape = tuple(sum(each) if i == axis else each[0] for i, each in enumerate(zip(*shapes, strict=True)))
+        shape = tuple(sum(sizes) if i == axis else sizes[0] for i, sizes in enumerate(zip(*shapes, strict=True)))
         if layouts[names[0]].of_experts:
             shape = (leaves[names[0]].shape[0 if places[names[0]] is None else 1], *shape)
         for tensor, own in _cut(config, of, shape):
