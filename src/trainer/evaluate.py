@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores of a model in tasks."""
+"""`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores a model on tasks."""
 
 import contextlib
 import itertools
@@ -116,14 +116,14 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
             results += task.run(model)
         except TooLong as error:
             raise UserError(f"{task.name}: {error}") from None
-        keep(folder, results)  # now, because the next task can fail
+        keep(folder, results)  # now, because the next task may fail
         say(f"{task.name}: {time.perf_counter() - began:.1f} s")
     if is_first():
         print(visible(table(results)))
 
 
 def _new_folder(base: str) -> Path:
-    """Makes the folder of the next free number, also if other commands do the same."""
+    """Creates and returns the folder with the next free number, even if other commands do the same concurrently."""
     from trainer.observe.rundir import writing
 
     parent = local_path(base, "base_output_directory=") / "evaluations"

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[Any, Config]:
-    """Returns the checkpoint, and the keys of its model as it is written."""
+    """Returns the checkpoint, and the configuration of the exported model."""
     from trainer.weights.adapters import WithAdapters
     from trainer.weights.model_keys import check_words, model_config
     from trainer.weights.open import open_source
@@ -125,7 +125,7 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns `Source.about`; for a checkpoint that says nothing, as of MaxText, what its tokenizer says."""
+    """Returns `Source.about`; for a checkpoint without such information, as of MaxText, that of its tokenizer."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -144,7 +144,7 @@ def _about(checkpoint: Any) -> Any:
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
+    """Writes only the adapters. The run describes their model; for a PEFT folder, the base does."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes
@@ -254,7 +254,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns the command with which MaxText loads the output, because its checkpoints do not describe their model."""
+    """Returns the command with which MaxText loads the output: MaxText checkpoints do not describe their model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

@@ -98,7 +98,7 @@ def _combination(keys: Mapping[str, Any]) -> str:
 
 
 def _differing(keys: Mapping[str, Any]) -> list[str]:
-    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are shown above."""
+    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are printed separately."""
     defaults = schema().keys
     return [
         f"{name}={shortened(to_flow(value))}"

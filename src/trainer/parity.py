@@ -164,7 +164,7 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
 
 
 def _before(sides: Sequence[Side]) -> None:
-    """Prints notes on the sides, and prepares the process for JAX. Raises UserError if one needs several processes."""
+    """Prints notes on the sides, prepares the process for JAX. Raises UserError if a side needs several processes."""
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the arguments that say how weights are stored, those about data, and those about the model."""
+    """Returns the arguments for the storage of weights, those for data, and those for the model."""
 
     def kind(word: str) -> int:
         key = schema().keys.get(word.partition("=")[0])
@@ -134,7 +134,7 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
 
 
 def _configuration(config: Config, words: Sequence[str]) -> Config:
-    """Returns the configuration of the same model as `config`, with `words`; resolved."""
+    """Returns the resolved configuration of the model of `config`, with `words` applied."""
     from trainer.weights.model_keys import described
 
     keys = described(config) | {name: config[name] for name in ("rope_interleave", *FLAGS)}
@@ -158,7 +158,7 @@ def _rounded(config: Config, kernels: Mapping[str, Any]) -> Any:
 def _report(
     out: Path, config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> None:
-    """Prints how many bytes the quantized matrices take in memory, and the others."""
+    """Prints the bytes of the quantized matrices and of the other weights in memory."""
     from trainer.observe.text import si
 
     def bits(leaf: Any) -> int:

@@ -19,7 +19,7 @@ from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 _OWN = {"adapters": (), "weights": WEIGHTS}
-# What requests leave out is as in OpenAI's API, and long prompts do not keep others waiting.
+# Requests get the defaults of OpenAI's API, and long prompts do not delay other requests.
 _DEFAULTS = {"use_chunked_prefill": "true", "decode_sampling_temperature": "1"}
 HELP = """\
 usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=value ...]
@@ -41,7 +41,7 @@ It needs the packages of trainer[serve].
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
     if answers_question(words, HELP):
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(loaded: Loaded) -> None:
-    """Raises UserError for what a server does not do."""
+    """Raises UserError for settings that a server does not support."""
     config, wrong = loaded.config, []
     if config.compile_topology:
         wrong.append("compile_topology: trainer.generate compiles a decode step; leave it out")
@@ -158,7 +158,7 @@ def _name(path: str) -> str:
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the address and a command for it: a chat or a completion of `text`; if that is empty, of an example."""
+    """Returns the address and an example command for it: a chat or a completion of `text`, or of a default if empty."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"
