@@ -30,20 +30,20 @@ usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PA
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-prompt   the text to continue; default: that of base.yml
-prompts  a file with one prompt in each line; - reads standard input; not together with prompt
-adapters runs with LoRA, or folders of PEFT, whose base FROM is: each prompt is continued with each of them, in one
-         batch. A run with LoRA as FROM is its base with the adapters added
+prompt   the text to continue; default: the prompt of base.yml
+prompts  a file with one prompt per line; - reads standard input; not together with prompt
+adapters runs with LoRA, or folders of PEFT, with FROM as their base: each prompt is continued with each of them, in one
+         batch. If FROM is a run with LoRA, its adapters are merged into its base
 format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), adapter,
          tokens, log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
-weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
-key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
-         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh,
-         without stages of a pipeline;
-         compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes;
+weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
+key      keys of base.yml: decode_sampling_* control sampling, max_target_length is the length of prompt and
+         continuation together (default: the training length, at most 2048), ici_*_parallelism is the mesh, without
+         pipeline stages;
+         compile_topology=v5e-8 compiles a decode step for these devices and reports its memory and cost;
          use_chat_template=true makes each prompt the user's message to the assistant
 
-Standard output has the texts alone, each after its prompt, or the lines of JSON; messages are on standard error.
+Standard output contains only the texts, each after its prompt, or the lines of JSON; messages go to standard error.
 --help Generation lists the keys of generation, --explain KEY explains one."""
 
 

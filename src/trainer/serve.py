@@ -27,14 +27,14 @@ usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-adapters runs with LoRA, or folders of PEFT, whose base FROM is: a request names one as its model, by its folder's name
-weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
+adapters runs with LoRA, or folders of PEFT, with FROM as their base: requests select one by its folder's name as model
+weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_device_batch_size is the number of
-         slots for each device; max_target_length is the length of prompt and continuation together (default: that of
-         the training, at most 2048); decode_sampling_* are for requests that do not say how tokens are drawn
+         slots per device; max_target_length is the length of prompt and continuation together (default: the training
+         length, at most 2048); decode_sampling_* are the defaults for requests without sampling parameters
 
-The API is that of OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions; / is a page to try the model
-with, /health and /metrics are for what watches the server. SIGTERM or Ctrl-C ends it after the accepted requests.
+The API is compatible with OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions. / is a page to try
+the model, /health and /metrics are for monitoring. SIGTERM or Ctrl-C ends the server after the accepted requests.
 It needs the packages of trainer[serve].
 --help Serving lists the keys of serving, --explain KEY explains one."""
 

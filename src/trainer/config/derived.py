@@ -88,5 +88,5 @@ def has_dropout(config: Config) -> bool:
 
 
 def policy_temperature(config: Config) -> float:
-    """Returns the temperature of the log-probabilities that generation returns: the policy's with use_grpo, otherwise 1."""
+    """Returns the temperature of generation's log-probabilities: with use_grpo, the policy's; otherwise 1."""
     return float(config.decode_sampling_temperature) if config.use_grpo else 1.0
