@@ -87,7 +87,7 @@ class Preference(abc.ABC):
     ) -> Sums:
         """See `Objective.sums`. The reference has no dropout.
 
-        If both have equal parameters, the reference gets the policy's log-probabilities. Two compiled forward passes
+        If policy and reference have equal parameters, they get equal log-probabilities. Two compiled forward passes
         could round differently, and the accuracy would be arbitrary instead of 0.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
