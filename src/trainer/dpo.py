@@ -1,7 +1,7 @@
 """`python -m trainer.dpo [base.yml] key=value ... [--show N]`: trains a language model to prefer one answer to another.
 
-It is `trainer.train` with another encoder of records and another objective: the same checkpoints, meshes, combinations
-and reports.
+It is `trainer.train` with a different record encoder and objective. Checkpoints, meshes, combinations and reports are
+the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores of a model in tasks."""
+"""`python -m trainer.evaluate FROM tasks=a,b [key=value ...]`: scores a model on tasks."""
 
 import contextlib
 import itertools
@@ -26,18 +26,18 @@ usage: python -m trainer.evaluate FROM tasks=TASK,TASK [output=FOLDER] [weights=
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-tasks    text           loss, perplexity and bits per byte of the data that dataset_type and its keys name
-         FILE.jsonl     questions with answers, or with choices, one in each line
+tasks    text           loss, perplexity and bits per byte of the data given by dataset_type and its keys
+         FILE.jsonl     questions with answers or choices, one per line
          FILE.yml       either of them with settings (kind: text, kind: questions), or a file of lm-eval
-         NAME           a task of lm-eval, whose data are on this machine
+         NAME           a task of lm-eval with data on this machine
 output   a folder for the scores and for all questions and answers; default: the next free number in
          base_output_directory/evaluations
-weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
-key      keys of base.yml: eval_tasks_limit is the most samples of each task, per_device_batch_size the number of
-         sequences at once, max_target_length the length of a question with its answer, dtype the precision;
+weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
+key      keys of base.yml: eval_tasks_limit is the maximum number of samples per task, per_device_batch_size the number
+         of sequences at once, max_target_length the length of a question with its answer, dtype the precision;
          use_chat_template=true makes each question the user's message to the assistant
 
-Standard output has the table alone. docs/guides/evaluation.md has the formats of the files.
+Standard output contains only the table. docs/guides/evaluation.md describes the file formats.
 --explain KEY explains a key."""
 
 
@@ -119,14 +119,14 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
             results += task.run(model)
         except TooLong as error:
             raise UserError(f"{task.name}: {error}") from None
-        keep(folder, results)  # now, because the next task can fail
+        keep(folder, results)  # now, because the next task may fail
         say(f"{task.name}: {time.perf_counter() - began:.1f} s")
     if is_first():
         print(visible(table(results)))
 
 
 def _new_folder(base: str) -> Path:
-    """Makes the folder of the next free number, also if other commands do the same."""
+    """Creates and returns the folder with the next free number, even if other commands do the same concurrently."""
     from trainer.observe.rundir import writing
 
     parent = local_path(base, "base_output_directory=") / "evaluations"

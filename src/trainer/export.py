@@ -27,28 +27,28 @@ usage: python -m trainer.export FROM OUT format=hf|params|maxtext|peft [dtype=fl
 
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, of this trainer or of MaxText;
         a Hugging Face model directory; a GGUF file; the output of this command; a MaxText checkpoint's tree
-        (.../N/items). A run with LoRA, or a folder of Hugging Face's PEFT, is its base with the adapters added
+        (.../N/items). For a run with LoRA, or a folder of Hugging Face's PEFT, adapters are merged into the base
 OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
         line printed is the command line with which MaxText loads it
-        peft: the adapters of a run with LoRA, and what else it trained, as a folder of Hugging Face's PEFT
-        gguf: one new file for llama.cpp, Ollama and others, with the tokenizer, chat template and ends. dtype is that
-        of the matrices; with q4_0 and q4_1 the tables of tokens have eight bits. Needs the extra gguf
-dtype   of the output; default: as stored in FROM. Weights that trainer.quantize quantized stay so in params, and in
-        hf, in the layout of compressed-tensors; with dtype, and in maxtext and gguf, they are floats first
-like    with format=hf: a Hugging Face model directory whose text model FROM is, and which has more, such as a tower for
-        images: OUT is this directory with the text model's tensors replaced
-weights of a run with ema_decay: raw, the parameters that it trains (default), or ema, their average, which is stored in
-        float32; frozen parameters are their own average
+        peft: the adapters and other trained parameters of a run with LoRA, as a folder of Hugging Face's PEFT
+        gguf: one new file for llama.cpp, Ollama and others, with tokenizer, chat template and end tokens. dtype is the
+        type of the matrices; with q4_0 and q4_1, token tables have eight bits. Needs the extra gguf
+dtype   of the output; default: as stored in FROM. Weights quantized by trainer.quantize stay quantized in params, and
+        in hf, in the layout of compressed-tensors; with dtype, and in maxtext and gguf, they are dequantized first
+like    with format=hf: a Hugging Face model directory that contains FROM as its text model, and more, such as a vision
+        tower: OUT is this directory with the text model's tensors replaced
+weights for a run with ema_decay: raw, the trained parameters (default), or ema, their average, which is stored in
+        float32; frozen parameters have no average and are exported unchanged
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
-load_parameters_path   of adapters: where their base is now, if it has moved, or if PEFT names it otherwise
-Weights that weight_sparsity_n masks are zero in hf and maxtext; params also has the masks.
-Tokenizer files next to FROM are copied, and what FROM says of ends, lengths and sampling (generation_config.json).
---help SECTION and --explain KEY say what the keys mean."""
+load_parameters_path   for adapters: the current path of their base, if it has moved, or if PEFT names another path
+Weights that weight_sparsity_n masks are zero in hf and maxtext; params also contains the masks.
+Copies tokenizer files next to FROM, and its settings for end tokens, lengths and sampling (generation_config.json).
+--help SECTION and --explain KEY explain the keys."""
 
 
 @exit_on_user_error
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[Any, Config]:
-    """Returns the checkpoint, and the keys of its model as it is written."""
+    """Returns the checkpoint, and the configuration of the exported model."""
     from trainer.weights.adapters import WithAdapters
     from trainer.weights.model_keys import check_words, model_config
     from trainer.weights.open import open_source
@@ -125,7 +125,7 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns `Source.about`; for a checkpoint that says nothing, as of MaxText, what its tokenizer says."""
+    """Returns `Source.about`; for a checkpoint without such information, as of MaxText, that of its tokenizer."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -144,7 +144,7 @@ def _about(checkpoint: Any) -> Any:
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes adapters alone. A run describes the model that they belong to; for PEFT, its base does."""
+    """Writes only the adapters. The run describes their model; for a PEFT folder, the base does."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes
@@ -254,7 +254,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns the command with which MaxText loads the output, because its checkpoints do not describe their model."""
+    """Returns the command with which MaxText loads the output: MaxText checkpoints do not describe their model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

@@ -22,11 +22,11 @@ Prints the command of this trainer for a MaxText command, and a verdict for each
   needless   left out of the printed command; with the reason
   renamed    the key to write instead
   refused, not yet, never, unknown   the command stops at this key; what to do
-The text is read as bash reads it, with quotes, line continuations, and the variables and arrays set before the command;
-what would be read wrongly is refused by name. M_KEY=value is a key, too. Without quotes the words may follow directly.
-VERSION is 0.2.5, or 0.2.4 for it and those before; without it the keys tell the version, if only one has them. What
-0.2.5 changed: it has no flags and is nnx, and its default dataset_type is synthetic, no longer tfds. Values such as
-$STEPS are not known here and not checked.
+The text is parsed as bash does, with quotes, line continuations, and the variables and arrays set before the command;
+unsupported syntax is refused by name. M_KEY=value is a key, too. Without quotes the words may follow directly.
+VERSION is 0.2.5, or 0.2.4 for this and earlier versions; by default it follows from keys that only one version has.
+0.2.5 has no flags, is nnx, and has the default dataset_type synthetic instead of tfds. Values such as $STEPS are not
+known here and not checked.
 
 Exit code: 0 if the printed command is valid and means the same as MaxText's, apart from the differences that are
 printed, 2 if not."""

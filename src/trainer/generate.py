@@ -21,7 +21,7 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 FORMATS = ("text", "jsonl")
-_OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # with their values, if not any text
+_OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # allowed values; (): any text
 NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PATH,PATH] [format=text|jsonl]
@@ -30,26 +30,26 @@ usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PA
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-prompt   the text to continue; default: that of base.yml
-prompts  a file with one prompt in each line; - reads standard input; not together with prompt
-adapters runs with LoRA, or folders of PEFT, whose base FROM is: each prompt is continued with each of them, in one
-         batch. A run with LoRA as FROM is its base with the adapters added
+prompt   the text to continue; default: the prompt of base.yml
+prompts  a file with one prompt per line; - reads standard input; not together with prompt
+adapters runs with LoRA, or folders of PEFT, with FROM as their base: each prompt is continued with each of them, in one
+         batch. If FROM is a run with LoRA, its adapters are merged into its base
 format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), adapter,
          tokens, log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
-weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
-key      keys of base.yml: decode_sampling_* say how tokens are drawn, max_target_length is the length of prompt and
-         continuation together (default: that of the training, at most 2048), ici_*_parallelism is the mesh,
-         without stages of a pipeline;
-         compile_topology=v5e-8 compiles a decode step for these devices and reports what it takes;
+weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
+key      keys of base.yml: decode_sampling_* control sampling, max_target_length is the length of prompt and
+         continuation together (default: the training length, at most 2048), ici_*_parallelism is the mesh, without
+         pipeline stages;
+         compile_topology=v5e-8 compiles a decode step for these devices and reports its memory and cost;
          use_chat_template=true makes each prompt the user's message to the assistant
 
-Standard output has the texts alone, each after its prompt, or the lines of JSON; messages are on standard error.
+Standard output contains only the texts, each after its prompt, or the lines of JSON; messages go to standard error.
 --help Generation lists the keys of generation, --explain KEY explains one."""
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
     if answers_question(words, HELP):
@@ -95,7 +95,7 @@ class _Text(NamedTuple):
     adapter: str  # the path; "" for none
 
     def row(self) -> dict[str, Any]:
-        """Returns the beginning of its line of JSON."""
+        """Returns the first fields of the text's JSON line."""
         adapter = {"adapter": self.adapter} if self.adapter else {}
         return {"prompt": self.prompt, **adapter, "text": "", "tokens": [], "log_probs": []}
 
@@ -109,7 +109,7 @@ def _generate(
     as_json: bool,
     started: float,
 ) -> None:
-    """Every process runs every step, and the first one writes. Adapters that have averages are these, unless `raw`."""
+    """Every process runs every step; the first one writes. Averages of adapters replace the adapters, unless `raw`."""
     from trainer.config.files import by_hand
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.scheduler import Scheduler
@@ -137,7 +137,7 @@ def _generate(
         return engine, tokenizer, [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())], tokens
 
     engine, tokenizer, stop, tokens = agreed(prepared)
-    # Other tokens would be another order of steps, for which processes would wait for ever.
+    # With different tokens, processes would run different steps and wait for each other forever.
     what = "the tokens of the prompts, and those that end a text,"
     check_same(lambda: program() | {what: "\n".join(map(str, [*tokens, stop]))})
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -154,7 +154,7 @@ def _generate(
 
 
 def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """Returns what makes conversations of prompts with use_chat_template=true, otherwise None."""
+    """Returns the encoder of prompts as conversations with use_chat_template=true, otherwise None."""
     if not loaded.config.use_chat_template:
         if (template := tokenizer.chat_template) and "use_chat_template" not in loaded.changed:
             say(
@@ -196,8 +196,8 @@ def _print(
     loading: float,
     write: Callable[[str], None],
 ) -> str:
-    """Writes the texts in their order, each as it is made; later ones are kept until it is their turn. Returns how long
-    that took."""
+    """Writes the texts in order while they are generated; later texts wait for their turn. Returns a line about the
+    time."""
     from trainer.inference.text import TextStream
 
     streams = {number: TextStream(tokenizer, text.tokens) for number, text in texts.items()}
@@ -239,7 +239,7 @@ def _print(
 
 
 def _write(text: str) -> None:
-    # A file or a program gets the text as it is; control characters from a model do not control the terminal.
+    # A file or a program gets the text unchanged; on a terminal, the model's control characters must have no effect.
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -249,7 +249,7 @@ def _say(text: str) -> None:
 
 
 def _nothing(text: str) -> None:
-    """Of processes that do not write."""
+    """Does nothing, for processes that do not write."""
 
 
 def read_words(
@@ -258,10 +258,10 @@ def read_words(
     """Returns FROM or "", the options of a program, and the arguments for base.yml.
 
     Args:
-      own: the names of the options with their values, () for any text.
+      own: the allowed values of each option, () for any text.
 
     Raises:
-      UserError: FROM is no path, or an option has another value.
+      UserError: FROM is no path, or the value of an option is not allowed.
     """
     names = {*own, *schema().keys}
     options = {name: value for name, _, value in (word.partition("=") for word in words) if name in own}
@@ -293,7 +293,7 @@ def _prompts(path: str) -> list[str]:
         text = sys.stdin.read() if path == "-" else local_path(path, "prompts=").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
-    # Not splitlines, which also divides at a form feed and at some characters of Unicode.
+    # Not splitlines, which also splits at form feeds and some Unicode characters.
     prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")

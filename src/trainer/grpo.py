@@ -1,6 +1,6 @@
 """`python -m trainer.grpo [base.yml] key=value ...`: reinforcement learning from reward functions (GRPO).
 
-It is `trainer.train` with another source of batches: the same checkpoints, meshes, combinations and reports.
+It is `trainer.train` with a different source of batches. Checkpoints, meshes, combinations and reports are the same.
 """
 
 from collections.abc import Callable, Sequence

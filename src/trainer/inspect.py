@@ -24,7 +24,7 @@ norms=false  read headers only: no norms, and checksums are not compared
 
 Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the sizes
 of all other state. For stacked layers, a line shows the norm of all layers and the range of the norms of single layers.
-The host holds one array at a time."""
+Loads one array at a time."""
 _WIDTH = 150
 _MODEL = (
     *("decoder_block", "model_name", "base_num_decoder_layers", "base_emb_dim", "base_num_query_heads"),
@@ -98,7 +98,7 @@ def _combination(keys: Mapping[str, Any]) -> str:
 
 
 def _differing(keys: Mapping[str, Any]) -> list[str]:
-    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are shown above."""
+    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are printed separately."""
     defaults = schema().keys
     return [
         f"{name}={shortened(to_flow(value))}"

@@ -23,17 +23,17 @@ usage: python -m trainer.parity [FILE.yml] [key=value ...] left.KEY=VALUE right.
        python -m trainer.parity left=FILE.safetensors [key=value ...] [right=NAME] [rtol=X] [atol=X] [--json]
        python -m trainer.parity CHECKPOINT CHECKPOINT [rtol=X] [atol=X] [--json]
 
-Builds a program for each side from the shared keys and the side's own keys, starts both from the left side's
-parameters, gives both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one
-update, and an update of the same parameters with an optimizer state that is drawn to resemble the middle of a run.
+Builds a program for each side from the shared keys and the side's keys, starts both from the left side's parameters,
+gives both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one update, and
+an update of the same parameters with a random optimizer state that resembles the middle of a run.
 
 left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
 right.KEY=VALUE  The keys for sources of parameters and batches cannot differ: both sides use the left side's.
 left=NAME        a combination of the three flags by name, also right=NAME; right=NAME,NAME and right=all: several
-record=FILE      writes a record of the left side: its configuration, batch, state and checksums of all that is compared
-arrays=true      The record also holds the arrays, so that a comparison with it gives the sizes of differences.
-left=FILE        compares with a record, in another process, commit, version of JAX or machine; the configuration is the
-                 record's, key=value changes it
+record=FILE      writes a record of the left side: its configuration, batch, state and checksums of all compared arrays
+arrays=true      The record also contains the arrays, so that a comparison with it gives the sizes of differences.
+left=FILE        compares with a record, from another process, commit, version of JAX or machine; the configuration is
+                 the record's, and key=value changes it
 CHECKPOINT       a run's folder, one of its checkpoints/N, or the output of trainer.export format=params
 rtol, atol       tolerances: two arrays are equal if their elements differ by at most atol, or by at most rtol times the
                  largest magnitude in both; without them, and for integers, only equal bits are equal
@@ -164,7 +164,7 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
 
 
 def _before(sides: Sequence[Side]) -> None:
-    """Prints notes on the sides, and prepares the process for JAX. Raises UserError if one needs several processes."""
+    """Prints notes on the sides, prepares the process for JAX. Raises UserError if a side needs several processes."""
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):

@@ -28,19 +28,19 @@ usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory,
         a GGUF file, the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
-weights of a run with ema_decay: ema (default), the average of the parameters, or raw
+weights for a run with ema_decay: ema (default), the average of the parameters, or raw
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
-        weight_quantization_algorithm=rounding (default), awq or gptq; the last two read text: dataset_type=... and the
-        other keys of --help Data, by default the source code of Python's standard library, with FROM's tokenizer
-        calibration_rows=128: how many rows of it; max_target_length=... is their length (default: that of the training,
-        at most 2048)
+        weight_quantization_algorithm=rounding (default), awq or gptq; the last two calibrate on text: dataset_type=...
+        and other keys of --help Data, by default the source code of Python's standard library, with FROM's tokenizer
+        calibration_rows=128: the number of text rows; max_target_length=... is their length (default: the training
+        length, at most 2048)
         weight_quantization_calibration_method=minmax: also zero points, for int8 and int4
         unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here,
         unless quantize_router_proj=true is given
         keys of the model, as for trainer.train; they default to FROM's config.json or config.yml, and a MaxText
         checkpoint has neither
-Matrices are quantized layer by layer, and other weights stay as they are. Tokenizer files next to FROM are copied.
---help SECTION and --explain KEY say what the keys mean. docs/guides/quantization.md"""
+Matrices are quantized layer by layer, and other weights are unchanged. Tokenizer files next to FROM are copied.
+--help SECTION and --explain KEY explain the keys. docs/guides/quantization.md"""
 _ROWS = "calibration_rows"
 _DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: rows of a batch, at most
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the arguments that say how weights are stored, those about data, and those about the model."""
+    """Returns the arguments for the storage of weights, those for data, and those for the model."""
 
     def kind(word: str) -> int:
         key = schema().keys.get(word.partition("=")[0])
@@ -134,7 +134,7 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
 
 
 def _configuration(config: Config, words: Sequence[str]) -> Config:
-    """Returns the configuration of the same model as `config`, with `words`; resolved."""
+    """Returns the resolved configuration of the model of `config`, with `words` applied."""
     from trainer.weights.model_keys import described
 
     keys = described(config) | {name: config[name] for name in ("rope_interleave", *FLAGS)}
@@ -158,7 +158,7 @@ def _rounded(config: Config, kernels: Mapping[str, Any]) -> Any:
 def _report(
     out: Path, config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> None:
-    """Prints how many bytes the quantized matrices take in memory, and the others."""
+    """Prints the bytes of the quantized matrices and of the other weights in memory."""
     from trainer.observe.text import si
 
     def bits(leaf: Any) -> int:

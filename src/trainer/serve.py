@@ -19,7 +19,7 @@ from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 _OWN = {"adapters": (), "weights": WEIGHTS}
-# What requests leave out is as in OpenAI's API, and long prompts do not keep others waiting.
+# Requests get the defaults of OpenAI's API, and long prompts do not delay other requests.
 _DEFAULTS = {"use_chunked_prefill": "true", "decode_sampling_temperature": "1"}
 HELP = """\
 usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=value ...]
@@ -27,21 +27,21 @@ usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-adapters runs with LoRA, or folders of PEFT, whose base FROM is: a request names one as its model, by its folder's name
-weights  of a run with ema_decay: ema (default), the average of the parameters, or raw
+adapters runs with LoRA, or folders of PEFT, with FROM as their base: requests select one by its folder's name as model
+weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_device_batch_size is the number of
-         slots for each device; max_target_length is the length of prompt and continuation together (default: that of
-         the training, at most 2048); decode_sampling_* are for requests that do not say how tokens are drawn
+         slots per device; max_target_length is the length of prompt and continuation together (default: the training
+         length, at most 2048); decode_sampling_* are the defaults for requests without sampling parameters
 
-The API is that of OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions; / is a page to try the model
-with, /health and /metrics are for what watches the server. SIGTERM or Ctrl-C ends it after the accepted requests.
+The API is compatible with OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions. / is a page to try
+the model, /health and /metrics are for monitoring. SIGTERM or Ctrl-C ends the server after the accepted requests.
 It needs the packages of trainer[serve].
 --help Serving lists the keys of serving, --explain KEY explains one."""
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (default: the process's own)."""
+    """Runs the command line `argv` (default: the arguments of the process)."""
     started = time.perf_counter()
     words = command_line(argv)
     if answers_question(words, HELP):
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check(loaded: Loaded) -> None:
-    """Raises UserError for what a server does not do."""
+    """Raises UserError for settings that a server does not support."""
     config, wrong = loaded.config, []
     if config.compile_topology:
         wrong.append("compile_topology: trainer.generate compiles a decode step; leave it out")
@@ -158,7 +158,7 @@ def _name(path: str) -> str:
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the address and a command for it: a chat or a completion of `text`; if that is empty, of an example."""
+    """Returns the address and an example command for it: a chat or a completion of `text`, or of a default if empty."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

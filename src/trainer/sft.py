@@ -1,6 +1,6 @@
 """`python -m trainer.sft [base.yml] key=value ... [--show N]`: fine-tunes a language model on conversations.
 
-It is `trainer.train` with another encoder of records: the same checkpoints, meshes, combinations and reports.
+It is `trainer.train` with a different record encoder. Checkpoints, meshes, combinations and reports are the same.
 """
 
 import os
@@ -56,7 +56,7 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
-    """Raises UserError if a configuration is not for the command of the key `own`, or has `mistakes`."""
+    """Raises UserError if a configuration does not belong to the command with the key `own`, or has `mistakes`."""
     if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
@@ -66,8 +66,8 @@ def _check(config: Config) -> None:
 
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Sets keys that nothing gives, see `train.Kind`: the tokenizer of the model that the run starts from, the columns
-    of the data, and the length of a row.
+    """Sets keys that the user does not give, see `train.Kind`: the tokenizer of the initial model, the columns of the
+    data, and the length of a row.
 
     Raises:
       UserError: they cannot be read.
@@ -86,8 +86,8 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
 
 
 def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys of the run that this command continues, and its checkpoint; None if it continues none. A run
-    without a name is continued if it has the same configuration, or if its model is gone."""
+    """Returns the keys and the checkpoint of the run that this command continues; None for a new run. A run without a
+    name is continued if it has the same configuration, or if its model is gone."""
     if not config.run_name and not config.load_parameters_path:
         return None
     from trainer.weights.model_of_command import own_run as of_command
@@ -103,7 +103,7 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def positions(config: Config) -> int | None:
-    """Returns with how many positions the model at load_parameters_path was trained; None if it does not say."""
+    """Returns the number of positions with which the model at load_parameters_path was trained; None if unknown."""
     from trainer.weights.open import open_source
 
     return open_source(config.load_parameters_path, config.decoder_block, verify=False).length
@@ -126,7 +126,7 @@ def _encoder() -> Any:
 
 
 def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """Returns what encodes the prompt of the sample, see `train.Kind`."""
+    """Returns the encoder of the sample's prompt, see `train.Kind`."""
     from trainer.chat.encoder import Prompts
 
     return Prompts(config, tokenizer, say)

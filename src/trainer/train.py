@@ -34,19 +34,19 @@ _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 @dataclass(frozen=True)
 class Kind:
-    """What commands that train differ in.
+    """The properties in which training commands differ. A function `say` gets lines for the user.
 
     Attributes:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
-      prepare: sets keys that nothing gives to what the model and the data say (`Loaded.complete`), and returns them.
-        Its function gets lines for the user. It runs after JAX is loaded, in the first process.
+      prepare: `prepare(loaded, say)` sets keys that the user does not give, from the model and the data
+        (`Loaded.complete`), and returns them. It runs after JAX is loaded, in the first process.
       encoder: returns the encoder of records, see `data.open_dataset`.
-      prompts: returns what encodes the prompt of the sample, see `inference.tokens_of`; with lines to the function.
-      dataset: opens other data than records, given the resolved configuration, with lines to the function.
-      source: returns the source of batches, see `training.fit`, given the run, its data, its beginning and its folder,
-        None if it must not write, with lines to the function. It is opened before the step is compiled.
+      prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample's prompt, see `inference.tokens_of`.
+      dataset: `dataset(config, say)` opens data other than records; `config` is resolved.
+      source: `source(run, dataset, begin, run_dir, say)` returns the source of batches, see `training.fit`. It is
+        opened before the step is compiled. `run_dir` is None if it must not write.
     """
 
     command: str
@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_command(words: Sequence[str], kind: Kind) -> None:
-    """Trains as the command line `words` says.
+    """Trains as the command line `words` specifies.
 
     Raises:
-      UserError: it cannot; RunStopped: the run ended by its own rules.
+      UserError: that is not possible; RunStopped: a rule of the run ended it.
     """
     if prints_usage(kind.command, words):
         return
@@ -144,7 +144,7 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
 
 
 def _dry_run(loaded: Loaded, kind: Kind) -> None:
-    """Does what `_run` does before the first step, except in the run's folder, where it writes nothing."""
+    """Does everything that `_run` does before the first step, but writes nothing to the run's folder."""
     from trainer.checkpoint.manager import SavedCheckpoints
     from trainer.config.dump import to_flow
     from trainer.observe.rundir import FINISHED_FILE
@@ -214,7 +214,7 @@ def _opened(loaded: Loaded, kind: Kind):
 
 
 def _prepare(loaded: Loaded, kind: Kind, console):
-    """Returns the run, the data that it reads, and the tokens of its prompt with those that end its continuation."""
+    """Returns the run, its data, and the tokens of its prompt with the tokens that end a continuation."""
     import jax
 
     from trainer.checkpoint.compare import check_dtypes
@@ -310,7 +310,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
 
 
 def _specs(kind: Kind, config: Config) -> list[Spec]:
-    """Returns the tasks of eval_tasks. Raises UserError for text of the run's own data, if that is no plain text."""
+    """Returns the tasks of eval_tasks. Raises UserError if the task text would use run data that are not plain text."""
     specs = read_specs(config.eval_tasks, "eval_tasks")
     own = [spec.name for spec in specs if spec.kind == TEXT and not spec.documents]
     if own and (kind.encoder or kind.dataset):
@@ -322,7 +322,7 @@ def _specs(kind: Kind, config: Config) -> list[Spec]:
 
 
 def _tasks(kind: Kind, run, dataset, begin, console):
-    """Returns what evaluates the run by eval_tasks, None without any. Their data are opened here."""
+    """Returns the evaluator of eval_tasks, with their data opened; None without tasks."""
     if not run.config.eval_tasks:
         return None
     from trainer.evaluation.in_run import RunTasks

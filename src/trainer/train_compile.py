@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles the step that `trainer.train` would run on the devices that `compile_topology` names.
 
-    A step that does not fit is a result, not an error, unless it exceeds the memory by far.
+    A step that does not fit is a result, not an error, unless it far exceeds the memory.
 
     Args:
       config: from `config.load`, not resolved.

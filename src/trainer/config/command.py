@@ -1,4 +1,4 @@
-"""Reads the words of a command line, and the variables that stand for words."""
+"""Reads the words of a command line, and the environment variables that replace words."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from trainer.config.values import read_text
 
 
 def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the yml that the first word names, or base.yml, and the other words."""
+    """Returns the yml that the first word names (default: base.yml), and the other words."""
     first = argv[0] if argv else ""
     looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):

@@ -32,10 +32,10 @@ UNUSED_AXES = {
     "autoregressive": "nothing uses this axis; trainer.generate uses data, fsdp and tensor",
 }
 
-# If a key is empty or 0, it takes the value that follows from others.
+# If one of these keys is empty or 0, its value is derived from other keys.
 FOLLOWS: Mapping[str, Callable[[Config], Any]] = {
     "mu_dtype": lambda given: given.weight_dtype,
-    # As many rows as an update, so that another split into microbatches evaluates on the same rows.
+    # As many rows as an update, so that evaluation does not depend on the split into microbatches.
     "eval_per_device_batch_size": lambda given: given.per_device_batch_size * given.gradient_accumulation_steps,
 }
 
@@ -66,28 +66,27 @@ def eval_batch_rows(config: Config) -> int:
 
 
 def eval_parts(config: Config) -> int:
-    """Returns in how many parts an evaluation batch is computed: parts of a microbatch's rows, if these fit evenly."""
+    """Returns the number of parts of an evaluation batch: each has a microbatch's rows, if these divide it evenly."""
     parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
     return parts if parts and not left else 1
 
 
 def row_for(tokens: int) -> int:
-    """Returns the length of a row that holds `tokens`: the next multiple of 128."""
+    """Returns the length of a row for `tokens` tokens: the next multiple of 128."""
     return -(-tokens // 128) * 128
 
 
 def has_reference(config: Config) -> bool:
-    """Returns whether the objective reads the parameters with which the run began."""
+    """Returns whether the objective reads the run's initial parameters."""
     compared = config.use_dpo and config.dpo_algo == "dpo"
     return bool(compared or (config.use_grpo and config.rl_grpo_beta))
 
 
 def has_dropout(config: Config) -> bool:
-    """Returns whether an update drops values."""
+    """Returns whether updates use dropout."""
     return bool(config.enable_dropout and (config.dropout_rate or config.attention_dropout_rate))
 
 
 def policy_temperature(config: Config) -> float:
-    """Returns the temperature of the distribution whose log-probabilities generation returns: in reinforcement learning
-    that of the policy, otherwise 1."""
+    """Returns the temperature of generation's log-probabilities: with use_grpo, the policy's; otherwise 1."""
     return float(config.decode_sampling_temperature) if config.use_grpo else 1.0

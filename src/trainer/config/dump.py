@@ -31,7 +31,7 @@ def to_flow(value: Any) -> str:
     if isinstance(value, Mapping | ml_collections.ConfigDict):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
-        return json.dumps(value)  # the same text as YAML, a hundred times faster; most values are of this kind
+        return json.dumps(value)  # the same text as YAML, a hundred times faster; most values have these types
     return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 

@@ -34,7 +34,7 @@ def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
 
 def without_effect_here(config: Config, changed: Mapping[str, str], before: Config) -> list[str]:
     """Does the same as `without_effect` for settings that depend on the devices. `config` is resolved, from `before`.
-    What has no effect on any devices is left out."""
+    Keys without an effect on any devices are left out."""
     told = inert_keys(before)
     return _lines(INERT_HERE, config, {key: where for key, where in changed.items() if key not in told})
 

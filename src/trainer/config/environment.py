@@ -29,8 +29,8 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
 
 
 def without_prefix(environment: Mapping[str, str], given: Container[str]) -> list[str]:
-    """Returns a warning about variables with the name of a key that is not among the keys `given`, in capitals and
-    without M_. Names of one word, such as PORT, are other programs' variables; people write STEPS."""
+    """Returns a warning about variables named like a key that is not in `given`, in capitals but without M_. Names of
+    one word, such as PORT, are other programs' variables, except for STEPS, which users often write."""
     keys = [name for name in schema().keys if name not in given and ("_" in name or name == "steps")]
     found = [name.upper() for name in keys if environment.get(name.upper())]
     if not found:

@@ -25,7 +25,7 @@ SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
-    """An error of the user. The message says what is wrong, where, and what the nearest valid choice is."""
+    """An error of the user. The message states the problem, its place, and the nearest valid choice."""
 
 
 class NotBuilt(UserError, NotImplementedError):
@@ -37,7 +37,7 @@ class Unbuilt(str):
 
 
 class RunStopped(RuntimeError):
-    """Ends a run by its own rules, for example at a NaN loss. The message says what to do."""
+    """Ends a run by one of its rules, for example at a NaN loss. The message states what to do."""
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
@@ -155,8 +155,8 @@ def report(mistakes: Sequence[str]) -> UserError:
 def on_one_screen(lines: Sequence[str]) -> list[str]:
     """Returns `lines`. If they exceed a screen, returns those that fit, in order, and the number of the others.
 
-    The first line of each kind comes before further ones. Lines are of the same kind if they say the same about
-    different keys. A line that is too long is cut in the middle.
+    The first line of each kind takes precedence over further ones. Lines are of the same kind if they state the same
+    problem of different keys. A line that is too long is cut in the middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:

@@ -1,4 +1,4 @@
-"""What the first stage, without JAX, asks about a family of models."""
+"""The facts about a family of models that the first stage, without JAX, needs."""
 
 import functools
 import importlib
@@ -46,20 +46,20 @@ class Facts:
       family: the import path `module:NAME` of the rest: a `models.family.Family`, or a class that is its only block.
       reads: the keys of `OPTIONAL` that its blocks read. The others have no effect, or are refused.
       ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
-      fixes: keys that have one value in this family, whatever the configuration says, each with that value.
+      fixes: keys that have one value in this family, whatever the configuration, each with that value.
       sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
-      recurrent: whether its blocks mix the tokens of a row in another way than by attention, such as by a state that
-        passes from token to token. Then the tokens of a row cannot be split over devices.
+      recurrent: whether its blocks mix the tokens of a row by other means than attention, such as a recurrent state.
+        Then the tokens of a row cannot be split over devices.
       has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
-      maxtext_words: words of MaxText's commands, `key=value` in small letters, each with our word for it; "": blocks
-        are always so, and other values are refused. `trainer.from_maxtext` converts them.
-      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; another
-        `sliding_window_pattern` takes its place. 0: `attention_type` is that of every layer.
-      checks: its own checks, each as keys and a function that returns what is wrong with their values, or None.
-      tensors: returns the tensors that the model of a configuration has for certain, with their logical axes; {} for
-        `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; all others are checked when the model
-        is made.
+      maxtext_words: words of MaxText's commands, `key=value` in lower case, each with our equivalent; "": all blocks
+        of the family have this value, and others are refused. `trainer.from_maxtext` converts them.
+      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`;
+        `sliding_window_pattern` overrides it. 0: `attention_type` applies to every layer.
+      checks: the family's checks, each as keys and a function that returns the problem with their values, or None.
+      tensors: returns the tensors that the model of a configuration certainly has, with their logical axes; {} for
+        `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; other tensors are checked when the
+        model is made.
     """
 
     family: str
@@ -96,7 +96,7 @@ def families() -> Mapping[str, str]:
 
 
 def imported(path: str, decoder_block: str) -> Any:
-    """Returns what an import path `module:NAME` names. Messages begin with `decoder_block`.
+    """Returns the object that an import path `module:NAME` names. Messages begin with `decoder_block`.
 
     Raises:
       UserError: there is no such module or name, or importing the module fails.
@@ -127,10 +127,10 @@ def import_facts(decoder_block: str) -> None:
     """Imports a family's facts, if `decoder_block` is the import path of something in a module called `facts`. Other
     modules may import JAX, so they are imported in the second stage.
 
-    Call this only for what a person has named: it runs the module's code.
+    Call this only for a module that the user has named: it runs the module's code.
 
     Raises:
-      UserError: the module cannot be imported, or what is named is not `Facts`.
+      UserError: the module cannot be imported, or the named object is not `Facts`.
     """
     module = decoder_block.partition(":")[0]
     if module.rpartition(".")[2] == _MODULE and not isinstance(imported(decoder_block, decoder_block), Facts):
@@ -138,8 +138,8 @@ def import_facts(decoder_block: str) -> None:
 
 
 def facts_of(config: Config) -> Facts | None:
-    """Returns the facts of the family of `config`; None if they are not known: the family is named by the import path
-    of something else, or nothing has imported its facts."""
+    """Returns the facts of the family of `config`; None if they are not known: the family's import path does not name
+    facts, or the facts have not been imported."""
     return _facts(config.decoder_block)
 
 

@@ -21,7 +21,7 @@ COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# What maxtext.yml adds in each command of post-training. The files have MaxText's names.
+# The settings that maxtext.yml adds in each post-training command. The files have MaxText's names.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class YmlFile:
-    """A file's entries in order, without base_config. A root file has no parent and gives every key."""
+    """A file's entries in order, without base_config. A root file has no parent and sets every key."""
 
     path: Path
     entries: list[Entry]

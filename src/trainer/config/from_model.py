@@ -1,4 +1,4 @@
-"""Defaults of runs that start from a model. Those of base.yml train from nothing, and would destroy it."""
+"""Defaults of runs that start from a model. Those of base.yml are for training from scratch, and would destroy it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], floa
 
 
 _WARM_UP = {"warmup_steps_fraction": 0.1}
-# By the command. They are used where base.yml's default would be: anything that gives the key wins.
+# By command. They replace base.yml's default: any other source of the key takes precedence.
 FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
     TRAIN: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
     "trainer.sft": {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
@@ -36,8 +36,8 @@ def command_of(config: Config) -> str:
 
 
 def starts_from_model(config: Config) -> bool:
-    """Returns whether a run begins with parameters that were trained before. load_full_state_path of `trainer.train`
-    continues a training, usually one from nothing."""
+    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` does not count: it
+    continues a training, usually one from scratch."""
     continues = command_of(config) != TRAIN and config.load_full_state_path
     return bool(config.load_parameters_path or continues)
 

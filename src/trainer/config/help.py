@@ -18,7 +18,7 @@ from trainer.config.schema import Key, plain_name, schema
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
 _WIDTH = 116
 
-# Commands that train, and those that show what training would run: their options, and what they do.
+# Commands that train, and commands that show what training would run, with their options and descriptions.
 _COMMANDS = {
     "train": ("[--dry-run]", "Trains a language model."),
     "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
@@ -49,7 +49,7 @@ Presets of model_name: {presets}."""
 
 
 class Question(NamedTuple):
-    """What a command line asks for instead of a run: about a section ("" for the list of sections), or about a key."""
+    """The question in a command line: about a section ("" for the list of sections), or about a key."""
 
     section: str | None
     key: str
@@ -82,7 +82,7 @@ def _is_plain(word: str) -> bool:
 
 
 def answers_question(words: Sequence[str], usage: str) -> bool:
-    """Prints what a command line asks: `usage`, a section of keys or a key. Returns whether it asks anything.
+    """Prints the answer to a command line's question: `usage`, a section of keys or a key. Returns whether it asks one.
 
     Raises:
       UserError: there is no such section or key.

@@ -1,8 +1,8 @@
-"""What code decides about keys: one row for each group of keys that are treated alike.
+"""The properties of keys that code defines: one row for each group of keys that are treated alike.
 
 A file of capabilities/ has, for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
-which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml has what a user may write:
-type, choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
+which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml specifies the values: type,
+choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
 """
 
 import re
@@ -17,7 +17,7 @@ Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, 
 
 
 def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> Check:
-    """Returns the check that says `why` if `when(config)` is true."""
+    """Returns the check that fails with the message `why` if `when(config)` is true."""
     return keys, lambda config: why if when(config) else None
 
 
@@ -44,7 +44,7 @@ class Inert(NamedTuple):
 
 
 class Resume(Enum):
-    """What may differ between a checkpoint and the command that resumes from it.
+    """The changes that are allowed between a checkpoint and the command that resumes from it.
 
     Attributes:
       SAME: nothing.
@@ -53,7 +53,7 @@ class Resume(Enum):
       BATCH: how the same global batch is split.
       LENGTH: the length of the run. The schedule follows it unless its own length is given.
       AROUND: what to write, keep, print and evaluate, and how to treat a bad step.
-      UPDATE: how gradients become an update, with reset_optimizer, which resets all of this state.
+      UPDATE: how gradients become an update; only with reset_optimizer, which resets all of this state.
       TIMETABLE: like UPDATE; when fragments of DiLoCo synchronize.
     """
 
@@ -74,10 +74,10 @@ class Place(Enum):
 
 
 class Row(NamedTuple):
-    """What code decides about the keys `names`.
+    """The properties of the keys `names`.
 
     Attributes:
-      resume: what may differ on resume.
+      resume: the changes that are allowed on resume.
       step: whether the compiled step depends on their resolved values.
       path: where the path may lead, if the values are paths.
       code: whether a value makes a program run code that is not part of the trainer.

@@ -1,19 +1,19 @@
-"""Limits of what files may hold that come from someone else. docs/guides/weights.md has the table of them.
+"""Limits for the contents of untrusted files. docs/guides/weights.md has a table of them.
 
-They are far above what published files have, and low enough that a small file takes neither minutes nor all memory.
+They are far above the values in published files, and low enough that a small file takes neither minutes nor all memory.
 """
 
 # JSON. For comparison: the index of a model of 100,000 tensors has 10 MB.
 JSON_BYTES, JSON_DEPTH = 64 << 20, 64
-# Any other file that is read whole. The largest tokenizer.json of a published model has 33 MB.
+# Any other file that is read as a whole. The largest tokenizer.json of a published model has 33 MB.
 FILE_BYTES = 1 << 28
 # Counts in config.json. Layers that differ within a period are compiled one by one.
 LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
 # quantization_config: groups, regular expressions, their characters, and digits of a number of repetitions in them.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
-# Templates of chats: characters of a template; of a text or list that it makes, and of all these together; digits in a
-# format, bits of an integer, operands of ** and digits of round; turns of its loops and calls; seconds of CPU time.
-# They hold for one conversation.
+# Chat templates, for one conversation: characters of a template; of a text or list that it makes, and of all these
+# together; digits in a format, bits of an integer, operands of ** and digits of round; iterations of its loops and
+# calls; seconds of CPU time.
 TEMPLATE_CHARACTERS = 1 << 17
 MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 26, 1 << 31, 1 << 26
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100

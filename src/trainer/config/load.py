@@ -39,7 +39,7 @@ from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
 
-# The sections whose keys count before the model is read: how processes connect, and where they read and write.
+# The sections with keys that are needed before the model is read: how processes connect, where they read and write.
 _BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
 _OF_COMMAND = "default of this command"  # the source of a key
@@ -73,12 +73,12 @@ class Loaded:
 
     @property
     def measures(self) -> bool:
-        """Whether the length of a row follows the data: no key gives it, and a model is trained further on records."""
+        """Whether the data determine the row length: no key gives it, and a model is trained further on records."""
         further = self.config.load_parameters_path and any(self.config[key] for key in METHODS)
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Sets keys that nothing gives to `values`, which come from the model and the data of the run.
+        """Sets keys that the user does not give to `values`, which come from the model and the data of the run.
 
         Raises:
           UserError: they contradict other keys.
@@ -92,12 +92,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says about its model.
+    """The information about its model in a checkpoint.
 
     Attributes:
       keys: the model's keys, and tokenizer_path if the checkpoint has a tokenizer.
       where: their source.
-      tokenizer: a folder with the files of tokenizer_path, if they are no longer there; "": they are.
+      tokenizer: a folder with the files of tokenizer_path, if they are no longer at that path; otherwise "".
       notes: lines for the user.
     """
 
@@ -120,8 +120,8 @@ def load(
     Precedence, lowest first: base.yml; `defaults`, those of the command, and those of `from_model.FROM_A_MODEL`;
     maxtext.yml if it is the yml or one of its parents; the preset of model_name; the parents of the user's yml; that
     yml; the command line and, with equal rank, the variables M_KEY of `environment`. `source` names the source of the
-    words in messages. `imports`: whether the facts of a family that is named by import path may be imported; false for
-    the words of a checkpoint.
+    words in messages. `imports`: whether the facts of a family with an import path may be imported; false for the words
+    of a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -195,13 +195,13 @@ class Begun:
 
     @property
     def path(self) -> str:
-        """The checkpoint from which the model's keys are to be read; "" if they are not."""
+        """The checkpoint from which to read the model's keys; "" if they are not to be read."""
         path = self.config.load_parameters_path
         known = "model_name" in self.given or self.config.load_full_state_path or path_problem(path)
         return "" if known or ("://" in path and not path.startswith("gs://")) else path
 
     def end(self, described: Description | None = None) -> Loaded:
-        """Returns the configuration with the model `described` in the place of a preset; None: `path` describes none.
+        """Returns the configuration with the model `described` in place of a preset; None: `path` describes no model.
 
         Raises:
           UserError: lists all errors, one line each.
@@ -253,14 +253,14 @@ class Begun:
         return foreign_code(self._reader.schema.keys, self.config, self._changed, chain)
 
     def _certain_contradictions(self) -> list[str]:
-        """Returns those that no model can change, and that concern what comes before the model is read."""
+        """Returns the contradictions among keys of `_BEFORE_THE_MODEL`, which no model can change."""
         others = {key.name for key in self._reader.schema.keys.values() if key.section not in _BEFORE_THE_MODEL}
         where = {name: setting.where for name, setting in merge(self._values, dict(self.given)).items()}
         return contradictions(self.config, where, others | self._reader.broken)
 
 
 def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Returns what maxtext.yml adds in the command of post-training that `known` names, if it names one."""
+    """Returns the settings that maxtext.yml adds in the post-training command that `known` names, if any."""
     path = next((path for key, path in POST_TRAIN.items() if known[key].value), None)
     if path is None:
         return {}

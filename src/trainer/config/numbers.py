@@ -12,7 +12,7 @@ def divisors(*numbers: int) -> list[int]:
 
 
 def around(number: int, fitting: Iterable[int]) -> str:
-    """Returns the numbers of `fitting`, in order, that are next below and above `number`, in words: "2 or 4"."""
+    """Returns the nearest of the sorted numbers `fitting` below and above `number`, in words: "2 or 4"."""
     others = [*fitting]
     below, above = [n for n in others if n < number], [n for n in others if n > number]
     return " or ".join(map(str, below[-1:] + above[:1]))

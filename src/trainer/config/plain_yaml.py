@@ -146,7 +146,7 @@ def _check_limits(text: str) -> None:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Parses `text`. libyaml reads ahead, and since PyYAML 6.0.4 it has a limit of nesting, which it may meet first."""
+    """Parses `text`. libyaml reads ahead, and since PyYAML 6.0.4 it has a nesting limit, which may apply first."""
     try:
         yield from yaml.parse(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
@@ -176,7 +176,7 @@ def _walk(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _fits(node: yaml.ScalarNode) -> bool:
-    """Returns whether a scalar has the type that its text implies: `!!int x` and `!!bool 3` do not."""
+    """Returns whether a scalar's text fits its type: `!!int x` and `!!bool 3` do not."""
     if node.tag == f"{_TAG}str":
         return True
     return not node.style and yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag

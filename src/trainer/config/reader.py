@@ -33,7 +33,7 @@ class Reader:
     _suggested: int = 0
 
     def nearest_key(self, name: str) -> str:
-        """See `nearest`. A search takes milliseconds, so only as many are made as messages fit on a screen."""
+        """See `nearest`. A search takes milliseconds, so there are only as many as messages fit on a screen."""
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
@@ -72,7 +72,7 @@ class Reader:
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """Returns the settings of a file; of a root file those that differ from the base.yml that it copies."""
+        """Returns the settings of a file; for a root file, only those that differ from the base.yml that it copies."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:

@@ -61,7 +61,7 @@ def resolve(
     mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
-    return Config(dict(values.items()))  # which compares with any other configuration
+    return Config(dict(values.items()))  # comparable with any other configuration
 
 
 def _wrong_tiles(values: Config) -> list[str]:
@@ -75,7 +75,7 @@ def _other_hardware(hardware: str, platform: str) -> list[str]:
 
 
 def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
-    """Returns one line for each of the checks of stage 1 that fails now that the mesh is filled in."""
+    """Returns one line for each check of stage 1 that fails with the final mesh."""
     failed = [(keys, said) for keys, problem in checks if (said := problem(values))]
     return [f"{' '.join(_shown(key, values[key]) for key in keys)}: {said}" for keys, said in failed]
 

@@ -39,7 +39,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
     if config.enable_lora or has_reference(config):
-        allowed = allowed.union(["load_parameters_path"])  # base and reference, which the checkpoint recognizes
+        allowed = allowed.union(["load_parameters_path"])  # base and reference are verified with the checkpoint
     if _rows_split(before) != _rows_split(config):
         allowed = allowed.union(["attention"])  # few kernels support each strategy
     if not has_dropout(before) and not has_dropout(config):
@@ -74,15 +74,15 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
 
 
 def another_update(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line if a run from another's whole state, with configuration `saved`, updates otherwise; else ""."""
+    """Returns a line if a run changes the update keys of `saved`, the configuration of its initial state; else ""."""
     before = _with_defaults(saved)
     changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
     return changes and f"its updates were made with other keys (old -> new): {changes}"
 
 
 def another_program(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line if a checkpoint with the configuration `saved` resumes in another program for the same math, which
-    may round differently; "" if the program is the same."""
+    """Returns a line if a checkpoint with the configuration `saved` resumes with a different program for the same math,
+    which may round differently; "" if the program is the same."""
     before = _with_defaults(saved)
     names = (*keys_of(Resume.LAYOUT), *BATCH, "attention")
     changed = [name for name in names if before[name] != frozen(config[name])]
@@ -91,8 +91,8 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
 
 
 def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
-    """Refuses a checkpoint with another number of DiLoCo's islands. Also refuses another synchronization schedule if
-    islands take over fragments late, because a fragment in flight would then never arrive.
+    """Refuses a checkpoint with another number of DiLoCo islands. If islands take over fragments late, also refuses
+    another synchronization schedule, because a fragment in flight would never arrive.
 
     Args: see `check_resume`.
 

@@ -12,7 +12,7 @@ import yaml
 
 BASE_YML = Path(__file__).parents[1] / "base.yml"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
-# Devices hold counts in 32 bits, and numbers in at most float32.
+# Devices store counts in 32 bits, and numbers in at most float32.
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
@@ -103,8 +103,8 @@ def schema() -> Schema:
 
 
 def plain_name(name: str) -> str:
-    """Returns the key that `name` spells. A key of a group has the group's name among its words: lora.lora_rank spells
-    `lora_rank`, and dpo.algo spells `dpo_algo`."""
+    """Returns the key that `name` stands for. A key of a group may be written with the group: lora.lora_rank stands for
+    `lora_rank`, and dpo.algo for `dpo_algo`."""
     group, dot, rest = name.partition(".")
     key = rest if group in rest.split("_") else f"{group}_{rest}"
     return key if dot and group in GROUPS and key in schema().keys else name

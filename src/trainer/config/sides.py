@@ -17,7 +17,7 @@ from trainer.config.load import Begun, Loaded, answer, begin, load
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
 
-# Prepares for all sides, and returns the function that reads the model of one.
+# Prepares all sides, and returns the function that reads the model of one side.
 ModelReader = Callable[[Sequence[Begun]], Callable[[Begun], Loaded]]
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def load_sides(
 ) -> list[Side]:
     """Returns the left side, then the right sides in their order; one side with the name "" if no word names one.
 
-    Within a side, later words override earlier ones, and its own words override those for all sides. `environment`: see
+    Within a side, later words override earlier ones, and its words override those for all sides. `environment`: see
     `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.
 
     Raises:

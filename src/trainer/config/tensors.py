@@ -27,7 +27,7 @@ TENSORS: dict[str, Axes] = {
 }
 EVERY_MODEL = ("token_embedder/embedding", "decoder/logits_dense/kernel", "activations between blocks", "logits")
 _OF_MLP = ("mlp/wi_0/kernel", "mlp/wo/kernel")
-# Replaces the MLP's tensors if every layer has experts.
+# These replace the MLP's tensors if every layer has experts.
 _OF_EXPERTS: dict[str, Axes] = {
     "gate/kernel": ("layers", "embed_moe", "exp"),
     "/wi_0": ("layers", "exp", "embed_moe", "mlp"),
@@ -63,8 +63,8 @@ PROJECTED = ("mlp", "base_emb_dim")
 
 
 def of_blocks(config: Config) -> dict[str, Axes]:
-    """`Facts.tensors` of a family whose blocks are like Llama's, with an MLP, with experts, or with one in some layers
-    and the other in the rest."""
+    """`Facts.tensors` of a family with blocks like Llama's: with an MLP, with experts, or with experts in some layers
+    and an MLP in the others."""
     if not some_experts(config):
         return TENSORS
     outside = {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP}
@@ -72,12 +72,12 @@ def of_blocks(config: Config) -> dict[str, Axes]:
 
 
 def renamed(tensors: Mapping[str, Axes], names: Mapping[str, str]) -> dict[str, Axes]:
-    """Returns `tensors`, those in `names` under their new names."""
+    """Returns `tensors`, renamed by `names`."""
     return {names.get(name, name): axes for name, axes in tensors.items()}
 
 
 def tensors_of(config: Config) -> Mapping[str, Axes]:
-    """Returns the logical axes of tensors that the model of `config` has for certain."""
+    """Returns the logical axes of the tensors that the model of `config` certainly has."""
     facts = facts_of(config)
     tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
     if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:

@@ -1,4 +1,4 @@
-"""The files of tokenizers, by tokenizer_type, and what lies beside them."""
+"""The files of tokenizers, by tokenizer_type, and the files that accompany them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ TOKENIZER_FILES = {
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
 WITH_TOOLS = "tool_use"  # the name of the template for conversations with tools
-GGUF = ".gguf"  # a file that holds a tokenizer beside its weights
-# Names in transformers and sentencepiece: of vocabularies, and of what can stand beside any of them.
+GGUF = ".gguf"  # a file that contains a tokenizer in addition to weights
+# Names in transformers and sentencepiece: of vocabularies, and of files that may accompany any of them.
 VOCABULARIES = (*TOKENIZER_FILES.values(), "vocab.json", "merges.txt", "added_tokens.json")
 SETTINGS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE_FILE, "chat_template.json", TEMPLATES)
 

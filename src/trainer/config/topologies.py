@@ -30,9 +30,9 @@ class Generation:
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's name; says whether the two cores of a chip are one device
+    chip_config: str  # libtpu's name; determines whether the two cores of a chip are one device
     shapes: tuple[str, ...]
-    counted_per_chip: int  # how much a chip adds to the number in a name
+    counted_per_chip: int  # the contribution of a chip to the number in a name
     devices_per_chip: int = 1
 
 
@@ -78,7 +78,7 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """What its name says before the number."""
+        """The part of its name before the number."""
         return self.name.partition("-")[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Code that a folder names runs only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
+"""Runs code that a folder names only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ def foreign_code(
 ) -> list[str]:
     """Returns a message for each key that names code in a yml of a folder that the command names, or in its parents.
 
-    Such a yml may be someone else's. Any other yml is trusted, because the user named it.
+    Such a yml may come from someone else. Any other yml is trusted, because the user named it.
 
     Args:
       changed: the source of each given key.
@@ -34,7 +34,7 @@ def foreign_code(
     """
     given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
     paths = {name: Path(text).expanduser() for name, text in given.items() if not path_problem(text)}
-    # Whatever such a yml names as its parent is the folder's choice, too.
+    # The parents of such a yml are untrusted, too: the folder chooses them.
     first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *key) for key in paths.items())), len(chain))
     lines = []
     for name, where in changed.items():
@@ -44,12 +44,12 @@ def foreign_code(
 
 
 def _foreign(yml: Path, key: str, path: Path) -> bool:
-    """Returns whether `yml` is of the folder `path`, the value of `key`: in it, or beside what it holds."""
+    """Returns whether `yml` belongs to the folder `path`, the value of `key`: is inside, or in a folder around it."""
     here = Path.cwd()
     if key in _READ:  # a folder of data or of a tokenizer, unless it is the user's project
         root = path.resolve()
         return path.is_dir() and not here.is_relative_to(root) and _comes_from(yml, root)
-    # As it is written, and with its links resolved.
+    # The path as written, and with its links resolved.
     ends = [Path(os.path.normpath(path.absolute())), path.resolve()]
     folders = {yml.absolute().parent, yml.resolve().parent}
     around = any(end.is_relative_to(folder) and not here.is_relative_to(folder) for folder in folders for end in ends)

@@ -21,7 +21,7 @@ def read_text(key: Key, text: str) -> Any:
     Text is taken verbatim, without enclosing YAML quotes. Lists and dicts are in YAML's flow style.
 
     Raises:
-      ValueError: says why the text is not a value of the key's type.
+      ValueError: the text is not a value of the key's type; the message states the reason.
     """
     unquoted = _unquote(text)
     if key.kind not in (list, dict):
@@ -44,7 +44,7 @@ def read_node(key: Key, node: yaml.Node) -> Any:
     """Returns the value of `key` in a YAML file. A scalar is parsed from its text, so that `1e-3` is a number.
 
     Raises:
-      ValueError: says why the node is not a value of the key's type.
+      ValueError: the node is not a value of the key's type; the message states the reason.
     """
     check_tag(node)
     if key.kind is list:

@@ -4,13 +4,13 @@ import unicodedata
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Returns `number` with its noun: "1 step", "2,000 steps". `many` is the plural, if it is not `one` and an s."""
+    """Returns `number` with its noun: "1 step", "2,000 steps". `many` is the plural; default: `one` with an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """Returns `text` with characters escaped that could control a terminal, or that it cannot show: the categories Cc
-    (other than `keep`) and Cs, separators of lines, and the marks that reverse the direction of the text after them.
+    """Returns `text`, escaping characters that could control a terminal or that it cannot show: categories Cc (other
+    than `keep`) and Cs, line separators, and marks that reverse the direction of the text after them.
 
     https://www.unicode.org/reports/tr9/#Directional_Formatting_Characters
     """

@@ -98,15 +98,15 @@ class Objective(Protocol):
     One term name has a meaning: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
     loss-bearing tokens. Perplexity is reported if this term exists. The term is optional.
 
-    An objective that reads arrays beside the train state has an attribute `frozen`, a `Frozen`. Its methods `sums` and
-    `evaluation` then receive these arrays as the keyword argument `frozen`.
+    An objective that reads arrays in addition to the train state has an attribute `frozen`, a `Frozen`. Its methods
+    `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
 
-    An objective may read arrays that follow from those of a batch and from the order of its tokens. Its attribute
+    An objective may read arrays that are computed from a batch and from the order of its tokens. Its attribute
     `derived` declares them, as `fields` does, and its method `prepare(batch) -> batch` adds them. It is called on the
     host, with the whole rows of this process; on devices, the tokens of a row may be in another order.
 
-    Terms of the loss of the next token that are keys, `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers`, are
-    refused unless the attribute `reads` of the objective's own class names them (`unread`).
+    The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. They are
+    refused unless the attribute `reads` of the objective's class, not of a base class, names them (`unread`).
 
     An objective may report maxima over the tokens of a batch: their names are in its attribute `maxima`, and `sums`
     returns the values among those of `layers.sown.Maximum`.
@@ -140,7 +140,7 @@ class Objective(Protocol):
 
 
 def frozen_of(objective: Objective) -> Frozen | None:
-    """Returns the arrays that `objective` reads beside the train state; None if there are none."""
+    """Returns the arrays that `objective` reads in addition to the train state; None if there are none."""
     return getattr(objective, "frozen", None)
 
 

@@ -13,12 +13,12 @@ from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy, tempered
 
-AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the fields of a batch that `models.mtp.Ahead` holds
+AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the fields of a batch in `models.mtp.Ahead`
 Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
 
 def ahead_of(batch: Batch) -> Ahead | None:
-    """Returns what modules of multi-token prediction read of `batch`; None if it has no such fields."""
+    """Returns the fields of `batch` that modules of multi-token prediction read; None if it has none."""
     return Ahead(*(batch[name] for name in AHEAD)) if AHEAD[0] in batch else None
 
 

@@ -40,12 +40,10 @@ class MultiToken:
 
     @property
     def reads(self) -> Collection[str]:
-        """See `Objective`."""
         return (*reads_of(self.next_token), "mtp_num_layers")
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """See `Objective.fields`."""
         return self.next_token.fields
 
     @property
@@ -55,7 +53,6 @@ class MultiToken:
         return dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
 
     def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Objective`."""
         inside = np.asarray(batch["inputs_segmentation"])
         token, target, segment = (np.asarray(batch[name]) for name in ("inputs", "targets", "targets_segmentation"))
         found = []
@@ -67,7 +64,6 @@ class MultiToken:
 
     @property
     def captures(self) -> tuple[type, ...]:
-        """See `Objective.captures`."""
         return (MtpHidden,)
 
     def weights(self, batch: Batch) -> Weights:
@@ -85,7 +81,6 @@ class MultiToken:
         capture: Any = (),
         sampled: jax.Array | None = None,
     ) -> Sums:
-        """See `Objective.sums`."""
         types = tuple(dict.fromkeys((*capture, *self.captures)))
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types, sampled)
         terms = functools.partial(self.next_token.terms, params, rest)

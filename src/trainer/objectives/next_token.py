@@ -39,7 +39,6 @@ class NextToken:
     }
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`."""
         tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
         return Weights(dict.fromkeys(("lm_loss", "z_loss", "label_smoothing_loss"), tokens), tokens)
 

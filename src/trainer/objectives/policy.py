@@ -23,8 +23,8 @@ _FLOATS = Field(dtype="float32")
 class Policy:
     """The clipped policy gradient of completions, and their KL divergence from a reference. See `Objective`.
 
-    A row holds sequences, each a segment: a prompt and its completion, whose tokens bear loss. With r the ratio of a
-    token's probabilities, now and when it was drawn, and A the advantage of its completion, the loss of a token is
+    A row contains sequences, each a segment: a prompt and its completion. The completion's tokens bear loss. With r the
+    ratio of a token's current probability to that when it was sampled, and A its completion's advantage, the terms are
       policy_loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Shao et al. 2024, arXiv:2402.03300);
       kl_loss: `beta` times exp(d) - d - 1, where d is the reference's log-probability minus the policy's: an estimate
         of the KL divergence from the reference, never negative (Schulman 2020, joschu.net/blog/kl-approx).
@@ -57,7 +57,6 @@ class Policy:
     }
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`."""
         tokens = jnp.sum(batch["targets_segmentation"] != 0, dtype=jnp.int32)
         sequences = jnp.sum(_lengths(batch) > 0, dtype=jnp.int32)
         divisor = tokens if self.aggregation == "token-mean" else sequences

@@ -1,4 +1,4 @@
-"""Preference optimization: the chosen of two answers shall become more likely than the rejected one.
+"""Preference optimization: makes the chosen of two answers more likely than the rejected one.
 
 Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. The
 tokens of the answers bear loss. Shapes: b rows, t tokens of a row, p pairs that a row could have.
@@ -20,7 +20,7 @@ from trainer.objectives.segments import segment_sums
 from trainer.objectives.tiling import Tiling
 
 ANSWERS = "targets_segmentation"
-_CERTAIN = -1e-7  # the greatest mean log-probability whose odds float32 can tell from infinite ones
+_CERTAIN = -1e-7  # the greatest mean log-probability with odds that are finite in float32
 _MEASURED = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy", "chosen_nll")
 
 
@@ -40,16 +40,16 @@ class Terms(NamedTuple):
 
 @dataclass(frozen=True)
 class Preference(abc.ABC):
-    """What DPO and ORPO share. The terms are means over pairs. See `Objective`.
+    """The common part of DPO and ORPO. The terms are means over pairs. See `Objective`.
 
-    Measured are, besides what is minimized,
+    In addition to the minimized terms, these are measured:
       chosen_reward, rejected_reward: see the subclasses;
       reward_margin: their difference;
       reward_accuracy: the share of pairs whose chosen answer has the greater reward;
       chosen_nll: minus the mean log-probability of the tokens of the chosen answer.
 
     Attributes:
-      smoothing: the probability with which the labels of a pair are taken to be exchanged.
+      smoothing: the assumed probability that the labels of a pair are swapped.
       frozen: the parameters of the reference model, see `Objective`; None without one.
     """
 
@@ -87,8 +87,8 @@ class Preference(abc.ABC):
     ) -> Sums:
         """See `Objective.sums`. The reference has no dropout.
 
-        A policy with exactly the parameters of the reference has its log-probabilities, too. Computed, they could
-        differ by the rounding of two compiled forward passes, and the accuracy would be arbitrary instead of 0.
+        If policy and reference have equal parameters, they get equal log-probabilities. Two compiled forward passes
+        could round differently, and the accuracy would be arbitrary instead of 0.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
         reference_bt = None
@@ -123,7 +123,7 @@ class Preference(abc.ABC):
         return target_log_probs(self.apply, params, rest, hidden, batch["targets"], self.tiling).target, sown
 
     def _smoothed(self, logits: jax.Array) -> jax.Array:
-        """Returns the cross entropy of the labels, given the logits of their being right."""
+        """Returns the cross entropy of the labels, given the logits of the labels being correct."""
         return -(1 - self.smoothing) * jax.nn.log_sigmoid(logits) - self.smoothing * jax.nn.log_sigmoid(-logits)
 
 
@@ -140,7 +140,6 @@ class Dpo(Preference):
     minimized = ("dpo_loss",)
 
     def terms(self, batch: Batch, policy_bt: jax.Array, reference_bt: jax.Array | None) -> Terms:
-        """See `Preference.terms`."""
         assert reference_bt is not None
         rewards = OfPairs(*(self.beta * ratio for ratio in of_pairs(policy_bt - reference_bt, batch)))
         return Terms({"dpo_loss": self._smoothed(rewards.chosen - rewards.rejected)}, rewards)
@@ -164,7 +163,6 @@ class Orpo(Preference):
     minimized = ("sft_loss", "odds_ratio_loss")
 
     def terms(self, batch: Batch, policy_bt: jax.Array, reference_bt: jax.Array | None) -> Terms:
-        """See `Preference.terms`."""
         which = ANSWERS if self.answer_only else "inputs_segmentation"
         learnt = _mean(of_pairs(policy_bt, batch, which), of_pairs(None, batch, which))
         mean = _mean(of_pairs(policy_bt, batch), of_pairs(None, batch))

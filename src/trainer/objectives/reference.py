@@ -11,10 +11,10 @@ from trainer.optim.optimizer import trainable
 
 
 def first_parameters(config: Config, model: Any) -> Frozen:
-    """Returns what an objective declares as `frozen` to read the parameters with which the run began.
+    """Returns the `frozen` declaration of an objective that reads the run's initial parameters.
 
-    Only those that are trained are in it: None stands for the others, which the train state still has. With adapters,
-    the reference is therefore the base with the first adapters, and costs the memory of the adapters only.
+    It contains only the trained parameters, and None for the others, which the train state has unchanged. With
+    adapters, the reference is therefore the base with the initial adapters, and needs memory only for the adapters.
 
     Args:
       config: resolved.
@@ -27,7 +27,7 @@ def first_parameters(config: Config, model: Any) -> Frozen:
 
 
 def reference_parameters(params: Any, frozen: Any) -> Any:
-    """Returns the reference model's parameters, without gradients; `frozen` has those that are trained."""
+    """Returns the reference model's parameters, without gradients; `frozen` contains the trained ones."""
     joined = jax.tree.map(
         lambda now, first: now if first is None else first, params, frozen, is_leaf=lambda leaf: leaf is None
     )

@@ -32,17 +32,14 @@ class WithRouters:
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """See `Objective.fields`."""
         return self.objective.fields
 
     @property
     def captures(self) -> tuple[type, ...]:
-        """See `Objective.captures`."""
         return (*self.objective.captures, RouterLoss)
 
     @property
     def reads(self) -> Collection[str]:
-        """See `Objective`."""
         return reads_of(self.objective)
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +47,6 @@ class WithRouters:
         return getattr(self.objective, name)
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`."""
         real_bt = batch["inputs_segmentation"] != 0
         rows, tokens = jnp.sum(real_bt.any(-1), dtype=jnp.int32), jnp.sum(real_bt, dtype=jnp.int32)
         own = {BALANCE[0]: rows, Z[0]: tokens}
@@ -67,7 +63,6 @@ class WithRouters:
         sampled: jax.Array | None = None,
         **frozen: Any,
     ) -> Sums:
-        """See `Objective.sums`."""
         types = tuple(dict.fromkeys((*capture, RouterLoss)))
         inner = self.objective.sums(params, rest, batch, key, types, sampled, **frozen)
         sown = inner.sown[RouterLoss.__name__]
@@ -85,5 +80,4 @@ class WithRouters:
         return Sums(inner.minimized | own, inner.measured, asked)
 
     def evaluation(self, params: Any, rest: Any, batch: Batch, **frozen: Any) -> Evaluation:
-        """See `Objective.evaluation`."""
         return self.objective.evaluation(params, rest, batch, **frozen)

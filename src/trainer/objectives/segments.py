@@ -1,7 +1,7 @@
 """Values of the segments of packed rows: the sequences that share a row.
 
-Segment ids count from 1 in each row, and 0 is padding. An array over segments is [b, t + 1]: entry k of a row is that
-of segment k, entry 0 to padding, and those after the last segment are 0.
+Segment ids count from 1 in each row, and 0 is padding. An array over segments is [b, t + 1]: entry k of a row belongs
+to segment k, entry 0 to padding, and entries after the last segment are 0.
 """
 
 import jax

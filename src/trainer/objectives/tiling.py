@@ -1,4 +1,4 @@
-"""Computes a function of hidden states without holding the logits of all tokens at once.
+"""Computes a function of hidden states without storing the logits of all tokens at once.
 
 Shapes: b rows, t tokens of a row, e width; n tiles of c tokens on each device.
 """

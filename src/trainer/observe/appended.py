@@ -14,7 +14,7 @@ from trainer.runtime.storage import remedy
 class AppendedFile:
     """A file to which data is appended and flushed immediately. A context manager.
 
-    If somebody removes or replaces the file, it is written again, with everything that was in it.
+    If the file is removed or replaced, it is written again with its complete content.
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):

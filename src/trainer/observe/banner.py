@@ -75,8 +75,8 @@ def banner_rows(
       capability: see `config.resolve`.
       parameters: the number of parameters of the model. `trained`: how many of them are trained; None: all.
       dataset: one line on the data.
-      passes: what follows the number of steps (`training.passes_text`).
-      products: rows on what is quantized, sparse and adapted (`product_rows`).
+      passes: the text after the number of steps (`training.passes_text`).
+      products: rows on quantized, sparse and adapted matrices (`product_rows`).
       pipeline: its stages in words; "" without one.
     """
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
@@ -112,8 +112,8 @@ def banner_rows(
 def product_rows(
     config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str], adapted: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows on what is quantized, sparse and adapted: the canonical names of the matrices that are
-    quantized, of those `left` float, of those `masked`, and of those with adapters."""
+    """Returns (label, text) rows with the canonical names of the matrices that are quantized, those `left` float, those
+    `masked`, and those with adapters."""
     rows = []
     if config.enable_lora:
         base = f", over {config.lora_weight_qtype}" if config.lora_weight_qtype else ""
@@ -185,9 +185,9 @@ def _windows(config: Config) -> str:
 
 
 def _bias(config: Config, capability: Capability | None) -> str:
-    """Returns what it costs that a kernel does not know how many documents share a row; "" if it knows, or needs not.
+    """Returns the cost of a kernel that does not know how many documents share a row; "" if it knows or need not know.
 
-    All layers and heads can share one bias, which each reads twice.
+    All layers and heads can share one bias; each of them reads it twice.
     """
     kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
     if kernel.documents == 0 or read_documents(config, capability) is not None:

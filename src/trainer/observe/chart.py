@@ -11,7 +11,7 @@ from trainer.observe.series import Point, Series
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
-_FEW = 30  # up to this many points of a line are also drawn as dots
+_FEW = 30  # a line with at most this many points also has dots
 COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 

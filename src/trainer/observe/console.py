@@ -101,7 +101,7 @@ class Console:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
         elif row.get("lost_updates", 0) >= _MANY and row["learning_rate"] >= self._peak / 2 and self._warns_of_lost:
-            self._warns_of_lost = False  # lower rates, of warm-up and decay, are meant to change little
+            self._warns_of_lost = False  # lower rates, in warm-up and decay, are meant to change little
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
                 "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "
@@ -195,7 +195,7 @@ class Console:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour and style else text
 
     def _print(self, line: str) -> None:
-        # A character that the stream cannot encode, such as in an ASCII log, must not end a run.
+        # A character that the stream cannot encode, as in an ASCII log, must not end a run.
         encoding = self._stream.encoding or "utf-8"
         line = line.encode(encoding, "backslashreplace").decode(encoding)
         if self._bottom is None:

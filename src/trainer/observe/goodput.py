@@ -41,7 +41,7 @@ class Goodput:
         self.processes = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._first, self._steps = 0, array("d")  # the newest execution of each step from `_first` on
-        self._at, self._phase, self._nested = 0.0, "", ""  # since when the run is in which part; "": in none
+        self._at, self._phase, self._nested = 0.0, "", ""  # the start and the names of the current parts; "": none
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next event. Ignores objects that are no events, as in a file that was edited."""
@@ -122,7 +122,7 @@ class Timeline:
             return
         path = folder / GOODPUT_FILE
         with disk_errors(path, resumes):
-            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill
+            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process left it
         self.goodput, self._file = read_goodput(folder), AppendedFile(path, resumes, say)
         if cut:
             self._file.append(b"\n")
@@ -179,7 +179,7 @@ class Timeline:
 
 
 def read_goodput(folder: Path) -> Goodput:
-    """Returns the goodput of the run in `folder`; of a run without the file, one without any time."""
+    """Returns the goodput of the run in `folder`; without the file, an empty one."""
     goodput = Goodput()
     with contextlib.suppress(OSError), (folder / GOODPUT_FILE).open(encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -18,7 +18,7 @@ _REWARDS = {"reward": ("reward", ".3f"), "reward_margin": ("margin", ".2g"), "re
 
 
 def last_rewards(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what a run with rewards is about, by name: those of its last step and of its last evaluation."""
+    """Returns the rewards of a run's last step and of its last evaluation, by name."""
     lines = {}
     for name, (word, form) in _REWARDS.items():
         if name in row:
@@ -29,7 +29,7 @@ def last_rewards(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[s
 
 
 def has_loss(row: Mapping[str, Any]) -> bool:
-    """Returns whether the loss in the row of a step says how good the model is. That of a policy is always near 0."""
+    """Returns whether the loss in a step's row measures the model's quality. A policy's loss is always near 0."""
     return "reward" not in row
 
 

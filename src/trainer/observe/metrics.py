@@ -60,12 +60,12 @@ class TokensSeen:
     """Counts the loss-bearing tokens in all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Continues the count of the rows in `kept`. Values that are no counts, from an edited file, are left out."""
+        """Continues the count of the rows in `kept`. Values of an edited file that are not counts are ignored."""
         counts = (row.get("tokens", 0) for row in kept)
         self._count = sum(count for count in counts if isinstance(count, int))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the row of the next step with the field tokens_seen, which includes the row's own tokens."""
+        """Returns the row of the next step with the field tokens_seen, which includes the tokens of this row."""
         self._count += row["tokens"]
         return {**row, "tokens_seen": self._count}
 

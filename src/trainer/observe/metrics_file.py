@@ -63,7 +63,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 
 
 def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what DiLoCo adds to a row. The names are ours, because MaxText writes no such fields."""
+    """Returns the fields that DiLoCo adds to a row. The names are ours, because MaxText writes no such fields."""
     values = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
     for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
         values |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}

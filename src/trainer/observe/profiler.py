@@ -21,12 +21,12 @@ class Profiler:
     def __init__(
         self, config: Config, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True
     ):
-        """Plans a trace of `profiler_steps` steps, which skips the first `skip_first_n_steps_for_profiler` steps
-        counted from `first_step`, and one every `profile_periodically_period` steps. A line to `say` tells where each
-        trace is, or that the run ends earlier. Without `traces` it only waits."""
+        """Plans a trace of `profiler_steps` steps after the first `skip_first_n_steps_for_profiler` steps from
+        `first_step` on, and another every `profile_periodically_period` steps. `say` gets a line with the path of each
+        trace, or if the run ends earlier. Without `traces`, it only waits for steps."""
         self._folder, self._say, self._traces = folder, say, traces
         self._period, self._steps, self._end = config.profile_periodically_period, config.profiler_steps, config.steps
-        self._first = first_step + config.skip_first_n_steps_for_profiler  # of the trace that is next, or that runs
+        self._first = first_step + config.skip_first_n_steps_for_profiler  # of the next or current trace
         self._last = self._end - 1
         self._inside = False  # whether the current step is part of the trace
         if self._first > self._last and first_step < config.steps:
@@ -60,7 +60,7 @@ class Profiler:
         import jax
 
         first, self._inside = self._first, False
-        self._first += self._period  # -1: never
+        self._first += self._period  # period -1: no further trace
         if not self._traces:
             return
         jax.profiler.stop_trace()

@@ -76,7 +76,7 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, like the only term of the loss."""
+        """Returns whether `field` equals the loss in every row, as does the only term of a loss."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 

@@ -47,13 +47,13 @@ _SECTIONS = {
 }
 # Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
-_OF_SCORES = ("_stderr", "/samples")  # ends of fields beside the scores of tasks, TASK/METRIC
+_OF_SCORES = ("_stderr", "/samples")  # suffixes of the fields that accompany task scores, TASK/METRIC
 # In the order of their charts. A tensor of a stack has one number per layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
 
 _FOLDED = 12  # a section with more charts is folded
 _SAMPLES = 3  # the maximum number of samples
-# The most prompts of a round, of their best and of their worst answers, and of the characters of a text.
+# Maximum numbers: prompts of a round, best (and worst) answers to each, and characters of a text.
 _PROMPTS, _ANSWERS, _CHARACTERS = 4, 2, 600
 _COMPUTED = "computed from the other keys and the devices"
 
@@ -93,7 +93,7 @@ def _lines(runs: Sequence[Record], field: str) -> list[Line]:
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the fields that have no chart of their own, by the titles of their sections."""
+    """Returns the fields that have no separate chart, by the titles of their sections."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
@@ -168,7 +168,7 @@ def _samples(run: Record, alone: bool) -> str:
 
 
 def _rollouts(run: Record, alone: bool) -> str:
-    """Returns the best and the worst answers to a few prompts of the newest round, first those whose rewards differ."""
+    """Returns the best and worst answers to a few prompts of the newest round; prompts with different rewards first."""
     if not run.rollouts:
         return ""
     groups = [list(rows) for _, rows in itertools.groupby(run.rollouts, key=lambda row: row.get("prompt"))]
@@ -241,7 +241,7 @@ def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    """Returns `value`, or an empty list for what a file that somebody edited has in place of a list."""
+    """Returns `value`, or an empty list if it is not a list, as in a manually edited file."""
     return value if isinstance(value, list) else []
 
 

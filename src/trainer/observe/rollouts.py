@@ -1,4 +1,4 @@
-"""The completions of reinforcement learning: rollouts/N.jsonl in a run's folder has those of round N, from 0 on."""
+"""The completions of reinforcement learning: rollouts/N.jsonl in a run's folder for round N, counted from 0."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,8 @@ class RolloutFiles:
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
 
-        Before its first round, it removes those of later rounds, which an earlier process wrote, and what a killed one
-        had not finished.
+        Before its first round, it removes the files of later rounds that an earlier process wrote, and the unfinished
+        files of a killed process.
 
         Raises:
           UserError: the disk is full.
@@ -42,8 +42,8 @@ class RolloutFiles:
 
 
 def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
-    """Returns the completions of the newest round; [] if there are none. It leaves out tokens and log-probabilities,
-    which may be large. Raises UserError if the file is damaged."""
+    """Returns the completions of the newest round without tokens and log-probabilities, which may be large; [] if there
+    are none. Raises UserError if the file is damaged."""
     check_folder(run_folder, (ROLLOUTS,))
     numbers = _numbers(run_folder / ROLLOUTS)
     rows = read_rows(numbers[max(numbers)]) if numbers else []

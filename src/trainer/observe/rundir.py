@@ -33,7 +33,7 @@ STARTS_OVER = "{} has no checkpoint yet: starting over"
 class RunDir(NamedTuple):
     """A run's folder, owned exclusively while `lease` is open. A context manager that closes the lease.
 
-    If several processes train together, process 0 holds the lease for all of them and writes all files.
+    If several processes train together, process 0 has the lease for all of them and writes all files.
 
     Attributes:
       path: where files are written.
@@ -203,11 +203,11 @@ def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]
 
 
 def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
-    """Returns whether a run that resumes nothing keeps existing metrics under other names; else it writes them again.
+    """Returns whether a new run keeps existing metrics under other names; otherwise it writes them again.
 
     Args:
       path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.
-      config_yml: the configuration of the run that begins.
+      config_yml: the configuration of the new run.
 
     Raises:
       UserError: the metrics belong to a finished run whose checkpoints are gone.

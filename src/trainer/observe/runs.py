@@ -169,7 +169,7 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before taking it, so as not to lock out a run's own process, and again afterwards.
+        # Checked before taking it, so as not to lock out the run's process, and again afterwards.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():

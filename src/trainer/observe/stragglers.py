@@ -1,9 +1,9 @@
-"""Names the processes of a run whose host keeps the others waiting.
+"""Finds the processes of a run that delay the others because of their host.
 
 All processes measure the same time for a step, because each waits for the others within it. They differ in their own
-time, which the loop spends on data, files and Python instead of waiting for devices. While the devices compute, own
-time costs nothing. So it counts only in steps that consist of it almost entirely: there the devices waited for the
-host. A slow accelerator is not found, because its host waits for it like all others.
+time: the part that the loop spends on data, files and Python instead of waiting for devices. Own time costs nothing
+while the devices compute, so it counts only in steps that consist almost entirely of it: there the devices waited for
+the host. A slow accelerator is not detected, because its host waits for it like all other hosts.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-_SHARE, _PERIODS = 0.1, 5  # of a step above the median, in so many periods in a row
-_BUSY = 0.9  # the share of own time in a step from which on the devices wait for the host
+_SHARE, _PERIODS = 0.1, 5  # late: above the median by this share of a step, in this many consecutive periods
+_BUSY = 0.9  # the least share of own time in a step in which the devices wait for the host
 
 
 class Stragglers:
-    """Every `period` steps, it compares the means of all processes, and says which are late, once until they are not.
+    """Compares the means of all processes every `period` steps. Reports a process when it becomes late, once each time.
 
-    The numbers of a period are read at the end of the next one, so that nobody waits for them.
+    The numbers of a period are read at the end of the next one, so that no process waits for them.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Stragglers:
         self._late = np.zeros(len(hosts), int)  # periods in a row
 
     def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
-        """Takes the times of a step, in seconds: own time, that part of it for data, and all. All processes call it."""
+        """Takes the times of a step in seconds: own time, its part for data, and the total. All processes call it."""
         self._times.append((own if own > _BUSY * elapsed else 0.0, waited, elapsed))
         if (step + 1) % self._period == 0:
             if self._gathered is not None:

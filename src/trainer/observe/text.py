@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def rate(tokens: float) -> str:
-    """Returns trained tokens per second in words, over all devices."""
+    """Returns trained tokens per second over all devices, as text."""
     return f"{si(tokens, 'tok/s')} trained"
 
 

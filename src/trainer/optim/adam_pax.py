@@ -10,7 +10,7 @@ from trainer.optim.keys import Given
 
 
 def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Returns Adam with decoupled weight decay, whose moments are unbiased averages of all gradients so far.
+    """Returns Adam with decoupled weight decay. Its moments are unbiased averages of all gradients so far.
 
     In update t, counted from 1, a moment decays by b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
     arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state differs: its moments need
@@ -24,7 +24,7 @@ def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
-    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), of the averages mu and nu of `adam_pax`."""
+    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), with the averages mu and nu of `adam_pax`."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(

@@ -15,7 +15,7 @@ STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
-# Embedding tables and output heads, whose rows are tokens. This name is the only sign of a user's own table.
+# The axis of tokens in embedding tables and output heads. Only this name identifies a custom table.
 VOCAB = "vocab"
 # The axis of the residual stream.
 WIDTH = "embed"

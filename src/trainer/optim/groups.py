@@ -17,7 +17,7 @@ from trainer.ops.paths import name_of, whole_name
 def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
     """Returns the learning-rate factor of every parameter in `names` that matches a pattern of `learning_rate_groups`.
 
-    The first matching pattern counts.
+    The first matching pattern applies.
 
     Raises:
       UserError: a pattern determines the factor of no parameter.

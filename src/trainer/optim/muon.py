@@ -59,7 +59,7 @@ def dimension_numbers(param_axes: Any) -> Any:
 
 
 def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
-    """Returns the bias-corrected average of the gradients, as it would be if the next gradient equaled this one."""
+    """Returns the bias-corrected average of the gradients, assuming that the next gradient equals this one."""
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
@@ -82,8 +82,8 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
     """Replaces each matrix U S V^T of the updates by approximately U V^T.
 
     Runs five Newton-Schulz iterations in `dtype`, float32 or bfloat16, with matrix products in that precision. The
-    singular values of the result are about 0.7 to 1.2, except for those that were close to 0. `eps` is added to the
-    Frobenius norm by which each matrix is first divided.
+    singular values of the result are about 0.7 to 1.2, except for those that were close to 0. First divides each
+    matrix by its Frobenius norm + `eps`.
     """
     # optax implements the iterations as part of its momentum. With beta=0 the momentum is the gradient.
     iterations = optax.contrib.scale_by_muon(
@@ -102,8 +102,8 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
 
 
 def stages_first(param_axes: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx`, which merges the axes that stack matrices, with the axis of a pipeline's stages before the others:
-    merged after the axis of repeats, it could not stay sharded."""
+    """Returns `tx`, which merges the axes that stack matrices, with a pipeline's stage axis moved to the front. Merged
+    after the axis of repeats, it could not stay sharded."""
     staged = {name for name, axes in by_name(param_axes).items() if STAGES in axes}
 
     def swapped(tree: Any) -> Any:

@@ -22,9 +22,9 @@ from trainer.optim.schedule import make_schedule
 def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
     """Returns clipping, the optimizer `opt_type`, and the factors of `learning_rate_groups`, for trained parameters.
 
-    All of this reads parameters and gradients in float32, so updates are float32, and so is the state except what is in
-    `mu_dtype`: only a parameter itself is rounded to its dtype. Parameters that are not trained keep their values and
-    have no optimizer state.
+    Parameters and gradients are read in float32. Updates are float32, and so is the state, except for the parts in
+    `mu_dtype`; only the parameters themselves are rounded to their dtype. Parameters that are not trained keep their
+    values and have no optimizer state.
 
     Args:
       config: resolved.

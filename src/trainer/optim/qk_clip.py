@@ -96,7 +96,7 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 
 
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
-    """Refuses layers of a user's block that do only one of the two. Both arguments are sets of paths."""
+    """Refuses layers of a custom block that are in only one of the sets of paths."""
     mistakes = [
         *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
         *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),

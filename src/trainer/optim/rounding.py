@@ -1,4 +1,4 @@
-"""How updates are added to parameters in bfloat16."""
+"""Adds updates to parameters, with rounding to bfloat16."""
 
 import zlib
 from typing import Any

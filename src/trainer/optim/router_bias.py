@@ -13,7 +13,7 @@ from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule
 
 NAME = "router_bias"
-# The paths of a router's count, which it sows, and of its bias in `rest`, without that of its layer (`layers.moe`).
+# The paths of a router's sown count and of its bias in `rest`, relative to its layer (`layers.moe`).
 _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
@@ -49,7 +49,7 @@ def _is_bias(name: str) -> bool:
 
 
 def direction(count: jax.Array) -> jax.Array:
-    """The sign of (mean - count) over the last axis, int32 as `count`, without rounding."""
+    """Returns the sign of (mean - count) over the last axis, int32 like `count`, without rounding."""
     total, experts = count.sum(-1, keepdims=True), count.shape[-1]
     whole, remainder = total // experts, total % experts
     below = (count < whole) | ((count == whole) & (remainder > 0))

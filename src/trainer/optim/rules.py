@@ -10,7 +10,7 @@ import optax
 
 
 class Seen(NamedTuple):
-    """What a step knows about its batch before the update."""
+    """The measurements of a step's batch before the update."""
 
     loss: jax.Array  # float32 [], of the whole batch
     grad_norm: jax.Array  # float32 [], of the trained parameters, before clipping
@@ -78,8 +78,8 @@ def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax
 def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
     """Returns whether any of `rules` reads sown values in step `step`, a bool [].
 
-    Returns None if no rule reads any, or if some rule reads them in every step. One answer covers all types: the step
-    measures whenever one rule is due, and rules with different `due` each find their values.
+    Returns None if no rule reads any, or if some rule reads them in every step. The result covers all types: the step
+    measures whenever one rule is due, so rules with different `due` all get their values.
     """
     conditions = [rule.due for rule in rules if rule.sown]
     flags = [due(step) for due in conditions if due is not None]

@@ -1,4 +1,4 @@
-"""Skips steps whose loss or gradient norm is far above the recent steps."""
+"""Skips steps with a loss or gradient norm far above that of recent steps."""
 
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ def skip_spikes(config: Config) -> Rule:
     `skip_step_interval` accepted steps.
 
     The first interval / 2 steps are accepted without a test. Until a whole interval of steps is accepted, the
-    statistics cover the steps accepted so far. A refused step does not enter them. Variances are divided by the number
-    of steps.
+    statistics cover the steps accepted so far. They exclude refused steps. Variances are divided by the number of
+    steps.
 
     After interval / 2 consecutive skipped steps, for whatever reason, the next finite step is accepted and the
-    statistics restart from it, because the level of the loss may have changed. So no sequence of losses stops a run.
+    statistics restart from it, because the level of the loss may have changed. So spikes cannot stop a run forever.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
 

@@ -14,7 +14,7 @@ from trainer.config.errors import UserError
 
 T = TypeVar("T")
 
-_SHOWN = 5  # lines of a text that a message names
+_SHOWN = 5  # lines of a text that a message lists
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
@@ -120,9 +120,9 @@ def gather(text: str) -> list[str]:
 
 
 def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
-    """Starts to gather as many numbers of each process, and returns what reads them: an array [processes, numbers].
+    """Starts to gather equally many numbers of each process. Returns the reader of an array [processes, numbers].
 
-    The devices do it after what they were given before, so a call waits for nothing. Read it after a later step.
+    The devices do this after the work already dispatched, so the call does not wait. Read it after a later step.
     """
     import jax
     import numpy as np
@@ -142,11 +142,11 @@ def _same(x: Any) -> Any:
 
 
 def lost_process(error: BaseException | None) -> bool:
-    """Returns whether `error`, or an error before it, says that another process of this run ended or does not answer.
+    """Returns whether `error`, or an error that led to it, means that another process of this run ended or is silent.
 
-    JAX and Orbax raise errors of several types for it; only the texts tell.
+    JAX and Orbax raise errors of several types for this; only their texts distinguish it.
     """
-    seen: list[BaseException] = []  # the errors before an error may form a circle
+    seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen and _count() > 1:
         if _LOST.search(str(error)):
             return True

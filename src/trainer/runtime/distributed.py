@@ -18,7 +18,7 @@ from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 _LATER = 60  # seconds by which JAX waits longer for the others than this process: JAX would abort
-_TELLING = "jax_distributed_initialization_timeout=60"  # of a process that ends with an error anyway
+_TELLING = "jax_distributed_initialization_timeout=60"  # for a process that will end with an error
 _REMEDY = (
     ": look for an error in the output of each, start all of them, and check that they can reach the address of "
     "process 0; or set skip_jax_distributed_system=true to train with this process only"

@@ -1,4 +1,4 @@
-"""Folders that a command was given: they may come from someone else.
+"""Handles folders given to a command, which are untrusted: they may come from someone else.
 
 A link in such a folder could make a command read, publish or overwrite any file of the user. A pipe or a device could
 make it wait forever. Checks come before the first read, and writes never go through a link.
@@ -21,11 +21,11 @@ _UNFINISHED = re.compile(r".+\.([0-9]+)\.tmp")  # the name of a file that is bei
 def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
     """Checks that everything in `folder` is a regular file, a folder, or a link to one of these in `folder`.
 
-    In a snapshot of Hugging Face's cache (models--NAME/snapshots/REVISION), links may lead to the blobs beside it.
+    In a snapshot of Hugging Face's cache (models--NAME/snapshots/REVISION), links may lead to the cache's blobs.
 
     Args:
       folder: a folder in a bucket passes, because a bucket has no links.
-      names: the paths in it to check, folders with all that they contain; absent ones pass.
+      names: the paths in it to check, folders with all their contents; absent paths pass.
 
     Raises:
       UserError: names the first link or file that is refused.
@@ -75,7 +75,7 @@ def _to_check(path: Path) -> list[Path]:
         with os.scandir(path) as entries:
             return sorted(path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False))
     except OSError:
-        return []  # whoever reads the folder says why
+        return []  # reading the folder will report the reason
 
 
 def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
@@ -103,14 +103,14 @@ def not_through_a_link(path: str, flags: int) -> int:
 
 
 def unfinished(folder: Any) -> list[Any]:
-    """Returns the files that a process that was killed in `replace_file` left in a folder. Processes of other machines
-    must not write there now; those of other processes that live here are left out."""
+    """Returns the files that a process killed in `replace_file` left in a folder, without files of processes that still
+    run on this machine. Processes of other machines must not write there now."""
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
     return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
 
 
 def lives(number: int) -> bool:
-    """Returns whether another process with this number runs here."""
+    """Returns whether another process with this id runs on this machine."""
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
@@ -121,14 +121,14 @@ def lives(number: int) -> bool:
 
 
 def replace_file(path: Path, data: str | bytes) -> None:
-    """Writes `data` beside `path` and renames it. A link at `path` is replaced. On an error nothing is left behind.
+    """Writes `data` to a file next to `path` and renames it. Replaces a link at `path`. An error leaves nothing behind.
 
     Raises:
       OSError: the file cannot be written.
     """
     # Other processes may write the same file. A name of 255 bytes leaves no room for an ending.
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # left by a process that had this number and was killed
+    temporary.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
         with temporary.open("xb") as file:  # x: not through a link
             file.write(data.encode() if isinstance(data, str) else data)

@@ -1,19 +1,18 @@
-"""The lease of a run: a file in its folder says which process owns it, to processes of all machines.
+"""The lease of a run: a file in its folder identifies the process that owns it, for processes on all machines.
 
-On one machine the lock decides (`lock`): the system frees it when its process ends. A bucket has no locks, and those of
-many network file systems reach no other machine. So the owner also writes who it is into the file, and renews it with
-a counter.
+On one machine the lock decides (`lock`): the system frees it when its process ends. A bucket has no locks, and locks of
+many network file systems do not reach other machines. The owner therefore also writes its identity to the file, and
+renews it with a counter.
 
-The clocks of two machines are never compared. A launch that finds the lease of another machine reads it until it
-changes, and takes it if it stays the same for `_LOST` seconds on the launch's own clock. File times would decide at
-once, but they may come from the clock of another client or from a cache. A lease is taken at once from an earlier start
-of the same job, and from an owner on this machine whose process has ended.
+The clocks of two machines are never compared. A launch that finds the lease of another machine polls it until it
+changes, and takes it if it stays the same for `_LOST` seconds on the launch's clock. File times would decide at once,
+but they may come from the clock of another client or from a cache. A lease is taken at once from an earlier start of
+the same job, and from an owner on this machine that has ended.
 
 Neither folders nor buckets have a write that fails if the file has changed. The last writer owns the run. Each owner
 reads the file again before it first writes into the folder, at each renewal, every log_period updates and before each
 checkpoint, and ends if the file names another process. Two owners can write for a short time only if one of them pauses
-between its reading and its writing; this ends at its next renewal and one update. A checkpoint whose saving has begun
-is completed.
+between reading and writing; this lasts until one update after its next renewal. A save that has begun is completed.
 """
 
 import contextlib
@@ -34,9 +33,9 @@ from trainer.runtime.folders import lives, replace_file
 from trainer.runtime.storage import is_remote, read_now
 
 LEASE_FILE = ".lease"
-_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds between renewals, until a lease is lost, between looks at another's
+_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds between renewals, until a lease is lost, between polls of another's
 _BYTES = 10_000
-_ANY = Exception  # what clients of buckets raise; a file that cannot be read or written now takes no lease away
+_ANY = Exception  # clients of buckets raise any type; a lease survives a failed read or write of the file
 
 
 class Lease:
@@ -51,7 +50,7 @@ class Lease:
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken the run, as the file says now, or at the last `look`."""
+        """Raises UserError if another process has taken the run, according to the file now or at the last `look`."""
         if look:
             with self._using, contextlib.suppress(_ANY):
                 self._look()
@@ -63,7 +62,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken the run, as far as is known here."""
+        """Whether another process has taken the run, as far as this process knows."""
         return bool(self._other)
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class Lease:
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
-    """Takes the lease of the run in `folder`; None if its owner lives. Waits for up to 60 s to find out, with a line.
+    """Takes the lease of the run in `folder`; None if its owner lives. May wait up to 60 s to find out; prints a line.
 
     Args:
       lock: of the folder, which this process holds. It is closed with the lease, or here if there is none.
@@ -130,7 +129,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    pid = found.get("pid")  # its own: of an earlier process, in a container that was started again
+    pid = found.get("pid")  # equal to ours: of an earlier process, in a container that was restarted
     if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
@@ -142,7 +141,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
             if now and now != found:
                 return True
             missing = 0 if now else missing + 1
-            if missing > 1:  # once may be between two writes
+            if missing > 1:  # missing once: perhaps between two writes
                 return False
     say(f"it has not renewed its lease for {_LOST:.0f} s: this process takes it over")
     return False
@@ -165,8 +164,8 @@ def _owner() -> dict[str, Any]:
 
 
 def _place() -> str:
-    """Returns what is the same for all processes here. Elsewhere, a process's number is another process's: on another
-    machine, whatever its name, and in another container."""
+    """Returns an identifier of this machine and container. Process ids are comparable only within it: machines may have
+    the same name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -175,8 +174,8 @@ def _place() -> str:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns what a launch and its restarts have in common, and how many starts were before this one; "", 0 if the
-    environment does not say."""
+    """Returns the job's name, which a launch and its restarts share, and the number of earlier starts; "", 0 if the
+    environment has neither."""
     if environ.get("TRAINER_JOB"):
         name, starts = environ["TRAINER_JOB"], environ.get("TRAINER_RESTARTS", "")
     elif environ.get("SLURM_JOB_ID"):
@@ -187,12 +186,12 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _now() -> float:
-    """Returns seconds of a clock that goes on while the machine sleeps."""
+    """Returns the seconds of a clock that also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
 def _found(file: Any) -> dict[str, Any]:
-    """Returns what is in the file; {} if there is none."""
+    """Returns the content of the file; {} if there is none."""
     try:
         data = read_now(file, _BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -200,7 +199,7 @@ def _found(file: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if isinstance(found := parsed(data), dict) and found:
             return found
-    return {"id": repr(data)}  # written by something else, or cut: whoever it is, a lease that does not change is lost
+    return {"id": repr(data)}  # unknown writer or truncated: a lease that does not change is lost in any case
 
 
 def _said(found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A lock that only one process can hold on a folder, by a file in it or beside it."""
+"""A lock that only one process can have on a folder, by a file in it or next to it."""
 
 import fcntl
 from pathlib import Path

@@ -11,7 +11,7 @@ from trainer.config.paths import local_path, path_problem
 
 
 def not_a_new_folder(path: Path) -> str | None:
-    """Returns why nothing can be written to the absolute `path` as to a new or empty folder; None if it can."""
+    """Returns why the absolute `path` cannot be written as a new or empty folder; None if it can."""
     if path.is_symlink():
         return "is a symbolic link; give the folder itself"
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -21,7 +21,7 @@ def not_a_new_folder(path: Path) -> str | None:
 
 
 def not_a_new_file(path: Path) -> str | None:
-    """Returns why nothing can be written to the absolute `path` as to a new file; None if it can."""
+    """Returns why the absolute `path` cannot be written as a new file; None if it can."""
     if os.path.lexists(path):
         return "exists; choose a new file"
     above = next(parent for parent in path.parents if parent.exists())
@@ -32,7 +32,7 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
     """Returns what is wrong with `paths`, the first two arguments of a command: FROM, and OUT, a new or empty folder.
 
     Args:
-      named: the names of other arguments, as in NAME=VALUE, which may stand where a path is missing.
+      named: the names of other arguments, NAME=VALUE, one of which may be in the place of a missing path.
       file: whether OUT is a new file.
     """
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
@@ -47,7 +47,7 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `path`, which gets this name at the end. After an error it is removed.
+    """Yields an empty folder next to `path` and renames it to `path` at the end. After an error it is removed.
 
     Raises:
       UserError: it cannot be created.
@@ -64,7 +64,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a file next to `path`, which gets this name at the end, on disk. After an error it is removed.
+    """Yields the path of a file next to `path`. Syncs it and renames it to `path` at the end; an error removes it.
 
     Raises:
       UserError: its folder cannot be created.
@@ -82,7 +82,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Removes `folder`, if it exists. Threads of Orbax may still write into it, until it has another name."""
+    """Removes `folder` if it exists. Renames it first, because threads of Orbax may still write into it."""
     other = folder.with_name(f"{folder.name}-removed")
     for _ in range(3):
         with contextlib.suppress(OSError):

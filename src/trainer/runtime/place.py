@@ -51,7 +51,7 @@ def place(
 
 
 def replicate(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Replicates the array, which every process has, on all devices."""
+    """Replicates the array on all devices. Every process passes the same array."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

@@ -21,8 +21,7 @@ class Preemption:
     """A context in which SIGTERM and the first Ctrl-C only request the end of the run. Outside, both end a single
     process immediately, and so does the second Ctrl-C.
 
-    If Ctrl-C does not have the system's default action, it belongs to the program that calls this one, and stays as it
-    is.
+    If Ctrl-C does not have the system's default action, the calling program handles it, and it is left unchanged.
 
     With several processes, JAX handles SIGTERM after `jax.distributed.initialize`, and a signal to one process is a
     request to all processes. Ctrl-C is passed on as SIGTERM.
@@ -34,7 +33,7 @@ class Preemption:
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: whether the run saves a checkpoint when it ends. The answer to Ctrl-C says so."""
+        """`saves`: whether the run saves a checkpoint when it ends, for the message at Ctrl-C."""
         import jax
 
         self.requested, self.number = False, 0

@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def compile_anew(devices: Sequence[jax.Device]) -> None:
-    """Disables JAX's compilation cache if programs run on several CPU devices; says so if the user has set one."""
+    """Disables JAX's compilation cache if programs run on several CPU devices. Reports it if the user has set one."""
     enabled, folder = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # missing in the stubs
     used = getattr(jax.config, enabled) and getattr(jax.config, folder)
     if not used or len(devices) == 1 or devices[0].platform != "cpu":

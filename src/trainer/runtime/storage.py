@@ -69,7 +69,7 @@ def size(path: Any) -> int:
 def read_now(path: Any, most: int) -> bytes:
     """Returns up to `most` bytes of a small file as it is now, even if another machine has just written it.
 
-    For other reads, the client of buckets uses what it knows from earlier listings.
+    For other reads, the client of buckets uses data cached from earlier listings.
 
     Raises:
       OSError: it cannot be read.
@@ -101,7 +101,7 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def remedy(code: int | None) -> str:
-    """Returns what the user can do about a failed write, by the system's error code."""
+    """Returns advice for the user about a failed write, by the system's error code."""
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free disk space"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):

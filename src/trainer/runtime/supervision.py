@@ -99,7 +99,6 @@ class _Watched:
         self._selector.register(child.stderr, selectors.EVENT_READ, self._copy_stderr)
 
     def wait(self) -> int:
-        """See `supervise`."""
         while self._child.poll() is None:
             self._read(_POLL)
             if time.monotonic() - self._since > self._config[self._key]:
@@ -156,7 +155,7 @@ class _Watched:
 
     def _read(self, timeout: float) -> bool:
         """Reads what the child has written, after at most `timeout` seconds. Returns whether there was anything."""
-        if not self._selector.get_map():  # the child has closed both
+        if not self._selector.get_map():  # the child has closed both pipes
             time.sleep(timeout)
         ready = self._selector.select(timeout) if self._selector.get_map() else []
         for key, _ in ready:

@@ -1,4 +1,4 @@
-"""The installed versions of what a compiled step depends on."""
+"""The installed versions of the packages that a compiled step depends on."""
 
 import functools
 import hashlib
@@ -30,8 +30,8 @@ def other_versions(before: Mapping[str, str]) -> str:
 
 
 def program() -> dict[str, str]:
-    """Returns what the processes of a run must have in common beside configuration and data, for `check_same`: versions
-    of packages, of Python and of the devices' compiler, and a digest of each source file of the trainer, a line each.
+    """Returns the properties, other than configuration and data, that all processes of a run must share, for
+    `check_same`, one per line: versions of packages, Python and the devices' compiler, and digests of source files.
 
     It reads the source files themselves, so bytecode and the kind of installation make no difference.
     """
@@ -53,7 +53,7 @@ def program() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Returns what the bits of a result depend on besides the program: versions, processor, XLA's flags."""
+    """Returns the properties, other than the program, that affect a result's bits: versions, processor, XLA's flags."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

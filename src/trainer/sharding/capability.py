@@ -1,7 +1,7 @@
-"""What the checks of a configuration ask about devices: their number, platform, slices and CUDA compute capability.
+"""The device properties that configuration checks need: number, platform, slices and CUDA compute capability.
 
-JAX asks its default backend for the capability, which is another one where a program is compiled for absent devices.
-Here the devices of the mesh answer, those of a topology too.
+JAX returns the capability of its default backend, which is wrong if a program is compiled for absent devices. These
+functions ask the devices of the mesh, which may belong to a topology.
 """
 
 import re
@@ -30,7 +30,7 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
 def slice_of(device: Any) -> int | None:
     """Returns the number of a device's slice; None if it has none, as on CPU.
 
-    A host of GPUs is a slice. JAX says so where they run, but gives all GPUs that it only compiles for the slice 0.
+    A host of GPUs is a slice. JAX reports this for present GPUs, but slice 0 for all GPUs that it only compiles for.
     """
     return device.process_index if _is_absent_gpu(device) else getattr(device, "slice_index", None)
 

@@ -128,11 +128,11 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
-    """`x` [*rows, *axes], an input or the result of a product with a matrix whose axes on its side are called `names`:
-    sharded as these, but not over mesh axes that shard rows: over those the matrix is gathered.
+    """Returns `x` [*rows, *axes], the input or the result of a matrix product, with its axes sharded like the matrix
+    axes `names`, except over mesh axes that shard rows: over those the matrix is gathered.
 
     Without it, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there are few
-    tokens (docs/decisions/0021). libtpu does not; its programs stay as they are.
+    tokens (docs/decisions/0021). libtpu is correct, so its programs are left unchanged.
     """
     current = current_mesh.get()
     if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:

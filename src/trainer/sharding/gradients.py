@@ -1,4 +1,4 @@
-"""Says how the gradients of matrices are sharded, and when they are reduced."""
+"""Controls how the gradients of matrices are sharded, and when they are reduced."""
 
 import functools
 import math
@@ -13,13 +13,13 @@ from trainer.sharding.rules import without_fsdp
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, sharded by logical names without mesh axes of `derived.FSDP`, over which its gradient is, too."""
+    """Returns `x`, sharded by logical names but not over the axes of `derived.FSDP`; its gradient is, over all axes."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
 
 
 def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x`, whose gradient is sharded by the logical names of its axes, however `x` is sharded."""
+    """Returns `x` with its gradient sharded by the logical names of its axes, however `x` is sharded."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(x, None, at)
 
@@ -55,7 +55,7 @@ def reduce_gradient_early(
     Otherwise libtpu computes the product as a ring and holds two copies of the result, which is larger than the matrix.
 
     Args:
-      x: [*rows, *inputs]. Inside `shard_mapped`, where each device has gradients of its own, `x` and `matrix` are
+      x: [*rows, *inputs]. Inside `shard_mapped`, where each device has separate gradients, `x` and `matrix` are
         returned unchanged.
       matrix: [*inputs, *outputs] or [*outputs, *inputs].
       names: the logical names of the axes of `matrix`.

@@ -1,4 +1,4 @@
-"""Looks rows of a table up, and sums their gradients."""
+"""Looks up rows of a table, and sums their gradients."""
 
 import contextlib
 import functools
@@ -76,15 +76,15 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = False) -> jax.Array:
-    """Returns a float32 array of `shape` that holds, at each index, the sum of the `rows` with that id."""
+    """Returns a float32 array of `shape` that contains, at each index, the sum of the `rows` with that id."""
     return jnp.zeros(shape, jnp.float32).at[ids].add(rows.astype(jnp.float32), indices_are_sorted=ordered)
 
 
 def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
-    """Returns shardings of looked-up rows from that of the ids to that of the table's columns, if the mesh axes of the
-    columns shard more than one axis of the ids, as with fsdp and context.
+    """Returns a sequence of shardings of looked-up rows, from the ids' sharding to that of the table's columns, if the
+    mesh axes of the columns shard more than one axis of the ids, as with fsdp and context.
 
-    From one to the next is one all-to-all. Otherwise the compiler gathers the rows of all ids on every device.
+    Each transition is one all-to-all. Without these, the compiler gathers the rows of all ids on every device.
     """
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -172,6 +172,6 @@ def _summed_by_columns(
     shape: Sequence[int], ids: jax.Array, rows: jax.Array, *, at: tuple[NamedSharding, NamedSharding]
 ) -> jax.Array:
     """Returns the same as `_sum`: each device gets its columns of more rows, sums them, and reduces the result over the
-    mesh axes that do not shard the columns. Without it, the compiler reduces the whole table on every device."""
+    mesh axes that do not shard the columns. Otherwise the compiler reduces the whole table on every device."""
     ids, rows = jax.tree.map(jax.lax.with_sharding_constraint, (ids, rows), at)
     return _sum(shape, ids, rows)

@@ -56,9 +56,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
-    """Returns a parameter whose parts can be sharded like it, for `shard_mapped`: where devices share a tile, the parts
-    have the entries of smaller tiles, which divide both. `axes`: of the parameter, in `shard_mapped`. Raises UserError
-    if the last tile of an axis is shorter, and the axis is sharded."""
+    """Returns the parameter with parts that can be sharded like it, for `shard_mapped`: if devices share a tile, the
+    parts get entries for smaller tiles, so that no tile spans two devices. `axes`: of the parameter, in `shard_mapped`.
+    Raises UserError if the last tile of an axis is shorter, and the axis is sharded."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)

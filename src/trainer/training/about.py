@@ -1,4 +1,4 @@
-"""What a run's checkpoints say about the model beside its weights: what it began with, and what training adds."""
+"""The information about the model, other than weights, in a run's checkpoints: the initial one, and training's."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -20,15 +20,15 @@ from trainer.weights.open import open_adapters, open_source
 def about_run(
     config: Config, tokenizer: Tokenizer | None, own: Any, ends: Sequence[int], say: Callable[[str], Any]
 ) -> About:
-    """Returns what the run says about its model from now on.
+    """Returns the information about the model that the run's checkpoints contain from now on.
 
     Args:
-      tokenizer: that of the data.
+      tokenizer: the data's tokenizer.
       own: the run's newest checkpoint; None for a new run.
-      ends: the tokens with which the texts of the training end.
+      ends: the tokens that end training texts.
 
     Raises:
-      UserError: what the run begins with is damaged.
+      UserError: the initial information is damaged.
     """
     about = _begun_with(config, tokenizer, own, say)
     length = config.max_target_length if config.rope_type == "default" else None

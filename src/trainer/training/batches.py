@@ -29,10 +29,10 @@ class BatchSource(Protocol):
 
     waited: float  # total seconds that calls of `take` have waited so far
     updates: int  # this number of updates belong together: a run is saved, and ends, only between such groups
-    metrics: dict[str, float]  # of the batch that was taken last, for its row of metrics
+    metrics: dict[str, float]  # of the batch that was taken last, for its metrics row
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """Returns the next batch, of `run.rows` rows or those of some of its microbatches, and the position after it.
+        """Returns the next batch (`run.rows` rows, or the rows of some of its microbatches), and the position after it.
 
         `state()` returns the native train state, for a source whose batches depend on it. A source that takes long may
         return None as soon as `interrupted()`.
@@ -61,7 +61,6 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
         return batch, position
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`."""
         del state
         return held_out_batches(self._run, self._dataset)
 
@@ -76,8 +75,8 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
 
 
 def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
-    """Checks that no row of a batch has one of the tokens `images`, which are given with the fields of config.json that
-    name them: the model has no tower here, so nothing would stand in their place.
+    """Checks that no row of a batch has an image token, because the model has no tower here to replace it. `images`
+    maps the image tokens to the fields of config.json that name them.
 
     Raises:
       UserError: names a row and its token.

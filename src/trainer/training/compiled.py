@@ -23,7 +23,7 @@ def loaded_step(run: Run, say: Say) -> Any:
     """Returns the step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`.
 
     Raises:
-      UserError: the file cannot be read, or holds a different step.
+      UserError: the file cannot be read, or contains a different step.
     """
     if not run.config.compiled_trainstep_file:
         return None
@@ -36,8 +36,8 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles the step and returns it. Says whether saving more for the backward pass would fit. `place` is the run's
-    folder, which the message at SIGTERM or Ctrl-C names.
+    """Compiles the step and returns it. Reports whether saving more for the backward pass would fit. `place` is the
+    run's folder, which the message at SIGTERM or Ctrl-C names.
 
     Raises:
       UserError: `dump_hlo_local_dir` is not writable.
@@ -67,7 +67,7 @@ def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
 
 
 class StepsByRows:
-    """The compiled step, `step(leaves, batch, frozen)`; one for fewer microbatches is compiled when it is needed."""
+    """The compiled step, `step(leaves, batch, frozen)`. Steps for fewer microbatches are compiled when needed."""
 
     def __init__(self, run: Run, compiled: Any, say: Say):
         """`compiled`: the step for a whole batch."""

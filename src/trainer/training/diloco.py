@@ -190,7 +190,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     stored = fragment.shardings(shardings)
 
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
-        if param.dtype != of_islands.dtype:  # the rounding of what islands took over is no step of theirs
+        if param.dtype != of_islands.dtype:  # rounding in the last synchronization must not count as a movement
             kind = jnp.finfo(of_islands.dtype)
             param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may leave out a cast and its inverse
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
@@ -206,7 +206,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     )
     if not plan.delay:
         new = _take(fragment, plan.alpha, new)
-    # Replicated here, so that the branch of the conditional sends them, and not the step.
+    # Replicated here, so that only the branch of the conditional sends them, not every step.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
     found = Moved(optax.tree.norm(grads, squared=True), functools.reduce(jnp.add, squares))
@@ -214,7 +214,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
 
 
 def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
-    """Sets islands to the outer parameters of `fragment` (None: of all), mixed with `alpha` of their own."""
+    """Sets islands to the outer parameters of `fragment` (None: all), mixed with their parameters at weight `alpha`."""
 
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
@@ -263,7 +263,7 @@ def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int
 
     def read(metrics: Metrics, step: int) -> dict[str, Any]:
         of_islands = due(config, metrics[ISLANDS], step)
-        # Each process holds the metrics of its own islands.
+        # Each process has the metrics of its local islands.
         here = all(value.is_fully_addressable for value in of_islands.values())
         found = jax.device_get(of_islands if here else gather(of_islands))
         bearing = found["tokens"] > 0 if found["tokens"].any() else slice(None)

@@ -15,7 +15,7 @@ from trainer.training.step import all_finite
 
 
 def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
-    """Ends the run after a step that is not finite, if the configuration requires it or the state is lost.
+    """Ends the run after a non-finite step, if the configuration requires it or the state is lost.
 
     Args:
       row: the metrics of the step, with `skipped` and `finite`; see `step.make_update`.

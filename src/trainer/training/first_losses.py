@@ -5,7 +5,7 @@ from collections.abc import Callable
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# Two batches of one model differ by less: a later loss must exceed the first by both.
+# The losses of two batches of one model differ by less. A later loss must exceed the first by both:
 FACTOR, MARGIN = 2.0, 1.0  # times the first loss; nats above it
 UPDATES = 20  # how many are watched
 

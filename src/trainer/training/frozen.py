@@ -14,7 +14,7 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint has; () unless declared.
+    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () unless declared.
 
     Attributes:
       abstract: shapes with shardings.
@@ -55,7 +55,7 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
 
 
 def _copied(abstract: Any, params: Any) -> Any:
-    """Returns copies of those of the parameters that are in `abstract`."""
+    """Returns copies of the parameters that are in `abstract`."""
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     kept = jax.tree.map(
         lambda like, leaf: None if like is None else leaf, abstract, params, is_leaf=lambda like: like is None

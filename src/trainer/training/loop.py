@@ -232,7 +232,7 @@ class _Loop:
         self.reader.restart_clock()
 
     def _keep_scores(self, row: Row) -> None:
-        """Gives retention the evaluations of the state in the row's step, all that there are so far."""
+        """Passes all evaluations so far of the state in the row's step to checkpoint retention."""
         before = self._last_evaluation
         self._last_evaluation = (before if before.get("step") == row["step"] else {}) | row
         if self._manager is not None:
@@ -264,7 +264,7 @@ class _Loop:
 
     @property
     def untrained(self) -> bool:
-        """Whether no batch of a new run has had a loss-bearing token so far, so that no update was made."""
+        """Whether no batch of a new run has had a loss-bearing token so far, so that there was no update."""
         resumed = self._start.resumed and self._start.updates > 0
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 

@@ -40,7 +40,7 @@ def run_work(run: Run) -> Work:
 
 
 def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Returns how this process begins, for the run's starts.json.
+    """Returns the entry of this process in the run's starts.json.
 
     Args:
       begin: the state that it begins with.

@@ -36,6 +36,6 @@ def router_metrics(counts: Mapping[str, jax.Array], drops: bool, by_layer: bool)
             entropy = entropy.reshape(-1) if entropy.ndim > 1 else entropy
             found |= {f"{stem}{TOKENS}": tokens, f"{stem}router_entropy": entropy}
     if not loads:
-        return {}  # a user's own experts that sow nothing
+        return {}  # custom experts that sow nothing
     found |= {"router_entropy": jnp.concatenate(entropies).mean(), "expert_load": jnp.concatenate(loads).max()}
     return found | ({DROPPED: dropped} if drops else {})

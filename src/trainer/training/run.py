@@ -82,7 +82,6 @@ class Run(NamedTuple):
 
     @property
     def init(self) -> Callable[..., Any]:
-        """See `States.init`."""
         return self.states.init
 
     @property

@@ -46,10 +46,10 @@ class Start(NamedTuple):
     updates: int = 0  # updates in the state
     position: Any = None  # position in the data; None is the beginning
     resumed: bool = False  # whether an earlier process began this run
-    frozen: Any = ()  # what the objective reads beside the state; see `FrozenArrays`
+    frozen: Any = ()  # the arrays that the objective reads in addition to the state; see `FrozenArrays`
     base: Base | None = None  # of a run with adapters
     reference: Base | None = None  # of a run with a reference model
-    about: About = About()  # what the run's checkpoints say about the model; see `about_run`
+    about: About = About()  # information on the model for the run's checkpoints; see `about_run`
 
 
 def start(
@@ -61,10 +61,10 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the state that the run begins with, and what its objective reads beside it. `say` gets its source.
+    """Returns the initial state of the run, with the other arrays that its objective reads. `say` gets its source.
 
     Args:
-      manager: the run's own checkpoints, which take precedence over every other source; None if there are none.
+      manager: the run's checkpoints, which take precedence over every other source; None if there are none.
       schedule_given: see `config.check_resume`.
       given: the keys that the user set; see `weights.load_parameters`.
 
@@ -99,8 +99,8 @@ def start(
 
 
 def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
-    """Returns the parameters with which the run of the checkpoint `path` began, made as at that time: from the place of
-    that time, unless load_parameters_path gives another."""
+    """Returns the initial parameters of the run of the checkpoint `path`, loaded as at its beginning: from the same
+    place, unless load_parameters_path gives another."""
     before = inspect(path).reference
     place = run.config.load_parameters_path or (before.path if before else "")
     own = run._replace(config=Config({**run.config, "load_parameters_path": place}))
@@ -171,7 +171,7 @@ def _by_layer(run: Run, params: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _frozen(run: Run, params: Any) -> dict[Path, Any]:
-    """Returns those of the parameters that no checkpoint has: the base of adapters."""
+    """Returns the parameters that no checkpoint contains: the base of adapters."""
     names = run.base_names
     return {path: leaf for path, leaf in by_path(params).items() if path in names}
 
@@ -184,7 +184,7 @@ def _placed(base: Base | None, config: Config) -> Base | None:
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
-    """Returns the base of adapters from where it is now, for the checkpoint `path`; {} if the run has none."""
+    """Returns the base of adapters for the checkpoint `path`, from its current place; {} if the run has none."""
     config = run.config
     if not run.base_names:
         return {}
@@ -258,8 +258,8 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], s
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any, say: Say) -> Any:
     """Returns the content of another run's checkpoint.
 
-    If that run trained another block, a user's own block that replaces it may list the parameter names of the old block
-    in `PARAMETER_NAMES`.
+    If that run trained another block, a custom block that replaces it may list the parameter names of the old block in
+    `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return with_base(_read(run, path, without_base(wanted, base), say), wanted, base)

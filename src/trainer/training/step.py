@@ -52,10 +52,10 @@ def make_gradients(
 
     It runs microbatch by microbatch and captures sown values of the types `capture`.
 
-    A batch may have fewer rows than the configuration says, as many as some microbatches have. Gradients are summed in
-    float32 and then cast to `grad_dtype`. Parameters are resharded from storage to compute
-    sharding once, at entry. The gradients of each microbatch are resharded to storage sharding immediately. `rules` say
-    in which steps they need sown values (`Rule.due`).
+    A batch may have fewer rows than configured: those of some of the microbatches. Gradients are summed in float32 and
+    then cast to `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The gradients
+    of each microbatch are resharded to storage sharding immediately. `Rule.due` specifies the steps in which one of
+    `rules` needs sown values.
     """
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
@@ -118,8 +118,8 @@ def make_update(
 ) -> Callable[..., tuple[TrainTree, dict[str, jax.Array]]]:
     """Returns `update(tree, batch, frozen=()) -> tree, metrics`: one training step.
 
-    `batch` holds the fields of the objective; its rows are the global batch. `frozen` is what the objective reads
-    beside the train state (`objectives.Frozen`), or (). For the metrics see `_make_metrics`.
+    `batch` has the fields of the objective; its rows are the global batch. `frozen` contains the arrays that the
+    objective reads in addition to the train state (`objectives.Frozen`), or (). For the metrics see `_make_metrics`.
 
     Args:
       config: resolved.
@@ -216,7 +216,7 @@ def _sown_metrics(
 def _accumulated(
     fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, parts: int
 ) -> tuple[Any, Sown]:
-    """Sums `fn(batch) -> sums, sown` over `parts` microbatches; microbatch j of n takes rows j, j + n, j + 2n, ...
+    """Sums `fn(batch) -> sums, sown` over `parts` microbatches; microbatch j of n has rows j, j + n, j + 2n, ...
 
     No row moves to another device: the rows of each microbatch are sharded like the whole batch.
     """

@@ -1,1 +1,1 @@
-"""A file for each capability: its keys, their checks, and under which other settings they have no effect."""
+"""A file for each capability: its keys, their checks, and the other settings under which they have no effect."""

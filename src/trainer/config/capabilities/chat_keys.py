@@ -1,4 +1,4 @@
-"""Checks of the keys of supervised fine-tuning and of chat templates, and which commands train on something else."""
+"""Checks of the keys of supervised fine-tuning and chat templates, and the commands that train on other records."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trainer.config.keys import Config
 
 # The path of a function: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
-# The keys of other trainings than that on documents, each with the command that sets it, and what it does.
+# The keys that select training on something other than documents, each with its command and a description.
 METHODS = {
     "use_sft": ("trainer.sft", "supervised fine-tuning"),
     "use_dpo": ("trainer.dpo", "preference optimization"),
@@ -22,7 +22,7 @@ SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncati
 
 
 def other_command(config: Config, own: str = "") -> str | None:
-    """Returns why a configuration is not for the command of the key `own`, "" for trainer.train; None if it is."""
+    """Returns why a configuration is not for the command of the key `own` ("": trainer.train); None if it is."""
     for key, (command, what) in METHODS.items():
         if config[key] and key != own:
             return f"{key}=true: {what} is another command: python -m {command}, same words"
@@ -32,7 +32,7 @@ def other_command(config: Config, own: str = "") -> str | None:
 
 
 def functions_problem(paths: Sequence[str]) -> str | None:
-    """Returns why not every one of `paths` names another function; None if they do."""
+    """Returns why `paths` do not name distinct functions; None if they do."""
     wrong = [path for path in paths if not _FUNCTION.fullmatch(path)]
     if wrong:
         which = f": {', '.join(map(shortened, wrong))}" if len(paths) > 1 else ""
@@ -64,7 +64,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def columns_problem(config: Config, key: str) -> str | None:
-    """Returns why the columns do not hold documents, or conversations with use_sft; None if they can."""
+    """Returns why the columns cannot contain documents, or conversations with use_sft; None if they can."""
     columns = config[key]
     if config.use_grpo:
         named = columns and all(columns) and len(set(columns)) == len(columns)
@@ -88,7 +88,7 @@ def not_conversations(config: Config) -> list[str]:
 
 def not_texts(config: Config, what: str, example: str) -> list[str]:
     """Returns one message for each key that prevents a command from reading `what`, which a template and a tokenizer
-    make to tokens. `example`: files and columns."""
+    convert to tokens. `example`: files and columns."""
     lines = []
     if config.dataset_type in ("stdlib", "synthetic"):
         lines.append(

@@ -23,7 +23,7 @@ IN_ORDER = "set context_parallel_load_balance=false"
 
 
 def parts(config: Config) -> int:
-    """Returns over how many devices the tokens of a row are split. A size that is not known yet counts as 1."""
+    """Returns the number of devices over which the tokens of a row are split. An unknown size counts as 1."""
     return math.prod(_size(config, axis) for axis in AXES)
 
 
@@ -33,10 +33,10 @@ def splits_rows(config: Config) -> bool:
 
 
 def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns how tokens are reordered before they are split, `dual_chunk_swap` or `striped`, and over how many
-    devices; see `ops.order`. None: they stay in order."""
+    """Returns the order in which tokens are split, `dual_chunk_swap` or `striped`, and the number of devices; see
+    `ops.order`. None: the tokens stay in order."""
     n = _size(config, CONTEXT)
-    # ulysses splits heads, all with the same work.
+    # ulysses splits heads, which all have the same work.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
     # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
@@ -53,7 +53,7 @@ def _size(config: Config, axis: str) -> int:
 
 
 def _product(config: Config, *axes: str) -> tuple[int, str]:
-    """Returns how many parts mesh axes make together, also as text: "context 4 x tensor 2 = 8"."""
+    """Returns the product of the sizes of mesh axes, also as text: "context 4 x tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _size(config, axis)) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown

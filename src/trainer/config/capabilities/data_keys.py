@@ -23,7 +23,7 @@ OWN_KEYS = {
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
 }
-# What each of them cannot do without, with an example.
+# The required keys of each of them, with an example.
 _NEEDED = {
     "tfds": {"dataset_path": "/data/tensorflow_datasets", "dataset_name": "c4/en:3.0.1"},
     "grain": {"grain_train_files": "/data/*.arrayrecord"},
@@ -237,7 +237,7 @@ def data_not_asked_for(
 ) -> list[str]:
     """Returns one message for each dataset_type whose keys are given although dataset_type itself is not.
 
-    MaxText's default is tfds. This trainer must not train on its own default data instead, without a word.
+    MaxText's default is tfds. This trainer must not silently train on its default data instead.
 
     Args:
       where: the source of each key's value.

@@ -15,7 +15,7 @@ class Schedule(NamedTuple):
     period: int  # steps between two synchronizations of the same fragment
     fragments: int
     delay: int  # steps between a synchronization and the step after which islands take over its result
-    alpha: float  # the weight of an island's own parameters when it takes over the outer ones
+    alpha: float  # the weight of an island's parameters when it takes over the outer parameters
     steps: int  # the number of steps; all fragments synchronize after the last one
 
     @property
@@ -38,8 +38,7 @@ class Schedule(NamedTuple):
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
         """Returns whether islands take over `fragment` after update number `updates`.
 
-        `in_flight`: the number of the update that synchronized the fragment which they have not taken over yet; 0:
-        none.
+        `in_flight`: the number of the update that synchronized the fragment that is not taken over yet; 0: none.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))

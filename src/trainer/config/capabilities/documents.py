@@ -1,4 +1,4 @@
-"""How many documents share a row of the training data: attention kernels that know take less memory and time."""
+"""The number of documents that share a row of training data: kernels that know it take less memory and time."""
 
 from trainer.config.capabilities.token_keys import most_segments, token_files
 from trainer.config.keys import Config
@@ -7,8 +7,8 @@ SYNTHETIC = 4  # in a synthetic row
 
 
 def most_documents(config: Config) -> int | None:
-    """Returns the most documents in a row of the data of `config`. 0: each row is one document to its end, except
-    perhaps for padding in the last row of the data. None: not known before the rows are."""
+    """Returns the maximum number of documents in a row of the data of `config`. 0: each row is one document without
+    padding, except perhaps in the last row of the data. None: not known before the rows are made."""
     if config.use_grpo:
         return None
     if token_files(config):

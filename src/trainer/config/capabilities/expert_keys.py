@@ -1,4 +1,4 @@
-"""Keys of mixtures of experts: what they say, and their checks."""
+"""Keys of mixtures of experts: what they select, and their checks."""
 
 from trainer.config.family import facts_of, lacks, readers, reads
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
@@ -13,7 +13,7 @@ SIGMOID = "sigmoid"
 
 
 def has_experts(config: Config) -> bool:
-    """Whether the model has experts, also one of a user's own family that reads these keys."""
+    """Whether the model has experts. This includes custom families that read these keys."""
     return config.num_experts > 1
 
 

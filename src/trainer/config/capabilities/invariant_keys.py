@@ -1,4 +1,4 @@
-"""The key of bits that do not depend on the batch (`batch_invariant`), and its checks."""
+"""The key for results that do not depend on the batch, bit for bit (`batch_invariant`), and its checks."""
 
 from collections.abc import Mapping
 from platform import machine
@@ -10,10 +10,10 @@ from trainer.config.key_rows import Check, left_out, only_if, refused
 from trainer.config.keys import Config
 
 OP = "invariant"
-OF_BITS = ("dtype", "scan_layers")  # what generation must share with the training
+OF_BITS = ("dtype", "scan_layers")  # the values that generation must share with training
 QUERIES = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
-COLUMNS = 16  # products have at least so many columns: with fewer, 64 rows are multiplied in another way than more
-TILE = 128  # attention sums keys in tiles of this many tokens, at the same place of a sequence everywhere
+COLUMNS = 16  # the least columns of a product: with fewer, 64 rows are multiplied in a different way than more rows
+TILE = 128  # attention sums keys in tiles of this many tokens, at the same positions of a sequence in all programs
 
 _WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which a device has whole rows, and gathers whole matrices
 
@@ -71,8 +71,8 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles training and generation for `platform`; {} without the key.
 
-    XLA's CPU backend gives sums, and the operations around them, to a library if there are enough elements, and the
-    library sums in another order. With the option it computes only products.
+    XLA's CPU backend passes sums of enough elements, with the operations around them, to a library that sums in another
+    order. With the option, the library computes only products.
     """
     if not config.batch_invariant or platform != "cpu":
         return {}
@@ -80,7 +80,7 @@ def compiler_options(config: Config, platform: str) -> dict[str, str]:
 
 
 def unchecked(config: Config, platform: str) -> str:
-    """Returns what to say of bits on a platform where nobody has compared them; "" if somebody has."""
+    """Returns a note on a platform where bits have not been compared; "" if they have."""
     if not config.batch_invariant or (platform == "cpu" and _is_x86()):
         return ""
     where = f"{platform} of {machine()}" if platform == "cpu" else platform

@@ -27,10 +27,10 @@ class Kernel:
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
-    sinks: bool = True  # a learned logit of each head beside those of the keys
+    sinks: bool = True  # a learned logit of each head in addition to the keys' logits
     unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
     segments: bool = True  # packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # the most in a row that it reads as lengths (`capabilities.documents`); None: any number
+    documents: int | None = 0  # the most in a row that it can read as lengths (`capabilities.documents`); None: any
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -39,12 +39,12 @@ class Kernel:
     # sharded like their kv_heads.
     per_device: bool = False
     over_cache: bool = False  # queries and keys may be at different positions, as in decoding
-    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, beside those up to head_dim_most
-    # What differs on GPUs by the first number of their compute capability.
+    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, in addition to those up to head_dim_most
+    # The fields that differ on GPUs, by the first number of their compute capability.
     by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def on(self, capability: Capability | None) -> "Kernel":
-        """Returns what it supports on a GPU of this compute capability."""
+        """Returns the features that it supports on a GPU of this compute capability."""
         return self if capability is None else replace(self, **self.by_capability.get(capability[0], {}))
 
 
@@ -79,10 +79,10 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """What attention supports if the tokens of a row are split over devices.
+    """The features of attention if the tokens of a row are split over devices.
 
     Attributes:
-      kernels: those that compute with the exchanged keys and values. The exchange itself supports whatever they do.
+      kernels: the kernels for the exchanged keys and values. The exchange supports all features of a kernel.
       whole_rows: whether a device then has all tokens of its rows, for a share of the heads.
     """
 
@@ -117,7 +117,7 @@ def choose_attention(
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
-    if asked == "autoselected":  # takes only what has run on a card: docs/benchmarks/gpu.md
+    if asked == "autoselected":  # selects only kernels that have run on a card: docs/benchmarks/gpu.md
         return "blockwise" if _unmet(name, values, mesh, platform, None) else name, []
     if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
@@ -131,7 +131,7 @@ def read_documents(config: Config, capability: Capability | None) -> int | None:
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
-    # With several, the kernel leaves the statistics of each head for each of them: more than a bias would take.
+    # With several, the kernel saves the statistics of each head for each of them, which takes more than a bias.
     if most > 1 and 2 * config.base_num_query_heads * (most + 1) > config.max_target_length:
         return None
     return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
@@ -158,7 +158,7 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns what the kernel `name` does not support in `values`, including how rows are split over devices."""
+    """Returns the settings in `values` that the kernel `name` does not support, including the split of rows."""
     kernels = _strategy(values).kernels
     over = (
         []
@@ -169,7 +169,7 @@ def _unmet(
 
 
 def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
-    """Returns the settings that the kernel does not support, each with what it does support."""
+    """Returns the settings that the kernel does not support, each with the supported alternative."""
     length, dtype = values.max_target_length, values.dtype
     widths = _widths(values)
     dropout = values.attention_dropout_rate if values.enable_dropout else 0
@@ -196,7 +196,7 @@ def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platfor
 
 
 def _widths(values: Config) -> dict[str, int]:
-    """Returns the widths of a head's keys and values, by the keys that say them."""
+    """Returns the widths of a head's keys and values, by the keys that set them."""
     if values.attention_type != "mla":
         return {"head_dim": values.head_dim}
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")
@@ -204,7 +204,7 @@ def _widths(values: Config) -> dict[str, int]:
 
 
 def shares_of_queries(values: Config) -> int:
-    """Returns over how many devices the queries of a row are split for an attention op."""
+    """Returns the number of devices over which an attention op splits the queries of a row."""
     return 1 if _strategy(values).whole_rows else parts(values)
 
 

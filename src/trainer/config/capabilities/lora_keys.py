@@ -5,7 +5,7 @@ import re
 from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
-# What an empty lora_module_path means: the matrices of the layers, without routers.
+# The meaning of an empty lora_module_path: the matrices of the layers, without routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
 # The canonical names of an adapter's parameters: those of its product.
 A, B = "lora_a", "lora_b"

@@ -1,4 +1,4 @@
-"""The keys of the mesh, of the rules that shard over it, and of what is kept in host memory."""
+"""The keys of the mesh, of the rules that shard over it, and of storage in host memory."""
 
 from collections.abc import Sequence
 

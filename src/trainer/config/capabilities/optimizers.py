@@ -13,7 +13,7 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 
 
 class Traits(NamedTuple):
-    """What the rest of the program knows about an optimizer."""
+    """The properties of an optimizer that the rest of the program uses."""
 
     # The optimizer gets only these keys, so that an entry that lacks a key fails in its first test.
     reads: tuple[str, ...]

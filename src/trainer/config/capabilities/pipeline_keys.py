@@ -37,7 +37,7 @@ class Pipeline:
     Microbatch m passes stage s for the r-th time in iteration r x microbatches + m + delay x s.
 
     Attributes:
-      repeats: how often a microbatch passes all stages.
+      repeats: how many times a microbatch passes all stages.
       stages: the number of stages.
       layers: iterations of the stack's loop in each stage and repeat.
       microbatches: a multiple of `stages`.
@@ -65,7 +65,7 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the iterations in which a stage has nothing to do."""
+        """The share of the iterations in which a stage is idle."""
         return self.delay * (self.stages - 1) / self.iterations
 
     def text(self, layers: int) -> str:
@@ -113,8 +113,8 @@ def nothing_to_gather(config: Config) -> bool:
 
 
 def unpipelined(config: Config) -> Config:
-    """Returns a configuration of the same model without a pipeline: its parameters are as in checkpoints. Its mesh is
-    not that of the devices."""
+    """Returns a configuration of the same model without a pipeline, with the parameters of checkpoints. Its mesh does
+    not match the devices."""
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})

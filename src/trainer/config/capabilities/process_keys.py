@@ -1,4 +1,4 @@
-"""The keys for how processes connect, on what they run and how they are watched. None affects the training result."""
+"""The keys for the connection, devices and supervision of processes. None of them affects the training result."""
 
 import re
 

@@ -30,7 +30,7 @@ STORED_DTYPES = {
     "fp8_e5m2": "float8_e5m2",
     "nf4": "nf4",
 }
-# These have one scale for each operand, as the libraries of their platforms multiply; the others one for each channel.
+# These have one scale per operand, as the libraries of their platforms require; the others have one per channel.
 PER_TENSOR = ("fp8_gpu", "fp8_nanoo", "nanoo_fp8")
 METHODS = (
     "weight_quantization_calibration_method",
@@ -65,8 +65,8 @@ def asks_for_floats(words: Sequence[str]) -> bool:
 def options_for_stored(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles generation from stored weights for `platform`.
 
-    XLA's CPU backend writes each matrix as floats before a product. By default it keeps all of them at once, in memory
-    that is newly allocated at each step, which takes 3 to 7 times as long.
+    XLA's CPU backend converts each matrix to floats before a product. By default it keeps all of these at once, in
+    memory that is newly allocated at each step, which takes 3 to 7 times as long.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}
@@ -78,7 +78,7 @@ def is_integer(config: Config) -> bool:
 
 
 def shares_scales(config: Config) -> bool:
-    """Whether the tokens of a batch share a scale of activations that follows their values."""
+    """Whether the tokens of a batch share an activation scale that depends on their values."""
     own = config.logits_proj_quant_calibration_method if config.quantize_logits_proj else ""
     methods = {config.act_quantization_calibration_method, own or config.act_quantization_calibration_method}
     dynamic = any(not method.lower().startswith("fixed") for method in methods)

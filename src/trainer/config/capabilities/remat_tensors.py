@@ -1,6 +1,6 @@
 """The tensors of a block that a rematerialization policy can keep. Layers use their names, and keys of base.yml.
 
-With remat_policy=custom, each key says what to do with the tensor of that name.
+With remat_policy=custom, each key specifies what to do with the tensor of that name.
 """
 
 from trainer.config.capabilities.expert_keys import has_experts, only_experts, sends
@@ -17,7 +17,7 @@ PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)
 QUANTIZED = "quantization"  # MaxText's name for the quantized operands of products
 LAYER_INPUT = "decoder_layer_input"
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
-# The keys that list a family's own tensors, each with what remat_policy=custom does with these tensors.
+# The keys that list a family's additional tensors, each with the action of remat_policy=custom for these tensors.
 OWN_TENSORS = {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}
 
 

@@ -86,7 +86,7 @@ INERT = (
 )
 
 
-# Settings under which an update computes another function than the rollouts before it.
+# Settings with which an update computes a different function than the rollouts before it.
 _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("sparse_matmul", "capacity_factor"),
@@ -107,7 +107,7 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 
 def drifts(config: Config) -> list[str]:
-    """Returns one line for each reason why the first update has other log-probabilities than its rollouts."""
+    """Returns one line for each reason why the first update's log-probabilities differ from its rollouts'."""
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"

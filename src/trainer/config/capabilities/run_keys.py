@@ -1,4 +1,4 @@
-"""The keys of a run and of what it writes."""
+"""The keys of a run and of its output."""
 
 import os
 from pathlib import Path

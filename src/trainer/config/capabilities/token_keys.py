@@ -16,7 +16,7 @@ _OF_TEXT = (
 
 
 def token_files(config: Config) -> bool:
-    """Returns whether the files hold token ids, which rows take as they are."""
+    """Returns whether the files contain token ids, which rows use unchanged."""
     return config.dataset_type == "grain" and config.grain_file_type in ("mmap", "mmap_npy")
 
 
@@ -27,14 +27,14 @@ def split_ratios(config: Config) -> list[float]:
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the most tokens of a segment that does not end with its document, by packing_max_segments_per_sample."""
+    """Returns the maximum length of segments that continue with the next document (packing_max_segments_per_sample)."""
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0
     return shortest * (shortest > 1)  # MaxText, too, ignores a threshold of 1
 
 
 def most_segments(config: Config) -> int | None:
-    """Returns the most segments in a row; None if the keys do not bound them."""
+    """Returns the maximum number of segments in a row; None if the keys do not bound it."""
     # All but the last have more tokens than the shortest.
     shortest = shortest_segment(config)
     return (config.max_target_length - 1) // (shortest + 1) + 1 if shortest else None

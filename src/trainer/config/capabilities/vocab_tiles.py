@@ -35,7 +35,7 @@ def worthwhile_tiles(config: Config) -> int:
     """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
-    number of tiles that divides the tokens, whose logits take at most half as much as that gradient, and that saves
+    number of tiles that divides the tokens, limits the logits of a tile to half the memory of that gradient, and saves
     more than the gradient takes. It may be at most four times as large as needed, because the products of more tiles
     would be too small. If no such number divides the tokens, the result is the largest smaller number that saves more
     than the gradient takes, or else 1.

@@ -3,7 +3,7 @@
 from trainer.config.family import facts_of, reads
 from trainer.config.keys import Config
 
-# What a family whose layers alternate fixes (`Facts.fixes`): its windows are those of its period.
+# The keys that a family with alternating layers fixes (`Facts.fixes`): the period determines its windows.
 ALTERNATING = {"attention_type": "global"}
 
 
@@ -19,8 +19,8 @@ def windows(config: Config) -> tuple[int, ...]:
 
 
 def in_chunks(config: Config) -> bool:
-    """Returns whether windows are chunks: a token sees those of its own chunk (`ops.attention.Mask.in_chunks`). Layers
-    without rotary positions, every `nope_layer_interval`-th, attend to the whole document."""
+    """Returns whether windows are chunks: a token attends only within its chunk (`ops.attention.Mask.in_chunks`).
+    Layers without rotary positions, every `nope_layer_interval`-th, attend to the whole document."""
     return reads(config, "chunk_attn_window_size") and config.chunk_attn_window_size > 0
 
 

@@ -1,1 +1,1 @@
-"""What MaxText's keys mean here: verdicts on keys that base.yml lacks, its defaults, its base.yml."""
+"""The meaning of MaxText's keys here: verdicts on keys that base.yml lacks, MaxText's defaults, and its base.yml."""

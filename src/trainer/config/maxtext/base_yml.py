@@ -18,8 +18,8 @@ _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 @functools.cache
 def defaults(method: str = "") -> Mapping[str, Any]:
-    """Returns MaxText's defaults for the keys of base.yml whose default differs: maxtext.yml, and for `method`, a key
-    of `POST_TRAIN`, what it adds there."""
+    """Returns MaxText's defaults for the keys of base.yml with a different default: maxtext.yml, and the additions for
+    `method`, a key of `POST_TRAIN`."""
     keys = schema().keys
     found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
@@ -30,8 +30,8 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown ones. `method`: of the
-    yml of one of its programs, see `defaults`."""
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: see
+    `defaults`; for the yml of one of MaxText's programs."""
     absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []

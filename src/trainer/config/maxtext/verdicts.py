@@ -95,18 +95,18 @@ def is_base(names: Iterable[str]) -> bool:
 
 
 def means_empty(key: Key, text: str) -> bool:
-    """Returns whether `text` is no value, and MaxText takes it for `key`; see `empty_value`."""
-    no_value = NO_VALUE - ({"~"} if key.kind is str else set())  # of text it is the home folder
+    """Returns whether `text` means no value, and MaxText accepts that for `key`; see `empty_value`."""
+    no_value = NO_VALUE - ({"~"} if key.kind is str else set())  # as text, ~ is the home folder
     return text not in key.choices and text.strip().lower() in no_value and key.name in table()["empty"]
 
 
 def empty_value(name: str) -> Any:
-    """Returns what the key `name` of base.yml means without a value."""
+    """Returns the value that the key `name` of base.yml has without a value."""
     return table()["empty"][name]
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns what to use for MaxText's `value` of key `name`, which base.yml refuses; "" if it is not MaxText's."""
+    """Returns the substitute for MaxText's `value` of key `name`, which base.yml refuses; "" if it is not MaxText's."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
@@ -117,7 +117,7 @@ def on_preset(name: str) -> str | None:
 
 
 def alias(name: str) -> dict[str, Any] | None:
-    """Returns the preset (model_name) of what MaxText calls `name`, and the keys that differ; None if there is none."""
+    """Returns the preset (model_name) for MaxText's model `name`, and the keys that differ; None if there is none."""
     found: dict[str, Any] | None = table()["aliases"].get(name)
     return found
 
@@ -177,7 +177,7 @@ def table() -> dict[str, Any]:
 
 
 def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
-    """Returns whether `read` returns `value`. MaxText reads none as no value for every key, and 1 as 1.0."""
+    """Returns whether `read` returns `value`. Like MaxText, treats none as no value for every key, and 1 as 1.0."""
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:
