@@ -102,8 +102,8 @@ def product(
     operands for the weight gradient. On a TPU, merging axes would need a copy into a common layout, and where rows are
     split over devices, it would need other devices' tokens (docs/decisions/0004).
 
-    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: except on a TPU,
-    a kernel that is not `transposed` is padded to at least this many columns.
+    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: except on a
+    TPU, a kernel that is not `transposed` is padded to at least this many columns.
     """
     del context
     kernel = kernel.astype(x.dtype)

@@ -27,7 +27,6 @@ class Blocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         experts, out, blocks, _ = self.codes.shape
         return experts, 2 * BYTES * blocks, out
 
@@ -38,7 +37,6 @@ class Blocks(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return np.dtype(ml_dtypes.bfloat16)
 
     def read(self, box: Box) -> np.ndarray:

@@ -36,17 +36,14 @@ class PackedMatrix(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """See `StoredTensor`."""
         return "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         return self.codes.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return np.dtype(np.float32)
 
     @property

@@ -31,11 +31,9 @@ class Turned(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Readable`."""
         return self.tensor.shape[::-1]
 
     def read(self, box: Box) -> np.ndarray:
-        """See `Readable`."""
         return transposed(self.tensor.read(box[::-1]))
 
 

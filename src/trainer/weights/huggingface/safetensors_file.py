@@ -108,23 +108,19 @@ class TensorPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         shape = list(self.tensor.shape)
         shape[self.axis] = len(range(*self.cut.indices(shape[self.axis])))
         return tuple(shape)
 
     @property
     def kind(self) -> str:
-        """See `StoredTensor`."""
         return self.tensor.kind
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return self.tensor.dtype
 
     def read(self, box: Box) -> np.ndarray:
-        """See `StoredTensor.read`."""
         step, asked = self.cut.step or 1, box[self.axis]
         whole = range(*self.cut.indices(self.tensor.shape[self.axis]))[asked]
         read = slice(whole.start, whole[-1] + 1 if whole else whole.start)
