@@ -143,7 +143,7 @@ def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
     otherwise each layer has separate arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
     measurements."""
-    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, an unrolled one has large temporaries.
+    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, unrolling has large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
     # With batch_invariant, bits must equal those of the training step.
