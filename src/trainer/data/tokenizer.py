@@ -183,12 +183,12 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
-        # The name of a special token in a text is plain text. This setting is not part of the saved file.
+        # Names of special tokens in a text are plain text. This setting is not part of the saved file.
         inner.encode_special_tokens = True
-        # Rows are as long as the configuration says, not as a file says.
+        # The configuration determines the length of rows, not the file.
         inner.no_truncation()
         inner.no_padding()
-        # Equal texts have equal tokens. Of all models, only BPE draws at random if its file says so.
+        # Equal texts must have equal tokens. Of all models, only BPE can be random, with the setting dropout.
         if getattr(inner.model, "dropout", None):
             inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
@@ -251,7 +251,7 @@ class JsonTokenizer(Tokenizer):
         failed = f"the tokenizer cannot encode the text {shortened(''.join(texts[:1]))!r}"
         try:
             with package_errors(failed, _NO_UNKNOWN):
-                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
+                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` blocks other threads
                     return [inner.encode(texts[0], add_special_tokens=False)]
                 encode = inner.encode_batch if offsets else inner.encode_batch_fast
                 return encode(texts, add_special_tokens=False)
@@ -342,7 +342,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Returns whether the tokens of this tokenizer.json stand for exactly the bytes of the text."""
+    """Returns whether the tokens of this tokenizer.json represent exactly the bytes of the text."""
     if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     steps = spec.get("pre_tokenizer") or {}

@@ -122,7 +122,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
             contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
         ):
             program.load()
-            # A test may call other functions of the prompt.
+            # A test may also call other functions of the prompt.
             named: dict[str, Any] = {"__name__": "test"}
             exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
             named[name] = program
@@ -144,5 +144,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. Its arguments are those of a reward function."""
+    """Returns the index of the outcome in REASONS. It has the arguments of a reward function."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))
