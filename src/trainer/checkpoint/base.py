@@ -1,4 +1,4 @@
-"""Checkpoints without the base of adapters: which leaves they lack, and how the base is recognized."""
+"""Checkpoints without the base model of adapters: which leaves they omit, and how the base is recognized."""
 
 import dataclasses
 import functools
@@ -24,20 +24,20 @@ _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names` and for state whose path ends with one."""
+    """Returns a canonical train state with None for the parameters `names` and for any state of these parameters."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
 
 
 def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
-    """Returns the inverse of `without_base`.
+    """Inverts `without_base`.
 
     Args:
-      saved: what it returned.
+      saved: the result of `without_base`.
       abstract: the complete state, with a ShapeDtypeStruct with a sharding at each leaf.
-      base: the parameters by path. Copies of islands are copies of these; the outer optimizer's state of a parameter
-        that never changes is zero.
+      base: the parameters by path. Islands get copies of them. The outer optimizer's state is zero for parameters that
+        never change.
     """
 
     found = by_path(saved)
@@ -63,12 +63,12 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns what a checkpoint says of its base: parameters that were loaded from `path`."""
+    """Returns a checkpoint's description of its base, whose parameters were loaded from `path`."""
     return Base(place_of(path) if path else "", digests(base))
 
 
 def place_of(path: str) -> str:
-    """Returns the whole path of a checkpoint; of a run's folder, that of its newest one."""
+    """Returns the absolute path of a checkpoint; for a run's folder, that of its newest checkpoint."""
     folder = storage.folder(path)
     place = str(newest(folder) or folder)
     return place if "://" in place else str(local_path(place).absolute())
@@ -76,8 +76,8 @@ def place_of(path: str) -> str:
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     """Returns hashes of parameters by name: of their values, under "float32", and of their values rounded to bfloat16,
-    under "bfloat16". The first is left out if any is stored in bfloat16. Equal values have equal hashes on every
-    mesh."""
+    under "bfloat16". If any is stored in bfloat16, "float32" is omitted. Equal values have equal hashes on every mesh.
+    """
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
     names, leaves = ["/".join(path) for path in base], [*base.values()]
     # Arrays in host memory go to the devices one by one.
@@ -105,18 +105,18 @@ def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.ui
 
 
 def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
-    """Returns two sums of all bits of `leaf`, uint32 [2], each with other weights by position. Sums of integers do not
-    depend on the order. `start`: the first position, if `leaf` is a part of an array."""
+    """Returns two sums over the bits of all entries of `leaf`, uint32 [2], with different weights by position. Integer
+    sums do not depend on their order. `start`: the first position, if `leaf` is a part of an array."""
     if leaf.dtype in map(jnp.dtype, _FLOATS):
         leaf = leaf.astype(floats)
     elif jnp.issubdtype(leaf.dtype, jnp.integer):
-        leaf = leaf.astype(jnp.int8)  # of 4 bits, too
+        leaf = leaf.astype(jnp.int8)  # also for 4 bits
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
     place += start
-    # Odd weights are one to one modulo 2^32, so a change of one value always changes the sum.
+    # Multiplication by an odd weight is one to one modulo 2^32, so changing one value always changes the sum.
     weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
@@ -125,10 +125,10 @@ def check_base(
     found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of them has are not compared. `what`, `instead`: how a message names the base.
+    of the two has are not compared. `what`, `instead`: words for the base in a message.
 
     Raises:
-      UserError: names the first that differs.
+      UserError: parameters differ; the message names the first.
     """
     if not base.digests:
         return
@@ -149,7 +149,7 @@ def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, in
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
     """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. Reading its last part raises
-    UserError if its values are others than those the base had; see `check_base`."""
+    UserError if the values differ from those of the original base; see `check_base`."""
     kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
     if not kinds:
         return leaf

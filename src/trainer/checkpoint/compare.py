@@ -16,7 +16,7 @@ def check_dtypes(tree: Any) -> None:
     """Refuses a train state that cannot be saved, before the run that would save it.
 
     Raises:
-      UserError: names the first array with a dtype that no checkpoint can have.
+      UserError: an array has a dtype that no checkpoint can have; the message names the first.
     """
     if odd := {name: leaf.dtype for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED}:
         name, dtype = next(iter(odd.items()))
@@ -30,10 +30,10 @@ def check_dtypes(tree: Any) -> None:
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
 
-    Returns the names of those that are bfloat16 there and float32 in the run's state, which loses nothing.
+    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state: nothing is lost.
 
     Raises:
-      UserError: names the first leaf that differs, its shape and dtype on both sides, and the number of differences.
+      UserError: leaves differ; names the first, its shape and dtype on both sides, and the number of differences.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]

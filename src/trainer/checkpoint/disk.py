@@ -21,9 +21,9 @@ _BLOCK = 4096  # bytes; a full disk still accepts an empty file
 @contextlib.contextmanager
 def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
     """Turns errors of a full or unwritable disk into a UserError. TensorStore raises them as ValueError with the
-    system's error code. The error of a process that lost another one passes through.
+    system's error code. Errors from losing another process pass through.
 
-    If the folder is no longer `before`, its `identity` when the run began, any error is due to that.
+    `before`: the folder's `identity` when the run began. If it has changed, all errors are attributed to that.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
 
 
 def identity(directory: Any) -> int | None:
-    """Returns a number that a folder on this machine keeps when it is renamed; None if there is no such folder."""
+    """Returns a number that identifies a folder on this machine, even if renamed; None if there is no such folder."""
     return directory.stat().st_ino if not is_remote(directory) and directory.is_dir() else None
 
 
@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL. Keeps the first error that is of the disk or that Orbax raised."""
+    """Drops Orbax's log messages below CRITICAL. Keeps the first error that comes from the disk or from Orbax."""
 
     error: Exception | None = None
 
@@ -144,8 +144,8 @@ def forget_failures() -> None:
 def logged_failure() -> Exception | None:
     """Returns an error in the current save, if a thread of Orbax logged one.
 
-    With several processes, the save itself raises the error much later: other threads first wait, for up to 20 minutes,
-    for processes that in turn wait for the failed thread to write.
+    With several processes, the save raises the error only much later: other threads first wait, for up to 20 minutes,
+    for processes that in turn wait for the failed thread.
     """
     return _LOG.error
 

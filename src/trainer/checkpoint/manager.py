@@ -1,7 +1,7 @@
 """The checkpoints of one run. Orbax writes them in the background; each is committed completely or not at all.
 
-checkpoints/N holds the train state after N updates in canonical form, independent of the combination that trained it:
-- state/: {params, opt_state, step, rest}, with optax's own structure in opt_state;
+checkpoints/N has the train state after N updates in canonical form, independent of the combination that trained it:
+- state/: {params, opt_state, step, rest}, with optax's structure in opt_state;
 - run/: the sidecar metadata (see `Sidecar`) and the metrics that retention reads;
 - sums.json: checksums.
 
@@ -86,13 +86,13 @@ class CheckpointManager:
         return self.directory / str(updates)
 
     def evaluated(self, updates: int, metrics: Mapping[str, Any]) -> None:
-        """Gives retention the evaluation of a checkpoint that was saved without one, if there is such a checkpoint."""
+        """Records for retention the evaluation of a checkpoint, if it was saved without one."""
         found = standing(metrics, self._config)
         if self._losses.get(updates, found) is None and found is not None:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. On return it is copied: a step may donate its buffers.
+        """Starts to save `tree`, a canonical train state. When this returns, it is copied: a step may donate it.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
@@ -157,7 +157,7 @@ class CheckpointManager:
     def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes expired checkpoints.
 
-        Orbax itself would delete in place: a process killed meanwhile would leave a folder that looks like a damaged
+        Orbax would delete in place: if the process were killed meanwhile, the folder would look like a damaged
         checkpoint.
         """
         if not is_first():
@@ -236,12 +236,12 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
 
     Args:
       path: a folder checkpoints/N.
-      abstract: a ShapeDtypeStruct with a sharding at each leaf: the wanted structure and shardings. A field that is
-        None is not read; this also holds for the fields of the `TrainTree` of DiLoCo's islands.
-      say: gets a line if leaves are saved in bfloat16 and wanted in float32.
+      abstract: the wanted structure, with a ShapeDtypeStruct with a sharding at each leaf. Fields that are None are not
+        read; this includes fields of the `TrainTree` of DiLoCo's islands.
+      say: receives a line if leaves are saved in bfloat16 and wanted in float32.
 
     Raises:
-      UserError: the checkpoint has another model or optimizer; names the first mismatch.
+      UserError: the checkpoint has another model or optimizer; the message names the first mismatch.
     """
     wanted = _fields(abstract)
     with _context():
@@ -345,9 +345,9 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # reads only the wanted leaves
     context.array.saving.use_compression = False  # a third of the time for 1/12 more disk space
-    # Smaller parts of an array that several devices hold take longer to compile, one slice each, than to write.
+    # For smaller parts of a replicated array, compiling a slice for each takes longer than writing.
     context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
     context.asynchronous.post_finalization_callback = before_commit
-    # If the disk refused a folder, the threads that write into it would otherwise wait forever.
+    # Otherwise, if a folder cannot be created, the threads that write into it wait forever.
     context.asynchronous.create_directories_asynchronously = False
     return context

@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 
 
 def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
-    """Returns keep_best_metric, negated if it is to be large: the lower, the better. None if absent or not finite."""
+    """Returns keep_best_metric, negated if larger is better, so that lower is better. None if absent or not finite."""
     direction, _, name = config.keep_best_metric.partition(":")
     value = metrics.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -42,20 +42,20 @@ def maybe_save_checkpoint(
     Args:
       manager: saves the checkpoint; None saves nothing.
       state: native; its arrays may be donated after this returns.
-      updates: the number of updates in `state`, for a caller that counts them itself. With None, each call reads the
-        state's own step, for which it waits for the device. A save compares the two in any case.
+      updates: the number of updates in `state`, if the caller counts them. With None, each call reads the state's step,
+        which waits for the device. A save always compares the two.
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
       force: saves even if no checkpoint is due, because the run ends here.
       before: called when a save is due, before it writes. Syncs the files that the checkpoint covers to disk, and
         returns the metrics for retention.
-      unsaved: the parameters to leave out, with state that belongs to them.
+      unsaved: the parameters to omit, along with their state.
 
     Returns:
       Whether a save was started.
 
     Raises:
-      ValueError: `updates` differs from the state's own step; nothing is saved.
+      ValueError: `updates` differs from the state's step; nothing is saved.
     """
     if manager is None:
         return False

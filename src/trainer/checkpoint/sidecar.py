@@ -1,4 +1,4 @@
-"""Sidecar metadata of a checkpoint: they describe its arrays and its run. A checkpoint needs no other file."""
+"""Sidecar metadata of a checkpoint, which describe its arrays and its run. A checkpoint needs no other file."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -19,7 +19,7 @@ CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "t
 class Base(NamedTuple):
     """The parameters that a run reads, never changes, and does not save."""
 
-    path: str  # where they are; "" for the initial values of init_weights_seed
+    path: str  # their location; "" for the initial values of init_weights_seed
     digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`base.digests`)
 
 
@@ -30,9 +30,9 @@ class Sidecar(NamedTuple):
     position: Any  # the position in the data after the last batch that went into the state; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
     tokenizer: Mapping[str, bytes]  # the tokenizer's files, and those of `About`, by their paths in its folder
-    versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty in checkpoints that do not tell
-    base: Base | None = None  # of a run with adapters, whose checkpoints lack the parameters of its base
-    reference: Base | None = None  # of a run with a reference model: its parameters that the run trains
+    versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty if the checkpoint has none
+    base: Base | None = None  # for a run with adapters, whose checkpoints omit the parameters of the base
+    reference: Base | None = None  # for a run with a reference model: the latter's values of trained parameters
 
 
 class SidecarFiles:
@@ -42,7 +42,7 @@ class SidecarFiles:
         self._sidecar, self._metrics = sidecar, dict(metrics or {})
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol. Orbax awaits the write itself in its background thread."""
+        """Part of Orbax's protocol. Orbax awaits the returned write in its background thread."""
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
@@ -68,7 +68,7 @@ class SidecarFiles:
 
 
 def read_sidecar(folder: Any) -> Sidecar:
-    """Reads checkpoints/N/run, with this process's own position in the data if it has one."""
+    """Reads checkpoints/N/run, with the position in the data of this process if there is one."""
     own = folder / _data_file(_process_index())
     data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
@@ -104,7 +104,7 @@ def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
 def _data_file(process: int) -> str:
     """Returns the name of a process's position file.
 
-    In a stream, each process has its own position. Prepared data have one position, in data.json of process 0.
+    In a stream, each process has a separate position. Prepared data have one position, in data.json of process 0.
     """
     return DATA if process == 0 else f"data-{process}.json"
 

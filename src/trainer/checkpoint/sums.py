@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
-The arrays on disk have no checksum of their own: without these, a changed byte would silently change a parameter. For
-files in a bucket only sizes are compared, because the store has its own checksums. Several processes share the work:
-each computes checksums of the files that it wrote, and verifies an equal share of all files.
+The arrays on disk contain no checksums: without these, a changed byte would silently change a parameter. For files in a
+bucket only sizes are compared, because the store has checksums. Several processes share the work: each computes
+checksums of the files that it wrote, and verifies an equal share of all files.
 """
 
 import json
@@ -25,7 +25,7 @@ _PART = "sums-{}.json"  # one process's checksums, until they are joined
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
 _WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
 _WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the arrays in a file
-# Files that are read. A file system or a program may add others, such as .nfs0001 and .DS_Store.
+# Files that are read. File systems and programs may add others, such as .nfs0001 and .DS_Store.
 _READ = re.compile(r"(state|run)/(.*/)?[^./][^/]*")
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
@@ -37,8 +37,8 @@ def write_sums(
     """Writes the size and CRC-32 of every file in `folder` into `folder`.
 
     Args:
-      process: this process's index among `processes`. All processes call this, the first one after every file is
-        written. Each computes checksums of its own files, and the first process joins them.
+      process: this process's index among `processes`. All processes call this; the first calls it when every file is
+        written. Each computes checksums of the files that it wrote, and the first process joins them.
       meet: a barrier: returns when every process has called it with the same name.
     """
     place = "/".join(absolute(folder).parts[-3:])  # run and checkpoint; hosts may mount the disk at different paths

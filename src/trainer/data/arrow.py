@@ -1,8 +1,8 @@
-"""Rows of Arrow's tables as values of Python, as they were before Arrow stored them.
+"""Converts rows of Arrow tables to Python values, as they were before Arrow stored them.
 
-Arrow gives each struct the fields of all rows, and stores null in a row that has not the field. Such a null cannot be
-told from one that was written, so fields of null are left out, as deep as the column's type has structs. Text that is
-JSON keeps its nulls, and so does a list. Keys and values of a map become a dict, and text of the type JSON its value.
+Arrow gives each struct the fields of all rows, and stores null in rows that lack a field. Such a null cannot be
+distinguished from one that was written, so null fields are omitted in structs at any depth. JSON text and lists keep
+their nulls. Keys and values of a map become a dict, and text of the type JSON becomes its value.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config.json_files import parsed
 
 _LISTS = "list", "large_list", "fixed_size_list", "list_view", "large_list_view"
-Restored = Callable[[Any], Any]  # turns a value of Arrow into what it was
+Restored = Callable[[Any], Any]  # converts a value of Arrow to the original value
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:
@@ -26,13 +26,13 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
 
 
 def restored_columns(schema: Any, *, json: bool = False) -> dict[str, Restored]:
-    """Returns the columns of an Arrow schema that have structs or maps, each with a function of its values. `json`:
+    """Returns the columns of an Arrow schema that must be restored, each with a function of its values. `json`:
     whether values of Arrow's type JSON are still text."""
     return {field.name: found for field in schema if (found := _restored(field.type, json))}
 
 
 def restored(row: Mapping[str, Any], columns: Mapping[str, Restored]) -> dict[str, Any]:
-    """Returns a row whose columns `restored_columns` named."""
+    """Returns a row with `columns`, of `restored_columns`, restored."""
     return {name: columns[name](value) if name in columns else value for name, value in row.items()}
 
 
@@ -53,7 +53,7 @@ def _restored(kind: Any, json: bool) -> Restored | None:
 
 
 def _struct(fields: Mapping[str, Restored | None], value: Any) -> Any:
-    if not isinstance(value, dict):  # null, or an object that `datasets` made of it
+    if not isinstance(value, dict):  # null, or an object that `datasets` made from it
         return value
     present = {name: item for name, item in value.items() if item is not None}
     return {name: of_field(item) if (of_field := fields.get(name)) else item for name, item in present.items()}

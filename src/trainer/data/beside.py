@@ -1,4 +1,4 @@
-"""What lies beside the file of a tokenizer: the names of its special tokens, and all that an export needs again."""
+"""The files next to a tokenizer's file: the names of its special tokens, and all files that an export copies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer.config.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, VOC
 from trainer.runtime.folders import read_bounded
 
 EOT_TEXT = "<|endoftext|>"  # the special token of tokenizers that this trainer trains
-# Their tokenizer_config.json, as earlier versions wrote it.
+# The tokenizer_config.json of those tokenizers, as earlier versions wrote it.
 _OF_TRAINED = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
 
 
@@ -18,7 +18,7 @@ class Beside(NamedTuple):
     """
     Attributes:
       names: the special tokens by role (bos_token, eos_token, ...).
-      begins: whether a text begins with bos_token, where the tokenizer itself does not say so; None if no file says it.
+      begins: whether a text begins with bos_token, if the tokenizer does not define it; None if no file defines it.
       files: the tokenizer's files, by their paths in its folder; {} for a tokenizer that was made, not read.
     """
 
@@ -28,15 +28,15 @@ class Beside(NamedTuple):
 
 
 def read_beside(file: Path) -> Beside:
-    """Returns what lies beside the tokenizer `file`. Of the special tokens that both files name,
-    special_tokens_map.json decides if tokenizer_config.json has no added_tokens_decoder, as in transformers.
+    """Reads the files next to the tokenizer `file`. If tokenizer_config.json has no added_tokens_decoder,
+    special_tokens_map.json takes precedence for special tokens that both name, as in transformers.
 
     Raises:
       UserError: a file is damaged, too large, or names something else than a token.
     """
     folder = file.parent
     parts = tokenizer_parts(folder)
-    if file.name not in VOCABULARIES:  # another tokenizer may lie there, too
+    if file.name not in VOCABULARIES:  # the folder may also have another tokenizer
         parts = [name for name in parts if name not in VOCABULARIES]
     files = {name: read_bounded(folder / name) for name in parts}
     config = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}

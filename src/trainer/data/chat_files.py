@@ -1,4 +1,4 @@
-"""The chat template in the files of a tokenizer, or in a file of its own."""
+"""The chat template in the files of a tokenizer, or in a separate file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,8 @@ _REMEDY = "name the file of a template with chat_template_path"
 
 
 class ChatTemplate(NamedTuple):
-    """A template in Jinja, and where it comes from, for messages. `with_tools` is the template of conversations with
-    tools; "" if they have no other one."""
+    """A Jinja template, and its origin for messages. `with_tools`: the template of conversations with tools; "" if it
+    is the same."""
 
     text: str
     where: str
@@ -23,7 +23,7 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in a tokenizer's folder, looked up as in transformers; None if there is none.
+    """Returns the template in a tokenizer's folder, searched in the order of transformers; None if there is none.
 
     Raises:
       UserError: a file is damaged, or has no default among several named templates.
@@ -70,7 +70,7 @@ def _text(path: Path) -> str:
 
 
 def _chosen(named: Mapping[Any, Any], path: Path) -> ChatTemplate | None:
-    """Returns the default one of several templates, with the one for tools; None if the default one is empty."""
+    """Returns the default template of several, with the one for tools; None if the default is empty."""
     if not isinstance(text := named.get(_DEFAULT), str):
         names = ", ".join(map(str, named))
         raise UserError(f"{path}: holds the templates {names}, and none is called {_DEFAULT}; {_REMEDY}")

@@ -49,7 +49,7 @@ class Corpus:
 
     @property
     def label(self) -> str:
-        """The name, and the share of it that this corpus is."""
+        """The name, and which share of the records this corpus has."""
         if not self.held_out:
             return self.name
         return (
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and the share of the records that this corpus is."""
+        """The fingerprint, and which share of the records this corpus has."""
         restored = " restored" if any(part.restores for part in self.parts) else ""
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}"
 
@@ -66,8 +66,8 @@ class Corpus:
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
-    If the files have more than 256 MiB in total, it reads only the sizes and the first and last 64 KiB of each. So a
-    copy in another folder is the same data. Formats with an index at their end change there whenever a record changes.
+    If the files have more than 256 MiB in total, it reads only the sizes and the first and last 64 KiB of each. Copies
+    in other folders have the same fingerprint. Formats with an index at the end change there with every record.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

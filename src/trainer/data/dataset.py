@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 class Epoch(NamedTuple):
-    """One pass over the training data: its rows, or its prompts, and what they hold in words."""
+    """One pass over the training data: the number of rows or prompts, and their content in words."""
 
     rows: int
     content: str
@@ -41,9 +41,9 @@ class Dataset:
       evaluation: held-out rows; None if eval_interval disables evaluation.
       tokenizer: None for synthetic rows, and for token ids without a tokenizer_path.
       identity: by name, everything that determines the training batches and their order; included in every position.
-      summary: one line for people.
+      summary: one line for users.
       repeats: whether training repeats the first batch of the stream forever.
-      epoch: one pass; None if the data have no end, or it is not known.
+      epoch: one pass; None if the data are endless, or their length is not known.
     """
 
     evaluation: RowSource | None
@@ -64,8 +64,8 @@ class Dataset:
     ) -> Stream:
         """Returns this process's part of the endless stream of global batches of `rows` rows, starting at `position`.
 
-        The position that came with a batch continues exactly after that batch, also in another stream of an equal data
-        set. Raises UserError if the position belongs to other data, or cannot be resumed on this number of processes.
+        A batch's position continues exactly after that batch, also in another stream of an equal data set. Raises
+        UserError if the position belongs to other data, or cannot be resumed on this number of processes.
         """
         share = {"process_index": process_index, "process_count": process_count}
         stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
@@ -93,8 +93,8 @@ MakeEncoder = Callable[[Config, Tokenizer | None, tuple[str, ...], bool], "Encod
 def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_encoder) -> Dataset:
     """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
 
-    `make_encoder` returns the encoder of records for the configuration, the tokenizer, the columns, and whether they
-    hold text instead of token ids.
+    `make_encoder` returns the encoder of records, given the configuration, the tokenizer, the columns, and whether the
+    columns have text instead of token ids.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
@@ -213,7 +213,7 @@ def _synthetic(config: Config) -> Dataset:
 
 
 def alignment(config: Config) -> int:
-    """Returns the number of tokens of which every sequence in a row begins at a multiple."""
+    """Returns the alignment in tokens of the beginning of each sequence in a row."""
     return TILE if config.batch_invariant else 1
 
 

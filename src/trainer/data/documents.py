@@ -1,4 +1,4 @@
-"""Encodes records of a source as documents: tokens with special tokens, and which of them bear loss."""
+"""Encodes records of a source as documents: tokens, including special tokens, and which of them bear loss."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +27,8 @@ class Record(NamedTuple):
 class Document(NamedTuple):
     """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do.
 
-    `after`: documents that stay right behind it in the same row, each a segment of its own. Such a document is not
-    split, so `places` must be at most the length of a row.
+    `after`: documents that directly follow in the same row, each as a separate segment. Such a document is not split,
+    so `places` must be at most the length of a row.
     """
 
     tokens: np.ndarray
@@ -37,11 +37,11 @@ class Document(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of an input and its target, without those of `after`."""
+        """The number of pairs of an input and its target, not counting `after`."""
         return len(self.tokens) - 1
 
     def places(self, align: int = 1) -> int:
-        """Returns the places of a row from its first to its last token; segments begin at multiples of `align`."""
+        """Returns the number of places in a row that it needs; segments begin at multiples of `align`."""
         end = self.pairs
         for document in self.after:
             end += -end % align + document.pairs
@@ -62,45 +62,45 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
     mended_characters: int = 0
     mended_first: str = ""
-    noun: str = ""  # what a record is; "": a document
+    noun: str = ""  # the noun for a record; "": document
     skipped: int = 0  # records with text that an encoder skipped, and how many of them for their length
     skipped_long: int = 0
-    longest: int = 0  # tokens of the longest one of which nothing is learnt, because it is longer than a row
-    # By kind: how often an encoder noticed something, and a line on the first time, which follows the number.
+    longest: int = 0  # tokens of the longest record that cannot be learned because it is longer than a row
+    # By kind: how often an encoder noticed something, and a line about the first occurrence, to print after the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
 
     described: list[str] = field(default_factory=list)  # the kinds whose line an earlier `take` returned
 
     def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
-        """Counts something that an encoder noticed. `line` is called the first time only: a place in a file is slow."""
+        """Counts something that an encoder noticed. `line` is called once, because locating a record is slow."""
         before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
         self.noticed[kind] = before + count, first
 
     def long(self, tokens: int) -> None:
-        """Counts a record that is skipped because all that is to be learnt lies beyond the end of a row."""
+        """Counts a record that is skipped because all its tokens with loss are beyond the end of a row."""
         self.skipped_long += 1
         self.longest = max(self.longest, tokens)
 
     def too_long(self, length: int) -> str:
-        """Returns how many records are skipped because they are longer than a row of `length`, and what helps."""
+        """Returns how many records are skipped because they are longer than a row of `length`, and a remedy."""
         every = self.documents + self.empty + self.skipped
         many = "all" if self.skipped_long == every else f"{self.skipped_long:,} of"
         return f"{many} {every:,} {self.what} are longer than max_target_length={length}{self.hint}"
 
     @property
     def hint(self) -> str:
-        """The end of a message on records that are longer than a row."""
+        """The end of a message about records that are longer than a row."""
         return f" (longest {self.longest:,}); give max_target_length={row_for(self.longest)}"
 
     @property
     def what(self) -> str:
-        """What the records are, in the plural."""
+        """The noun for records, in the plural."""
         return f"{self.one}s"
 
     @property
     def one(self) -> str:
-        """What a record is."""
+        """The noun for a record."""
         return self.noun or "document"
 
     def take(self) -> "Counts":
@@ -125,7 +125,7 @@ class Counts:
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
-        """Returns the same lines by kind. The name of a kind stays the same while its numbers change."""
+        """Returns the notes by kind. The name of a kind stays the same while its numbers change."""
         notes = {}
         if self.empty:
             every = self.documents + self.empty
@@ -165,7 +165,7 @@ class Encoder:
       tokenize: false if the values are token ids.
       completion_only: with two columns, only the second bears loss.
       vocab_size: ids must be smaller than this.
-      noun: what a record is.
+      noun: the noun for a record.
     """
 
     noun: ClassVar[str] = "document"
@@ -183,12 +183,12 @@ class Encoder:
 
     @property
     def whole(self) -> bool:
-        """Whether the targets of a document stand for all of its text."""
+        """Whether the targets of a document cover all of its text."""
         return self.tokenize and self.tokenizer is not None and self.tokenizer.bos is not None and not self.masked
 
     @property
     def limit(self) -> int:
-        """Ids of documents are smaller than this."""
+        """The upper bound (exclusive) of the ids in documents."""
         return self.tokenizer.vocab_size if self.tokenize and self.tokenizer else self.vocab_size
 
     @property
@@ -198,15 +198,15 @@ class Encoder:
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
             "columns": len(self.columns),  # the source itself identifies which columns
             "completion_only": self.masked,
-            "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer has its own vocabulary size
+            "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer defines its vocabulary size
         }
-        # Built from the fields, so that none is missed.
+        # Built from the fields, so that none is omitted.
         return {one.name: effective.get(one.name, getattr(self, one.name)) for one in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """Returns the documents of `records`, with None for a record without text or without a target.
 
-        Raises UserError that names the record: bytes that are not UTF-8, a value of another type, an id out of range.
+        Raises UserError that names the record for bytes that are not UTF-8, a wrong type, or an id out of range.
         """
         if self.tokenize:
             texts = [text for record in records for text in self.texts(record, counts)]

@@ -1,6 +1,6 @@
 """Parses tf.train.Example without TensorFlow, with the message class of tensorflow_datasets.
 
-Importing that package takes a second, so it is imported when a file is read.
+Importing that package takes a second, so it is imported only when a file is read.
 """
 
 from typing import Any
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Returns features by name, alphabetically: bytes for one string, a list of bytes, or an int64 or float32 array.
+    """Returns features by name, sorted: bytes for one string, a list of bytes, or an int64 or float32 array.
 
     Raises:
-      ValueError: `data` is not such a message.
+      ValueError: `data` is not a tf.train.Example.
     """
     from google.protobuf.message import DecodeError
     from tensorflow_datasets.proto import tf_example_pb2

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, as the files of a Hugging Face folder: `tokenizer_files`."""
+"""Converts the tokenizer in a GGUF file to the files of a Hugging Face folder: `tokenizer_files`."""
 
 import json
 from collections import defaultdict
@@ -14,7 +14,7 @@ from trainer.config.words import visible
 from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf_words import WORDS
 
-OWN = "tokenizer.ggml."  # of the keys
+OWN = "tokenizer.ggml."  # the prefix of the keys
 KIND = f"{OWN}model"
 TEMPLATE = "tokenizer.chat_template"
 NO_TOKENIZER = "none"
@@ -27,7 +27,7 @@ ROLES = {
     for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
 }
 MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # further tokens that end a text
-_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where the file does not say
+_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # the defaults of sentencepiece's
 _ANOTHER = "; name another with tokenizer_path"
 
 
@@ -35,7 +35,7 @@ def special_ids(header: GgufHeader) -> dict[str, int]:
     """Returns the special tokens by role (bos_token, eos_token, ...).
 
     Raises:
-      UserError: one is not a token.
+      UserError: one is not a token of the file.
     """
     own = _OF_PIECES if header.values.get(KIND) == PIECES else {}
     found = {role: header.get(key, int, own.get(role)) for role, key in ROLES.items()}
@@ -122,7 +122,7 @@ def _byte_level(header: GgufHeader, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) -> dict[str, Any]:
-    """Returns a tokenizer.json that merges as sentencepiece does: first what makes the token with the highest score."""
+    """Returns a tokenizer.json that merges like sentencepiece: the token with the highest score is built first."""
     scores = header.get(f"{OWN}scores", np.ndarray, np.zeros(0)).tolist()
     if len(scores) != len(kinds):
         raise UserError(f"{header.path}: {len(scores)} scores, but {len(kinds)} tokens")
@@ -145,10 +145,10 @@ def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) ->
 
 
 def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Returns the merges of a BPE that build tokens in the order of their scores, as transformers derives them.
+    """Returns the merges of a BPE that builds tokens in the order of their scores, derived as in transformers.
 
     Raises:
-      UserError: the tokens have more characters than any published ones.
+      UserError: the tokens have more characters than those of any published tokenizer.
     """
     if sum(map(len, scores)) > PIECES_CHARACTERS or max(map(len, scores), default=0) > PIECE_CHARACTERS:
         raise UserError(

@@ -1,6 +1,6 @@
-"""How much longer a normalizer of a tokenizer.json can make a text.
+"""Limits how much longer a normalizer of a tokenizer.json can make a text.
 
-The package applies it already while it reads the file, to the names of added tokens.
+The package tokenizers applies it even while it reads the file, to the names of added tokens.
 """
 
 import base64
@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.json_files import parsed
 from trainer.config.limits import ADDED_CHARACTERS, GROWTH, NORMALIZERS
 
-# The most characters that Unicode's forms and the package's own normalizers make of one.
+# The most characters that Unicode's forms and the package's normalizers make from one.
 _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 4}
 
 
@@ -36,7 +36,7 @@ def growth_problem(text: str) -> str:
 
 
 def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the normalizers of one, in order."""
+    """Yields the steps of a normalizer, in order."""
     if spec.get("type") != "Sequence":
         yield spec
     for step in spec.get("normalizers") or ():
@@ -44,7 +44,7 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(spec: Mapping[str, Any]) -> int | None:
-    """Returns how many characters a step makes of one at most; None if it cannot be read."""
+    """Returns the most characters that a step makes from one; None if it cannot be read."""
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
@@ -56,8 +56,8 @@ def _times(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(charsmap: str) -> int | None:
-    """Returns the length of the longest text in a map of sentencepiece: the size of a trie, the trie, and texts that
-    end with 0. None if the trie is longer than the map."""
+    """Returns the length of the longest text in a map of sentencepiece, which has the size of a trie, the trie, and
+    texts that end with 0. None if the trie is longer than the map."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")
     texts = (len(text.decode(errors="replace")) for text in data[start:].split(b"\0"))

@@ -12,7 +12,7 @@ from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.text import encoding_hint, mended
 
-# An escaped pair of surrogates, a lone escaped surrogate, or any other escape, which may hide what follows it.
+# An escaped pair of surrogates, a lone escaped surrogate, or any other escape, which may affect the next character.
 _ESCAPES = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
 _KINDS = ("csv", "json", "text")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
@@ -58,14 +58,14 @@ def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Call
 
 
 def _settings(datasets: Any, config: Any) -> dict[str, Any]:
-    """Returns what a data set's own description says about how its files are read."""
+    """Returns the settings for reading files in a data set's description."""
     common, default = {field.name for field in fields(datasets.BuilderConfig)}, type(config)()
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
     return {name: value for name, value in own.items() if value != getattr(default, name)}
 
 
 def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
-    """Returns the number of lone surrogates and where the first one is."""
+    """Returns the number of lone surrogates and the place of the first."""
     total, first = 0, ""
     for number, (_, count) in enumerate(_lines(file, kind), 1):
         first = first or (f"{file}, line {number}" if count else "")
@@ -74,7 +74,7 @@ def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
 
 
 def _lines(file: Path, kind: str) -> Iterator[tuple[bytes, int]]:
-    """Yields each line of a file without lone surrogates, and how many it had. Raises UserError if it is not UTF-8."""
+    """Yields each line of a file with lone surrogates replaced, and their number. Raises UserError if not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -1,9 +1,9 @@
 """Megatron-LM's indexed data sets, PREFIX.bin with PREFIX.idx: rows are read directly from the memory-mapped files.
 
-PREFIX.bin holds the token ids of all sequences. PREFIX.idx holds, in little-endian order: MAGIC, the version (u8), the
-code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the length of
-each sequence (i4), its first byte in PREFIX.bin (i8), and the document index (i8): the number of the first sequence of
-each document, and the number of sequences. Some writers count documents instead of entries.
+PREFIX.bin contains the token ids of all sequences. PREFIX.idx contains, in little-endian order: MAGIC, the version
+(u8), the code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the
+length of each sequence (i4), its first byte in PREFIX.bin (i8), and the document index (i8): the index of the first
+sequence of each document, and the number of sequences. Some writers count documents instead of entries.
 """
 
 import glob
@@ -27,7 +27,7 @@ from trainer.data.corpus import file_fingerprint
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_LOOK = 20  # documents that are searched for mmap_eod_id
+_LOOK = 20  # the number of documents to search for mmap_eod_id
 
 
 class IndexedFile:
@@ -80,8 +80,8 @@ class IndexedFile:
         self.offsets = ends[first]
 
     def read(self, start: int, stop: int, vocab_size: int, eod: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens [start, stop), int32, and whether each of them ends a document: is `eod`, or with `eod` -1 is
-        the last token of a document of the index.
+        """Returns tokens [start, stop), int32, and whether each ends a document: whether it is `eod` or, with `eod` -1,
+        the last token of a document in the index.
 
         Raises UserError if a token is not in [0, vocab_size).
         """
@@ -106,11 +106,11 @@ class IndexedFile:
 
 
 class TokenRows:
-    """Rows of Megatron-LM's samples: the chosen documents of all files are one stream of tokens, row i has its tokens
-    [i * length, (i + 1) * length) as inputs, and their successors as targets. The last row is padded.
+    """Rows of Megatron-LM's samples. The chosen documents of all files are one stream of tokens. Row i has the stream's
+    tokens [i * length, (i + 1) * length) as inputs, and their successors as targets. The last row is padded.
 
     Args:
-      files: each with the documents to take from it, bool [documents].
+      files: each with its chosen documents, bool [documents].
       reset: whether a segment ends where a document ends; otherwise a row is one segment.
       mask: whether the target after the end of a document bears no loss.
       shortest: with `reset`, a segment ends only if it has more tokens than this.
@@ -136,7 +136,7 @@ class TokenRows:
         self._shift = ends - self._end  # from a position in the stream to one in the file
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
-        self.size = -(-(self.tokens - 1) // length)  # without a second token there is no row
+        self.size = -(-(self.tokens - 1) // length)  # a row needs at least two tokens
 
     def rows(self, indices: np.ndarray) -> Batch:
         """Returns the rows at `indices` [n], a batch without `row`."""
@@ -170,8 +170,8 @@ class TokenRows:
 
 
 def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fraction], TokenRows | None, str]:
-    """Returns the rows of each component of grain_train_files, their weights, the rows for evaluation, and a text that
-    identifies the training documents. Without anything to evaluate on, the rows for evaluation are None.
+    """Returns the rows of each component of grain_train_files, their weights, the rows for evaluation (None without
+    evaluation documents), and a text that identifies the training documents.
 
     Raises UserError if a file is missing or damaged, or if no document remains.
     """
@@ -202,7 +202,7 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
 
 
 def boundaries(config: Config) -> dict[str, Any]:
-    """Returns the arguments of TokenRows that say where documents end and what that means."""
+    """Returns the arguments of TokenRows for the ends of documents."""
     settings = {"eod": config.mmap_eod_id, "reset": config.reset_attention_mask, "mask": config.eod_mask_loss}
     return settings | {"shortest": shortest_segment(config)}
 

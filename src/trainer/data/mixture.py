@@ -25,8 +25,8 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the component of each row in `indices` [n], and the row's index within that component, both int64 [n].
 
-    Among the first k rows, for any k, each component has its share, rounded. Of the rows that earlier components leave,
-    component i takes weights[i] / (weights[i] + all later weights), evenly spaced. This is the rule of
+    Among the first k rows, for any k, each component has its share, rounded. Of the rows not taken by earlier
+    components, component i takes weights[i] / (weights[i] + all later weights), evenly spaced. This is the rule of
     grain.MapDataset.mix.
     """
     component = np.full(len(indices), -1, np.int64)
@@ -42,7 +42,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
 
 
 class MixedRows:
-    """An endless stream of rows from several sources in the ratio of `weights`. Each source has its own epochs."""
+    """An endless stream of rows from several sources in the ratio of `weights`. Each source has separate epochs."""
 
     size = None
 

@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
-VERSION = 2  # version of the order that a seed defines; a position in an order of another version is refused
+VERSION = 2  # version of the order that a seed defines; positions of other versions are refused
 _ROUNDS = 10  # with only 6 rounds, some orders of 6 rows are too frequent
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """Returns the rows of a source of `size` rows at `indices` [n] of its endless order of epochs."""
+    """Returns the rows of a source of `size` rows that are at `indices` [n] in its endless order of epochs."""
     epochs, indices = np.divmod(indices, size)
     if shuffle:
         for epoch in np.unique(epochs).tolist():
@@ -23,9 +23,9 @@ def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.nda
 
     This is a generalized Feistel network (Black and Rogaway 2002). An index is a pair (left, right) with
     left < columns and right < rows, where columns * rows is at least `size`. Each round adds a hash of one half to the
-    other half, modulo its range. An image that is not below `size` goes through the network again (cycle walking),
-    which happens to fewer than `columns` images. So memory and time depend only on n. The keys are raw words of Philox,
-    which NumPy keeps stable across releases.
+    other half, modulo its range. An image that is not below `size` goes through the network again (cycle walking);
+    fewer than `columns` images do. So memory and time depend only on n. The keys are raw words of Philox, which NumPy
+    keeps stable across releases.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)

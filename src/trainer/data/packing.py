@@ -3,11 +3,11 @@
 A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
 shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
 last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
-Aligned segments have padding between them, too. A document with others behind it (`Document.after`) stays whole.
+Aligned segments also have padding between them. A document that others must follow (`Document.after`) is not split.
 
 Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
-document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the rows that follow, which
-have been returned already.
+document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the resulting rows, which
+have already been returned.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ class Packing:
 
     length: int
     kind: str = "concat_then_split"  # or first_fit, best_fit
-    together: bool = True  # whether a row may hold several documents
+    together: bool = True  # whether a row may have several documents
     max_segments: int = -1
     truncate: bool = False
     align: int = 1
@@ -50,18 +50,18 @@ class Packing:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It has every field;
+        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It has every field, but
         `align` only if it is not 1, so that rows prepared before this field existed stay valid."""
         found = {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
         if self._concatenates and self.max_segments > 0:
-            found["kind"] += ", bounded"  # once, it ignored max_segments
+            found["kind"] += ", bounded"  # earlier versions ignored max_segments
         return found
 
     def rows(
         self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
     ) -> Iterator[tuple[PackedRow, Resume]]:
-        """Yields the rows of `documents`, each a pair of a mark and a document. Leaves out the first `skip` pairs of
-        the first document."""
+        """Yields the rows of `documents`, each a pair of a mark and a document. Omits the first `skip` pairs of the
+        first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
             return _concat(documents, self, counts, skip)
@@ -85,7 +85,7 @@ class Packing:
 class _Row:
     length: int
     align: int
-    fill: int = 0  # where the next segment begins
+    fill: int = 0  # the beginning of the next segment
     segments: int = 0
     documents: int = 0
     arrays: PackedRow = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Row:
         self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
 
     def add(self, document: Document, start: int, stop: int) -> None:
-        """Appends pairs [start, stop) of a document as a new segment, and the documents behind it."""
+        """Appends pairs [start, stop) of a document as a new segment, and the documents in `after`."""
         self.documents += 1
         self._append(document, start, stop)
         for behind in document.after:
@@ -113,7 +113,7 @@ class _Row:
 def _concat(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Concatenates documents and cuts them into rows. A row with the most segments ends there."""
+    """Concatenates documents and splits them into rows. A row with the maximum number of segments ends there."""
     length = packing.length
     row = _Row(length, packing.align)
     for mark, document in documents:
@@ -135,8 +135,8 @@ def _concat(
 def _fit(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Packs each piece of a document unsplit into a row of a group: into the first row with room (first_fit), or the
-    fullest row with room (best_fit). A piece that fits no row of the group ends the group."""
+    """Packs each piece of a document, unsplit, into a row of a group: the first row with room (first_fit) or the
+    fullest row with room (best_fit). A piece that fits into no row of the group ends the group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)

@@ -1,4 +1,4 @@
-"""Readers for files of records, one class per format: in order from any position, and by index if the format can.
+"""Readers for files of records, one class per format: in order from any position, and by index if the format allows.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
 """
@@ -25,7 +25,7 @@ _CHUNK = 256  # records to read at once
 
 
 class NoColumn(UserError):
-    """A column is missing, as `problem` says. `there`: those that exist."""
+    """A column is missing. `problem`: the message; `there`: the existing columns."""
 
     def __init__(self, problem: str, there: Iterable[str]):
         self.there = tuple(there)
@@ -52,7 +52,7 @@ class Part(Protocol):
         ...
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        """Yields, from `cursor` on: the cursor after a record, the share of the part read so far, and the record."""
+        """Yields, from `cursor` on: the cursor after each record, the share of the part read so far, and the record."""
         ...
 
 
@@ -107,13 +107,13 @@ class Line(NamedTuple):
                 number, left = 1, self.start
                 while left > 0 and (block := file.read(min(left, 1 << 20))):
                     number, left = number + block.count(b"\n"), left - len(block)
-        except OSError:  # the file is gone since the line was read
+        except OSError:  # the file was removed after the line was read
             return f"{self.path}, at byte {self.start}"
         return f"{self.path}, line {number}"
 
 
 def opened(path: Path) -> Any:
-    """Opens a file for reading its bytes; if it is compressed by gzip, its content's."""
+    """Opens a file for reading bytes, decompressed if it is gzip."""
     with path.open("rb") as file:
         compressed = file.read(len(GZIP)) == GZIP
     return gzip.open(path) if compressed else path.open("rb")
@@ -292,7 +292,7 @@ class TablePart:
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
-    """Returns what pyarrow and `datasets` raise for files that contradict what they say of themselves."""
+    """Returns the exceptions that pyarrow and `datasets` raise for files that contradict their metadata."""
     import pyarrow
 
     return pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError

@@ -1,4 +1,4 @@
-"""Texts that a chat template made, and their tokens with the characters that each stands for."""
+"""Texts rendered by a chat template, and their tokens with the characters that each covers."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +15,7 @@ class Rendered(NamedTuple):
     Attributes:
       text: the text.
       learnt: the ranges of `{% generation %}`, in order.
-      plain: the ranges of names of special tokens that came from a message, so that they are ordinary text.
+      plain: the ranges of special tokens' names that came from a message and so are ordinary text.
     """
 
     text: str
@@ -24,7 +24,7 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Tokens [n], int32, and the characters [start, stop) that each stands for, at least in part."""
+    """Tokens [n], int32, and the characters [start, stop) that each covers, at least in part."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -37,11 +37,11 @@ class Encoded(NamedTuple):
 
     @classmethod
     def joined(cls, encoded: Sequence["Encoded"]) -> "Encoded":
-        """Returns the tokens of all, one after another."""
+        """Returns the concatenated tokens."""
         return cls(*map(np.concatenate, zip(*encoded, strict=True))) if encoded else cls.of([], [], [])
 
     def within(self, ranges: Sequence[Range]) -> np.ndarray:
-        """Returns whether each token stands for a character in one of `ranges`: bool [n]."""
+        """Returns whether each token covers a character in one of `ranges`: bool [n]."""
         mask = np.zeros(len(self.ids), bool)
         for start, stop in ranges:
             mask |= (self.starts < stop) & (self.stops > start)
@@ -55,12 +55,12 @@ def pattern(names: Collection[str]) -> re.Pattern[str]:
 
 
 def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
-    """Yields the parts of a text, each with its start and whether it is one of `Rendered.plain`."""
+    """Yields the parts of a text, each with its start and whether it is in `Rendered.plain`."""
     return _cut(rendered.text, rendered.plain)
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields parts of a text, each with its start and whether it is a special token's name, not from a message."""
+    """Yields parts of a text, each with its start and whether it is a special token's name outside of messages."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 
@@ -77,7 +77,7 @@ def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
 
 
 def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
-    """Returns the tokens of `text`, which is at `start` in the whole. `ends`: its bytes up to each token's end."""
+    """Returns the tokens of `text`, which begins at `start` in the whole text. `ends`: the byte after each token."""
     widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
     char_of_byte = np.repeat(np.arange(len(text)), widths)
     stops = np.asarray(ends, np.int64)
@@ -91,8 +91,8 @@ def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -
 
 
 def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
-    """Returns tokens with the ranges `offsets` [n, 2] in a text that is at `start` in the whole. A token of no
-    character, such as a byte of one, gets the range up to the end of the next that has one."""
+    """Returns tokens with the ranges `offsets` [n, 2] in a text that begins at `start` in the whole text. A token
+    without a character, such as one of its bytes, gets the range up to the end of the next token with one."""
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
     for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
         stops[i] = max(stops[i + 1], starts[i])

@@ -1,4 +1,4 @@
-"""Packed rows as NumPy files, memory-mapped: rows.npy [rows, fields, length], crc32.npy [rows], their checksums."""
+"""Packed rows as memory-mapped NumPy files: rows.npy [rows, fields, length], and their checksums crc32.npy [rows]."""
 
 import zlib
 from collections.abc import Iterable
@@ -63,7 +63,7 @@ def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: i
 
 
 class _Growing:
-    """A file of NumPy's format with an array [n, *shape] whose first axis grows."""
+    """A file in NumPy's format with an array [n, *shape] that grows along its first axis."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any):
         self._file, self._count = path.open("wb"), 0
@@ -75,7 +75,7 @@ class _Growing:
         return self
 
     def append(self, array: np.ndarray) -> None:
-        """Appends `array`, which has that shape and dtype."""
+        """Appends `array`, which has the constructor's shape and dtype."""
         self._file.write(array.data)
         self._count += 1
 

@@ -151,14 +151,14 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
 
 
 def check_features(folder: Path) -> None:
-    """Checks that the features of a TFDS dataset are TFDS's own, because TFDS would import the module of any other.
+    """Checks that the features of a TFDS dataset are classes of TFDS, because TFDS would import any other module.
 
     Raises:
       UserError: features.json names a class of another package, or is not JSON.
     """
     path = folder / "features.json"
     if not path.is_file():
-        return  # TFDS itself reports what is missing
+        return  # TFDS reports the missing file
     nodes: list[Any] = [read_object(path)]
     while nodes:
         node = nodes.pop()

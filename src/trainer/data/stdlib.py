@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Record, is_held_out
 
-# Tests and large applications. Some Python distributions leave them out, so with them corpora would differ.
+# Tests and large applications. Some Python distributions omit them, so corpora with them would differ.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )

@@ -18,7 +18,7 @@ from trainer.data.order import permuted
 from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
-_OPEN_FILES = 8  # if the order is shuffled, this many files are read in turn
+_OPEN_FILES = 8  # if the order is shuffled, the number of files to read alternately
 _WINDOWS = 1 << 32  # added to the seed, so that the order of windows differs from the order of files
 _BUFFER = 4  # rows that a worker process makes ahead
 _PASSES = 2  # the search for a document ends after this many passes over a fixed share without one
@@ -68,7 +68,7 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        # If shuffled, each process gets another share in each epoch, so that every document comes sooner or later, and
+        # If shuffled, each process gets another share in each epoch, so that it gets every document eventually, and
         # no pass ever ends. In order, a worker gets every `stride`-th record of the endless order, which repeats.
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
@@ -101,7 +101,7 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files read from their beginning, epoch after epoch; with a seed in another order each time.
+    """Records of files that are read from the beginning in each epoch; with a seed, in another order each time.
 
     `shares` are nested (index, count) pairs: first for the processes, then for the workers of a process. A level
     divides the files if there is at least one for each member, otherwise the records.
@@ -126,9 +126,9 @@ class _Files(grain.IterDataset):
 
 
 class _FilesIterator(grain.DatasetIterator):
-    """Yields (epoch, record). With a seed, it takes one record in turn from each of up to _OPEN_FILES files; without a
-    seed, it reads one file after the other. It reads all files of an epoch to their end before it opens the next
-    epoch's.
+    """Yields (epoch, record). With a seed, it takes one record alternately from each of up to _OPEN_FILES files;
+    without a seed, it reads the files one by one. It reads all files of an epoch to their end before it opens files of
+    the next epoch.
 
     The state lists the open files and the position in each: [number in the endless order of files, cursor, records
     read].
@@ -186,7 +186,7 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Through(grain.IterDataset):
-    """What `make` returns for an iterator of `parent`."""
+    """A data set whose iterator is the result of `make` for an iterator of `parent`."""
 
     def __init__(self, parent: grain.IterDataset, make: Callable[[grain.DatasetIterator], grain.DatasetIterator]):
         super().__init__(parent)

@@ -27,7 +27,7 @@ _NAMES = {
 class Stream(Protocol):
     """Iterates over (batch, position): this process's part of each global batch, and the position after it.
 
-    A position is a small JSON-compatible dict. If `per_process` is true, each process has its own position.
+    A position is a small JSON-compatible dict. If `per_process` is true, each process has a separate position.
     """
 
     per_process: bool
@@ -71,7 +71,7 @@ class PreparedStream:
         return {"identity": self._identity, "row": self._next}
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Does nothing."""
 
 
 class StreamingStream:
@@ -149,7 +149,7 @@ class StreamingStream:
 
 
 class RepeatedStream:
-    """Repeats the first batch of `stream` forever. The position stays before it, so a resumed run repeats it, too."""
+    """Repeats the first batch of `stream` forever. The position stays before it, so a resumed run also repeats it."""
 
     def __init__(self, stream: Stream):
         self._stream, self.per_process = stream, stream.per_process
@@ -180,7 +180,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises UserError if `position` is of a stream with another identity; it has the first difference."""
+    """Raises UserError, which names the first difference, if `position` is of a stream with another identity."""
     if position is None:
         return
     then = position["identity"]

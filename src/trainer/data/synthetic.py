@@ -8,7 +8,7 @@ from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
 EVAL_OFFSET = 1 << 48  # index of its first row, which training never reaches
-_CUTS = SYNTHETIC - 1  # a row has up to this many cuts and one segment more; fewer if cuts coincide
+_CUTS = SYNTHETIC - 1  # the number of cuts in a row, which has one segment more; fewer if cuts coincide
 _STRIDE = 7  # the difference between consecutive tokens
 
 

@@ -4,18 +4,18 @@ import codecs
 import re
 
 REPLACEMENT = "\ufffd"
-# In bytes, a surrogate is what UTF-8 would make of its code point (WTF-8). No other character begins like that.
+# The bytes of a surrogate if UTF-8 encodes its code point (WTF-8). No other character begins with these bytes.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Which of the first four bytes are 0, if UTF-16 or UTF-32 begins with two ASCII characters and has no mark.
 _ASCII_ZEROS = [(False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False)]
-GZIP = b"\x1f\x8b\x08"  # how a compressed file begins
+GZIP = b"\x1f\x8b\x08"  # the beginning of a compressed file
 
 
 def mended(text: str) -> tuple[str, int]:
     """Returns `text` with U+FFFD for each lone surrogate, and their number. Pairs become the characters they encode.
 
-    JSON can hold half of a pair, as in "\\ud83d", if a program cut a text between the two halves. Half a pair is not a
+    JSON can contain half of a pair, as in "\\ud83d", if a program cut a text between the halves. Half a pair is not a
     character, so no tokenizer accepts it.
     """
     try:
@@ -27,7 +27,7 @@ def mended(text: str) -> tuple[str, int]:
 
 
 def decoded(data: bytes) -> tuple[str, int]:
-    """Decodes UTF-8, also of surrogates, and applies `mended`. Raises UnicodeDecodeError for other bytes."""
+    """Decodes UTF-8, including surrogates, and applies `mended`. Raises UnicodeDecodeError for other bytes."""
     try:
         return data.decode(), 0
     except UnicodeDecodeError:
@@ -47,7 +47,7 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """Returns the end of a message about `data` that is not text in UTF-8: what it probably is, or ""."""
+    """Returns the end of a message about `data` that is not UTF-8: its probable format, or ""."""
     zeros = tuple(byte == 0 for byte in data[:4])
     if data.startswith(GZIP):
         return " (it looks like gzip)"

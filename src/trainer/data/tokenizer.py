@@ -1,4 +1,4 @@
-"""Tokenizers: the interface, tokenizers in tokenizer.json files (also the one that we train), and bytes."""
+"""Tokenizers: the interface, tokenizers in tokenizer.json files (including those trained here), and bytes."""
 
 import abc
 import functools
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
-# Byte-level tokens are written with a character for each byte: bytes that are printable in Latin-1 are their own
-# characters, and the others have those from U+0100 on, in order.
+# Byte-level tokens are written with a character for each byte: bytes that are printable in Latin-1 stand for
+# themselves, and the others have the characters from U+0100 on, in order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
@@ -47,7 +47,7 @@ JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 class package_errors:
     """A context that turns errors of the package tokenizers into a UserError: `text`, the reason, `advice`. The package
-    raises plain Exception and, where its own code fails, PanicException, which is a BaseException."""
+    raises plain Exception and, if its code fails, PanicException, which is a BaseException."""
 
     def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
         self._text, self._advice = text, advice
@@ -65,16 +65,16 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: ids are smaller than this.
-      largest: the largest id of a document. Published tokenizers have special tokens after those of the model, which no
-        document gets, such as Gemma 3's for images.
+      largest: the largest id in a document. Published tokenizers have special tokens after those of the model, which
+        documents never contain, such as Gemma 3's for images.
       bos, eos: the tokens before and after each document; None if there is none.
-      bytes_per_token: the bytes of text that each token stands for, int32 [vocab_size], 0 for special tokens; None if
-        this is not exact, because the tokenizer changes the text.
+      bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if it is
+        not exact, because the tokenizer changes the text.
       special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
       own_template: the template for chats in its files; None if there is none.
-      chat_template: the same, or another that a run trains with.
-      beside: what lies beside its file.
-      note: a line for the user about what its file says and is not done; "" if there is nothing.
+      chat_template: `own_template`, or another that a run trains with.
+      beside: the contents of the files next to its file.
+      note: a line for the user about settings in its file that are ignored; "" if there are none.
     """
 
     vocab_size: int
@@ -93,18 +93,18 @@ class Tokenizer(abc.ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """The special tokens before a prompt without a chat template: the tokenizer's own, else those of its files."""
+        """The special tokens before a prompt without a chat template: the tokenizer's, else those of its files."""
         return [] if self.bos is None or self.beside.begins is False else [self.bos]
 
     @property
     def has_other_template(self) -> bool:
-        """Whether `chat_template` says something else than the template in its files."""
+        """Whether `chat_template` differs from the template in its files."""
         texts = [one and (one.text, one.with_tools) for one in (self.chat_template, self.own_template)]
         return texts[0] != texts[1]
 
     def saved_files(self) -> dict[str, bytes]:
         """Returns the files from which tokenizer_path can read this tokenizer again, with its chat template, by their
-        paths in its folder: those that it was read from, as they are, or its own."""
+        paths in its folder: unchanged copies of the files that it was read from, or new ones."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
@@ -122,7 +122,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Returns the tokens of each text, without special tokens. Their names in a text are plain text."""
+        """Returns the tokens of each text, without special tokens. Names of special tokens are plain text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -153,7 +153,7 @@ class Tokenizer(abc.ABC):
 
     @functools.cached_property
     def markers(self) -> Mapping[str, int]:
-        """The tokens by name that can end a turn: the special ones, and others that never stand for ordinary text."""
+        """The tokens by name that can end a turn: special tokens, and others that never occur in ordinary text."""
         return self._markers()
 
     @abc.abstractmethod
@@ -163,7 +163,7 @@ class Tokenizer(abc.ABC):
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens of rendered texts. A special token's name is that token, except where a message has it."""
+        """Returns the tokens of rendered texts. A special token's name becomes that token, unless a message has it."""
         names = pattern(self.special_tokens)
         return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
 
@@ -173,7 +173,7 @@ class Tokenizer(abc.ABC):
         return from_bytes(text, start, *self._ends(text))
 
     def _ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the tokens of `text` and the number of bytes of it that end with each."""
+        """Returns the tokens of `text`, and the number of its bytes up to the end of each token."""
         assert self.bytes_per_token is not None
         ids = self.encode(text)
         return ids, np.cumsum(self.bytes_per_token[np.asarray(ids, np.int32)])  # type: ignore[return-value]
@@ -183,12 +183,12 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
-        # The name of a special token in a text is plain text. This setting is not part of the saved file.
+        # Names of special tokens in a text are plain text. This setting is not part of the saved file.
         inner.encode_special_tokens = True
-        # Rows are as long as the configuration says, not as a file says.
+        # The configuration determines the length of rows, not the file.
         inner.no_truncation()
         inner.no_padding()
-        # Equal texts have equal tokens. Of all models, only BPE draws at random if its file says so.
+        # Equal texts must have equal tokens. Of all models, only BPE can be random, with the setting dropout.
         if getattr(inner.model, "dropout", None):
             inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
@@ -251,7 +251,7 @@ class JsonTokenizer(Tokenizer):
         failed = f"the tokenizer cannot encode the text {shortened(''.join(texts[:1]))!r}"
         try:
             with package_errors(failed, _NO_UNKNOWN):
-                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` lets no other thread run
+                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` blocks other threads
                     return [inner.encode(texts[0], add_special_tokens=False)]
                 encode = inner.encode_batch if offsets else inner.encode_batch_fast
                 return encode(texts, add_special_tokens=False)
@@ -342,7 +342,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Returns whether the tokens of this tokenizer.json stand for exactly the bytes of the text."""
+    """Returns whether the tokens of this tokenizer.json represent exactly the bytes of the text."""
     if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     steps = spec.get("pre_tokenizer") or {}

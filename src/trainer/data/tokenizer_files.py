@@ -48,15 +48,14 @@ _LLAMA3_NAMES = {
 _LACKS = f"tokenizer_path: {{folder}}: {CONFIG_FILE} or {SPECIAL_TOKENS} names {{name}}, which {{file}} lacks"
 _SYMBOL = re.compile(r"<[^<>\s]+>")
 _MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
-# The regular expression for words backtracks over white space, and overflows its stack within a million characters of
-# it.
+# The regular expression for words backtracks over white space, and overflows its stack before a million characters.
 _SPACE_LIMIT = 25_000
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
     """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
-    GGUF file is read as the folder of Hugging Face that its tokenizer came from.
+    GGUF file is read like the Hugging Face folder of its tokenizer.
 
     Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
     """
@@ -88,7 +87,7 @@ def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
     """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file.
 
     Raises:
-      UserError: one is too large, or the tokenizer of a GGUF file is not known.
+      UserError: a file is too large, or the tokenizer of a GGUF file is not known.
     """
     if is_gguf(place):
         header = read_gguf(place)
@@ -112,8 +111,8 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the token that the files beside the tokenizer `file` name as bos_token or eos_token, by default its own;
-    None if add_bos or add_eos turned it off. Raises UserError if there is no such token."""
+    """Returns the bos_token or eos_token in the files next to the tokenizer `file`, by default the tokenizer's; None if
+    add_bos or add_eos disabled it. Raises UserError if there is no such token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -124,7 +123,7 @@ def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens do not stand for exact bytes."""
+    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens do not represent exact bytes."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         sentencepiece = _import("sentencepiece", "sentencepiece")
@@ -160,7 +159,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces(self._inner.is_control)
 
     def _markers(self) -> Mapping[str, int]:
-        # The package does not tell which pieces are a user's own symbols, such as <end_of_turn>.
+        # The package does not tell which pieces are user-defined symbols, such as <end_of_turn>.
         return self._pieces(lambda i: _SYMBOL.fullmatch(self._inner.id_to_piece(i)) and not self._inner.is_byte(i))
 
     def _pieces(self, chosen: Callable[[int], Any]) -> dict[str, int]:
@@ -221,7 +220,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yields parts of `text`, which is cut within white space that is too long for the regular expression."""
+    """Yields parts of `text`, split within white space that is too long for the regular expression."""
     start = 0
     for match in _LONG_SPACE.finditer(text):
         for end in range(match.start() + _SPACE_LIMIT, match.end(), _SPACE_LIMIT):

@@ -1,7 +1,7 @@
-"""Sizes that compressed Parquet and Arrow files say they will have, read before anything is unpacked.
+"""Checks the unpacked sizes that compressed Parquet and Arrow files declare, before anything is unpacked.
 
-A file of a few kilobytes can hold a gigabyte. Both formats store the unpacked sizes, and their readers fail if a size
-is not true.
+A file of a few kilobytes can unpack to a gigabyte. Both formats store the unpacked sizes, and their readers fail if a
+size is wrong.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ _BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
 
 
 def check_unpacked(path: Path) -> None:
-    """Checks a file by its ending; others pass.
+    """Checks a file if its suffix is that of such a format; other files pass.
 
     Raises:
-      UserError: it would become far larger than it is.
+      UserError: it would unpack to a far larger size.
     """
     import pyarrow
     import pyarrow.parquet
@@ -35,12 +35,12 @@ def check_unpacked(path: Path) -> None:
             for packed, unpacked in _arrow_sizes(path):
                 _check(path, packed, unpacked)
     except (pyarrow.ArrowException, OSError, struct.error, IndexError):
-        pass  # whoever reads it says why it cannot be read
+        pass  # the reader reports why it cannot be read
 
 
 def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
-    """Returns how many rows of a Parquet file are read at once, at most `most`: fewer if large values may be repeated.
-    `columns`: the first words of those that are read; None for all. Raises UserError: see `check_unpacked`."""
+    """Returns how many rows of a Parquet file to read at once: at most `most`, fewer if large values may be repeated.
+    `columns`: the top-level columns to read; None for all. Raises UserError: see `check_unpacked`."""
     largest = 1
     with path.open("rb") as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
@@ -49,7 +49,7 @@ def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most:
                     _check(path, column.total_compressed_size, column.total_uncompressed_size)
                     if column.has_dictionary_page and column.dictionary_page_offset:
                         file.seek(column.dictionary_page_offset)
-                        with contextlib.suppress(IndexError):  # a header that cannot be read: pyarrow says so
+                        with contextlib.suppress(IndexError):  # pyarrow reports an unreadable header
                             largest = max(largest, _page_size(file.read(16)))
     return max(1, min(most, TOGETHER_BYTES // largest))
 
@@ -89,7 +89,7 @@ def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _unpacked(header: bytes, body: Any) -> int:
-    """Returns the bytes that the buffers of a batch have without compression. `header` is a flatbuffer."""
+    """Returns the uncompressed bytes of a batch's buffers. `header` is a flatbuffer."""
 
     def number(form: str, at: int) -> int:
         return struct.unpack_from(form, header, at)[0]

@@ -1,1 +1,1 @@
-"""Evaluation by tasks: of a checkpoint, or in a run, to which the entry points pass it."""
+"""Evaluation by tasks: of a checkpoint, or in a run; the entry points pass it to the run."""

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: a data set makes questions of a seed. Its verifier judges them as a function does."""
+"""Tasks of reasoning-gym: a data set makes questions from a seed, and its verifier judges answers."""
 
 import json
 import os
@@ -19,13 +19,13 @@ _PROGRAM += "main(given)"
 
 
 def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
-    """Returns the task as one of questions that a function judges. `limit`: the most of them; -1: all.
+    """Returns the task as questions that a function judges. `limit`: the maximum number of questions; -1: all.
 
     Args:
       allow_code: whether the verifier may evaluate answers as code.
 
     Raises:
-      UserError: there is no such data set or field, or the data set does not take a value.
+      UserError: there is no such data set or field, or the data set does not accept a value.
     """
     own = dict(spec.settings)
     name, seed, size = own.pop("dataset"), own.pop("seed", 0), own.pop("size", _SIZE)

@@ -1,6 +1,6 @@
-"""What needs the package reasoning-gym: it makes the questions of a data set, and judges answers with the data set's
-own verifier. Both run in other processes, which load neither JAX nor the package's configuration. They have
-PYTHONHASHSEED=0: the questions of five data sets depend on it."""
+"""The code that needs the package reasoning-gym: it makes the questions of a data set, and judges answers with the data
+set's verifier. Both run in other processes, which load neither JAX nor this package's configuration. They have
+PYTHONHASHSEED=0, because the questions of five data sets depend on it."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 def main(given: str) -> None:
     """Prints the questions of the data set that `given` describes (see `_opened`), as JSON: an object with `problem`,
-    or with `rows` and `evaluates`, whether the verifier's module evaluates texts."""
+    or with `rows` and `evaluates`. `evaluates` is whether the verifier's module evaluates texts as code."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -57,7 +57,7 @@ def _entry(task: str, index: int) -> Any:
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
     """Returns the verifier's score, from 0 to 1, of the text in the last <answer> </answer>, or of the whole completion
-    without one. Its arguments are those of a reward function."""
+    if there is none. It has the arguments of a reward function."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, on the model of this process. `tasks.open_tasks` imports it."""
+"""Tasks of lm-eval, on the model of this process. `tasks.open_tasks` imports this file."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from trainer.inference.sampling import Sampling
 T = TypeVar("T")
 _NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a file of a task
 _SEED = 1234  # of the shots, as in lm-eval's own program
-_RESAMPLES = 1000  # for the standard errors of metrics that are no means
+_RESAMPLES = 1000  # for the standard errors of metrics that are not means
 _SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
 
 
@@ -45,7 +45,7 @@ class HarnessTask:
     """
 
     def __init__(self, spec: Spec, limit: int):
-        """Opens the task with its data. `limit`: the most documents of each task; -1: all.
+        """Opens the task with its data. `limit`: the maximum number of documents of each task; -1: all.
 
         Raises:
           UserError: there is no such task, or its data are not on this machine.
@@ -106,7 +106,7 @@ class HarnessTask:
 
 
 def _check_name(name: str) -> None:
-    """Raises UserError if none of lm-eval's files contains `name`: its index of all tasks takes ten times as long."""
+    """Raises UserError if no file of lm-eval contains `name`. Making its index of all tasks takes ten times as long."""
     files = Path(str(lm_eval.tasks.__file__)).parent.rglob("*.yaml")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     word = re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
@@ -127,8 +127,8 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 
 
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the standard error of a metric of log-likelihoods per word or byte, for which lm-eval has none; None of
-    any other. The rows have (log-likelihood, words or bytes)."""
+    """Returns the standard error of a metric of log-likelihoods per word or byte, which lm-eval does not compute; None
+    for other metrics. The rows have (log-likelihood, words or bytes)."""
     pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
@@ -140,7 +140,7 @@ def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context without lm-eval's bars and notes, and in which it starts no processes: JAX's threads are not theirs."""
+    """A context that suppresses lm-eval's bars and notes, and its processes, which could not use JAX's threads."""
     logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_data(task: str) -> Iterator[None]:
-    """A context in which data that are not there are a UserError that names them, whatever `datasets` says."""
+    """A context in which missing data cause a UserError that names them, whatever error `datasets` raises."""
     load: Callable[..., Any] = datasets.load_dataset
 
     def named(path: str, name: str | None = None, **how: Any) -> Any:
@@ -181,7 +181,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Makes a method of `InProcess` say that it runs, and shows what the model prints meanwhile."""
+    """Makes a method of `InProcess` set `answering` while it runs, and show the model's output."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
@@ -196,7 +196,7 @@ def _answering(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class InProcess(LM):
-    """lm-eval's interface to the model. Requests are encoded as lm-eval's own model for transformers does it."""
+    """lm-eval's interface to the model. Requests are encoded as in lm-eval's model for transformers."""
 
     tokenizer_name = "trainer"
 
@@ -210,7 +210,7 @@ class InProcess(LM):
         self.streams = sys.stdout, sys.stderr  # outside of `_quietly`
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation. It is remembered, so that names of special tokens in it are these."""
+        """Returns the text of a conversation, and stores it so that special tokens' names in it become these tokens."""
         try:
             rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
         except TemplateFailed as error:
@@ -220,7 +220,7 @@ class InProcess(LM):
 
     @_answering
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each (context, continuation), and whether it is what the model would write."""
+        """Returns the log-likelihood of each (context, continuation), and whether greedy decoding would give it."""
         return self._model.log_likelihoods([self._pair(*request.args) for request in requests])
 
     @_answering
@@ -245,7 +245,7 @@ class InProcess(LM):
 
     @_answering
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns what the model writes after each context. Contexts that are too long lose their beginning."""
+        """Returns the model's continuation of each context. Contexts that are too long lose their beginning."""
         model, length = self._model, self._model.length
         found: dict[int, str] = {}
         asked = [_generation(request.args[1]) for request in requests]
@@ -272,7 +272,7 @@ class InProcess(LM):
         return self._prefix
 
     def _encode(self, text: str, context: str | None = None) -> list[int]:
-        """Returns the tokens of a text, which begins with `context`: of a conversation, if that is one."""
+        """Returns the tokens of a text that begins with `context`, as a conversation if the context is one."""
         rendered = self._rendered.get(text if context is None else context)
         if rendered is None:
             return self._model.encode(text)
@@ -281,7 +281,7 @@ class InProcess(LM):
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context in self._rendered:
-            # As of other texts, spaces and line feeds at the end of the context count with the continuation.
+            # As with other texts, spaces and line feeds at the end of the context belong to the continuation.
             whole, before = self._encode(context + continuation, context), self._encode(context.rstrip(), context)
             return before, whole[len(before) :]
         if context:
@@ -292,10 +292,10 @@ class InProcess(LM):
 
 
 def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
-    """Returns generation_kwargs as lm-eval completes them, and how tokens are drawn.
+    """Returns generation_kwargs as completed by lm-eval, and how tokens are drawn.
 
     Raises:
-      UserError: a setting of transformers is not known here, or a value is not possible.
+      UserError: a setting of transformers is not supported, or a value is invalid.
     """
     try:
         settings: Mapping[str, Any] = normalize_gen_kwargs(dict(given))

@@ -23,10 +23,10 @@ Say = Callable[[str], None]
 
 
 class RunTasks:
-    """A `training.loop.Tasks`. Evaluated is what evaluations see: with ema_decay the average of the parameters.
+    """A `training.loop.Tasks`. It evaluates the same parameters as other evaluations: with ema_decay, their average.
 
-    Every process computes all of it on the mesh. Scores depend on the parameters and the tasks only, so a resumed run
-    finds the same ones.
+    Every process computes everything on the mesh. Scores depend only on the parameters and the tasks, so a resumed run
+    gets the same ones.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunTasks:
         say: Say,
         images: Mapping[int, str] = {},
     ):
-        """Opens the tasks, so that what is missing is an error before the run begins.
+        """Opens the tasks, so that missing data are an error before the run begins.
 
         Args:
           stop: the tokens that end an answer.
@@ -56,14 +56,14 @@ class RunTasks:
         self._aborts, self._seconds = run.config.abort_on_eval_tasks_error, run.config.eval_tasks_timeout_seconds
 
     def to(self, run_dir: RunDir) -> "RunTasks":
-        """Keeps questions and answers in the folder of the run. Returns itself."""
+        """Sets the run's folder for storing questions and answers. Returns itself."""
         self._folder = run_dir.path / EVALUATIONS
         return self
 
     def __call__(self, state: Any, updates: int, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
         """Returns the row of scores after `updates` updates, which it also prints; None if interrupted.
 
-        A task that fails for a stated reason is said and counted.
+        A task that fails for a stated reason is reported and counted.
 
         Raises:
           UserError: a task fails, with abort_on_eval_tasks_error; or the disk does not take the answers.

@@ -1,4 +1,4 @@
-"""The model that is evaluated: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
+"""The evaluated model: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
 
 import contextlib
 import math
@@ -21,15 +21,15 @@ from trainer.runtime.agreement import from_first
 
 GREEDY = Sampling(0.0)
 _EVERY = 10.0  # seconds between two lines of progress
-_LOOK_SECONDS = 0.5  # between two looks at whether the run, or the time of a task, ends
+_LOOK_SECONDS = 0.5  # between two checks whether the run or a task's time ends
 
 
-class Interrupted(Exception):  # like KeyboardInterrupt, it is no error
+class Interrupted(Exception):  # like KeyboardInterrupt, it is not an error
     """The run ends, and with it the evaluation."""
 
 
 class TooLong(UserError):
-    """A task takes more time than it may."""
+    """A task exceeds its time limit."""
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 class Answer(NamedTuple):
     """
     Attributes:
-      text: without what ended it.
+      text: without the text that ended it.
       end: stop (a token or a text that ends it) or length.
     """
 
@@ -72,8 +72,8 @@ class Answer(NamedTuple):
 class EvaluatedModel:
     """
     Attributes:
-      length: the number of positions: of a prompt and its answer, and of the tokens before the last of a scored row.
-      chat: makes tokens of messages; None if prompts are texts.
+      length: the number of positions: for a prompt and its answer, and for all tokens of a scored row but the last.
+      chat: converts messages to tokens; None if prompts are texts.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class EvaluatedModel:
     ):
         """
         Args:
-          params: what `engine.hold` returned.
+          params: the result of `engine.hold`.
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
           interrupted: whether to raise Interrupted, the same in all processes; called after each batch, and while
             other code works.
-          say: gets a line of progress at most every ten seconds.
+          say: receives a line of progress at most every ten seconds.
           images: see `About.images`.
         """
         self._say, self._said, self._images = say, time.monotonic(), images
@@ -105,12 +105,12 @@ class EvaluatedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Only tasks of texts are opened without one, and these do not ask for it."""
+        """The tokenizer. Only tasks of texts are opened without one, and they do not use it."""
         assert self._tokenizer is not None
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text with those that begin one."""
+        """Returns the tokens of a text, including those before a text."""
         return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
 
     def prompt(self, text: str) -> list[int]:
@@ -118,8 +118,8 @@ class EvaluatedModel:
         return self.chat.tokens(text) if self.chat else self.encode(text)
 
     def pair(self, context: str, continuation: str, *, chat: bool = True) -> tuple[list[int], list[int]]:
-        """Returns the tokens of a context, and those that a continuation adds. Both are encoded together, and spaces at
-        the end of the context belong to the continuation, as lm-eval does it.
+        """Returns the tokens of a context, and the tokens that a continuation adds. As in lm-eval, both are encoded
+        together, and spaces at the end of the context belong to the continuation.
 
         Args:
           chat: whether use_chat_template=true makes the context the user's message.
@@ -138,12 +138,12 @@ class EvaluatedModel:
         return before, after
 
     def begin_task(self, seconds: float) -> None:
-        """Gives the next task `seconds`; 0: any time. Raises Interrupted if the run ends."""
+        """Sets the time limit of the next task; 0: none. Raises Interrupted if the run ends."""
         self._seconds, self._deadline = seconds, time.monotonic() + seconds if seconds else math.inf
         self.check_goes_on()
 
     def check_goes_on(self) -> None:
-        """All processes call it together.
+        """Checks whether to continue. All processes must call it together.
 
         Raises:
           Interrupted: the run ends.
@@ -170,7 +170,7 @@ class EvaluatedModel:
             yield
 
     def _passed(self, done: int, total: int, what: str) -> None:
-        """Like `check_goes_on`, after `done` of `total`."""
+        """Calls `check_goes_on` and reports progress, after `done` of `total`."""
         self.check_goes_on()
         now = time.monotonic()
         if now - self._said >= _EVERY:
@@ -178,10 +178,10 @@ class EvaluatedModel:
             self._say(f"{done:,} of {total:,} {what}")
 
     def log_probs(self, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns what `Engine.score` does, of rows of 2 to `length` + 1 tokens in any number.
+        """Returns the result of `Engine.score` for any number of rows of 2 to `length` + 1 tokens.
 
-        Rows of about equal length are computed together, the longest first. Equal rows give equal bits wherever the
-        shapes of their batches are equal.
+        Rows of similar length are computed together, the longest first. Equal rows give equal bits if the shapes of
+        their batches are equal.
 
         Raises:
           UserError: a token stands for an image.
@@ -203,7 +203,7 @@ class EvaluatedModel:
 
         Raises:
           UserError: a context or a continuation has no tokens, a continuation is longer than the model's positions, or
-            the parameters are such that a log-likelihood is NaN.
+            a log-likelihood is NaN because of the parameters.
         """
         if any(not before or not after for before, after in pairs):
             raise UserError("a continuation, or what is before it, has no tokens")
@@ -229,10 +229,10 @@ class EvaluatedModel:
         until: Sequence[Sequence[str]],
         sampling: Sampling = GREEDY,
     ) -> list[Answer]:
-        """Returns an answer to each prompt, which has less than `length` tokens.
+        """Returns an answer to each prompt. Prompts must have less than `length` tokens.
 
         Args:
-          limits: the most tokens of each answer.
+          limits: the maximum number of tokens of each answer.
           until: texts that end each answer and do not belong to it.
           sampling: how tokens are drawn, with the prompt's number as seed; default: the most likely ones.
 
@@ -271,7 +271,7 @@ class _Writer:
         self._stream, self._text, self._tokens, self._end = TextStream(tokenizer, prompt), "", list[int](), LENGTH
 
     def add(self, token: int | None, end: str | None) -> bool:
-        """Takes a token and an end, if any. Returns whether the answer is complete."""
+        """Adds a token and an end, if any. Returns whether the answer is complete."""
         if token is not None:
             self._tokens.append(token)
             self._text += self._stream.add(token)

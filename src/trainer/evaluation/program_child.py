@@ -1,6 +1,6 @@
-"""The program of a process that runs what a model wrote (programs.py). It is run by its path, without the package.
+"""The program of a process that runs code written by a model (programs.py). It is run by its path, without the package.
 
-In namespaces of its own it has no network and sees no other process, all files are read-only but those of an empty
+In separate namespaces, it has no network and sees no other process. All files are read-only except those in an empty
 folder in memory, and it has no rights over the namespaces.
 """
 
@@ -38,10 +38,10 @@ def _isolate(hidden: str, megabytes: int) -> None:
 
 
 def main() -> None:
-    """Says on its standard output, a socket, whether the program could be loaded, then what its function returns for
+    """Reports on its standard output, a socket, whether the program was loaded, and then the result of its function for
     each line of arguments: a line with the representation of a value, or ! and the name of an exception."""
     given = json.loads(sys.argv[1])
-    os.setsid()  # kill(0, ...) reaches the own group, also those of it that a namespace hides
+    os.setsid()  # kill(0, ...) reaches its own group, including members that a namespace hides
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

@@ -1,6 +1,6 @@
-"""Tasks whose answers are programs, in the form of HumanEval: the tests of a problem call the function that the model
-wrote. It runs in a process of its own (program_child.py), and the tests here, in a process of reward functions. Between
-the two, only numbers, texts, and lists of them are exchanged: a program passes only by returning what the tests expect.
+"""Tasks with programs as answers, in the form of HumanEval: the tests of a problem call the function that the model
+wrote. The function runs in a separate process (program_child.py); the tests run here, in a process of reward functions.
+The two exchange only numbers, texts, and lists of them, so a program passes only if it returns the expected values.
 This module loads neither JAX nor the package's configuration."""
 
 import ast
@@ -65,7 +65,7 @@ class _Program:
         self._reply(json.dumps([self._source, self._name]))
 
     def __call__(self, *by_place: Any, **by_name: Any) -> Any:
-        """Returns what the function does."""
+        """Returns the result of the function."""
         return self._reply(repr((by_place, by_name)))
 
     def _reply(self, line: str) -> Any:
@@ -100,7 +100,7 @@ class _Program:
         self._ours.settimeout(left)
 
     def close(self) -> None:
-        """Ends the process; with namespaces, all that it started, too."""
+        """Ends the process; with namespaces, also all processes that it started."""
         with contextlib.suppress(OSError):  # without namespaces, the process leads a group
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -113,8 +113,8 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
 
     Args:
       test: source text that defines check(candidate).
-      name: of the function in the program.
-      limits: LIMITS, and as `hidden` the path of a file that the program does not see.
+      name: the function's name in the program.
+      limits: LIMITS, and `hidden`, the path of a file that the program cannot see.
     """
     try:
         with (
@@ -122,7 +122,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
             contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
         ):
             program.load()
-            # A test may call other functions of the prompt.
+            # A test may also call other functions of the prompt.
             named: dict[str, Any] = {"__name__": "test"}
             exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
             named[name] = program
@@ -144,5 +144,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. Its arguments are those of a reward function."""
+    """Returns the index of the outcome in REASONS. It has the arguments of a reward function."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

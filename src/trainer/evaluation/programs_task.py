@@ -1,4 +1,4 @@
-"""Tasks whose answers are programs, judged as a function judges answers."""
+"""Tasks with programs as answers. They are judged like answers that a function judges."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ class ProgramsTask(QuestionsTask):
     found = "reason"
 
     def __init__(self, spec: Spec, config: Config, limit: int, say: Say):
-        """`limit`: the most problems; -1: all.
+        """`limit`: the maximum number of problems; -1: all.
 
         Raises:
-          UserError: programs are not allowed, this machine cannot keep them apart, or a problem is wrong.
+          UserError: programs are not allowed, this machine cannot isolate them, or a problem is invalid.
         """
         if not config.eval_tasks_allow_code:
             raise UserError(

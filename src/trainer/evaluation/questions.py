@@ -1,4 +1,4 @@
-"""Tasks of one's own questions: answers that the model writes, or choices of which it finds one most likely."""
+"""Tasks with the user's questions: the model writes answers, or selects the most likely of several choices."""
 
 import functools
 import re
@@ -18,8 +18,8 @@ from trainer.runtime.agreement import from_first
 
 _MAX_TOKENS = 256
 _TAKEN = ("prompts", "completions")  # names of other arguments of functions
-_PER_WORKER = 4  # answers that a function judges between two looks at whether the run ends
-_PART = 64  # the same of a regular expression
+_PER_WORKER = 4  # answers that a function judges between two checks whether the run ends
+_PART = 64  # the same for a regular expression
 Say = Callable[[str], None]
 
 
@@ -32,17 +32,17 @@ class QuestionsTask:
 
     Attributes:
       name: of its scores.
-      found: what a sample calls what was found in its answer.
+      found: the field of a sample with the text found in the answer.
     """
 
     found = "found"
 
     def __init__(self, spec: Spec, config: Config, limit: int, say: Say):
-        """`limit`: the most questions; -1: all.
+        """`limit`: the maximum number of questions; -1: all.
 
         Raises:
-          UserError: a field of the questions has the name of another argument of a function; or the function is not
-            there.
+          UserError: a field of the questions has the name of another argument of a function, or there is no such
+            function.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
         self._where, self._config = (
@@ -122,7 +122,7 @@ class QuestionsTask:
     def _judged(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> tuple[str, list[float], Sequence[str | None]]:
-        """Returns the metric, its value for each answer, and what the regular expression has found in each."""
+        """Returns the metric, its value for each answer, and the text that the regular expression found in each."""
         if self._settings.get("score", "exact") == "function":
             judged = list(self._by_function(prompts, answers, model))
             if late := sum(one.timed_out for one in judged):
@@ -140,8 +140,8 @@ class QuestionsTask:
         )
 
     def _by_pattern(self, pattern: str, answers: Sequence[Answer], model: EvaluatedModel) -> list[str | None]:
-        """Returns what the regular expression finds in each answer, in the first process for all. One that takes as
-        long as a function may finds nothing."""
+        """Returns the text that the regular expression finds in each answer; the first process computes it for all. If
+        it takes longer than a function may, it finds nothing."""
         seconds, found, late = self._config.reward_worker_timeout_seconds, list[str | None](), 0
 
         def find(text: str) -> tuple[str | None, bool]:
@@ -188,14 +188,14 @@ class QuestionsTask:
     def _by_function(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> Iterator[Scored]:
-        """Yields what the user's function says of each answer, in the first process for all."""
+        """Yields the result of the user's function for each answer; the first process computes it for all."""
         samples = [
             Sample(prompt, answer.text, row, f"{self._where} {line}")
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
         workers = self._config.reward_num_workers
         judges: list[Rewards] = []
-        # Of several processes, all stop together, after a part.
+        # Several processes stop together, after a part.
         meanwhile = model.check_goes_on if jax.process_count() == 1 else lambda: None
 
         def judged(part: Sequence[Sample]) -> list[Scored]:

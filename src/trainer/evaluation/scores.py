@@ -11,8 +11,8 @@ _WIDTH = 80  # of a terminal
 class Score(NamedTuple):
     """
     Attributes:
-      error: the standard error; None if it is not known, as of a single sample.
-      samples: the number of questions or texts that the value is a mean of.
+      error: the standard error; None if it is not known, as for a single sample.
+      samples: the number of questions or texts that the value averages.
     """
 
     metric: str
@@ -22,10 +22,10 @@ class Score(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a task has found.
+    """The result of a task.
 
     Attributes:
-      samples: a row for each question or text, with what the model was asked and what it answered.
+      samples: a row for each question or text, with the model's input and its answer.
     """
 
     task: str
@@ -34,15 +34,15 @@ class Result(NamedTuple):
 
 
 def mean(metric: str, values: Sequence[float]) -> Score:
-    """Returns the mean of `values`, one of each sample, with the standard error s / sqrt(n)."""
+    """Returns the mean of `values`, one for each sample, with the standard error s / sqrt(n)."""
     return ratio(metric, values, [1.0] * len(values))
 
 
 def ratio(metric: str, totals: Sequence[float], weights: Sequence[float]) -> Score:
-    """Returns sum(totals) / sum(weights), with one total and one weight of each sample.
+    """Returns sum(totals) / sum(weights), with one total and one weight for each sample.
 
     The error is that of a ratio estimator, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights): samples
-    are independent, the weights of one sample (its tokens) are not.
+    are independent, but the weights within a sample (its tokens) are not.
     """
     count, weight = len(totals), math.fsum(weights)
     value = math.fsum(totals) / weight
@@ -67,8 +67,8 @@ def fields(results: Sequence[Result]) -> dict[str, float | int]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns the scores as lines of aligned columns. If they are wider than a terminal, names of tasks have lines of
-    their own."""
+    """Returns the scores as lines of aligned columns. If they are wider than a terminal, names of tasks are on separate
+    lines."""
     rows = [("task", *_COLUMNS), *((result.task, *_cells(score)) for result in results for score in result.scores)]
     lines = _aligned(rows, words=2)
     if max(map(len, lines)) <= _WIDTH:
@@ -88,7 +88,7 @@ def _cells(score: Score) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """Returns `rows` as lines of aligned columns, the first `words` of them to the left."""
+    """Returns `rows` as lines of aligned columns, with the first `words` columns left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What tasks= and eval_tasks= name, read and checked without JAX. docs/guides/evaluation.md has the forms."""
+"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md has the forms."""
 
 import gzip
 import importlib.util
@@ -28,7 +28,7 @@ _SCORES = ("exact", "pattern", "function")
 _DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
 _DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _NAME = re.compile(r"[\w.+-]+")
-# Of tasks in which the model writes answers.
+# Fields of tasks in which the model writes answers.
 _ASKED = {"kind": Field(str), "prompt": Field(str), "max_tokens": Field(int, low=1), "until": Field(list, item=str)}
 _FIELDS: dict[str, dict[str, Field]] = {
     TEXT: {
@@ -71,9 +71,9 @@ class Spec(NamedTuple):
     """A task that is not opened yet.
 
     Attributes:
-      path: of its file; None for a task that a package has, and for the data of the keys.
-      settings: its fields; of a text, also keys of base.yml.
-      questions: the rows of its questions, each with the number of its line.
+      path: of its file; None for a task in a package, and for the data of the configuration.
+      settings: its fields; for a text, also keys of base.yml.
+      questions: the rows of its questions, each with its line number.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Spec(NamedTuple):
 
     @property
     def documents(self) -> bool:
-        """Whether it is a text that names its documents: they are not those of the run."""
+        """Whether it is a text that names its documents, which then differ from the run's."""
         return any(name in self.settings for name in _DOCUMENTS)
 
     @property
@@ -100,7 +100,7 @@ class Spec(NamedTuple):
 
 
 def read_specs(tasks: Sequence[str], key: str) -> list[Spec]:
-    """Returns the tasks that `tasks` name: text, FILE.jsonl, FILE.yml or a task of lm-eval. `key` gave them.
+    """Returns the tasks in `tasks`: text, FILE.jsonl, FILE.yml or a task of lm-eval. `key`: their configuration key.
 
     Raises:
       UserError: lists all mistakes.
@@ -185,7 +185,7 @@ def of_problem(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the question of a problem of HumanEval.
 
     Raises:
-      UserError: a field is missing or is no text, or its source texts are no programs.
+      UserError: a field is missing or is not a text, or a source text is not a program.
     """
     if wrong := [name for name in _OF_PROBLEMS if not isinstance(row.get(name), str)]:
         raise UserError(f"{wrong[0]}: needed: a text")
@@ -207,7 +207,7 @@ def _check_lm_eval() -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the mapping of a file of YAML; of one of lm-eval, whose values may be functions, its field task."""
+    """Returns the mapping in a YAML file; for a file of lm-eval, in which values may be functions, only its task."""
     try:
         text = plain_yaml.read_text(path)
         node = plain_yaml.compose(text)
@@ -233,7 +233,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _data_keys() -> list[str]:
-    """Returns the keys of base.yml that say which data are read."""
+    """Returns the keys of base.yml that determine the data."""
     return [key.name for key in schema().keys.values() if key.section == _DATA_SECTION]
 
 
@@ -278,7 +278,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the fields that the prompt contains, and what is wrong with it."""
+    """Returns the fields that the prompt contains, and its problems."""
     columns, problems = list[str](), list[str]()
     try:
         for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):
@@ -291,13 +291,13 @@ def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def filled(prompt: str, row: Mapping[str, Any]) -> str:
-    """Returns `prompt` with the fields of a question in place of their names in braces."""
+    """Returns `prompt` with names in braces replaced by the fields of a question."""
     parts = string.Formatter().parse(prompt)
     return "".join(text + ("" if column is None else str(row[column])) for text, column, *_ in parts)
 
 
 def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the questions in a file of JSON lines, each with its number."""
+    """Returns the questions in a file of JSON lines, each with its line number."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")

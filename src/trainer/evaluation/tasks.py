@@ -1,4 +1,4 @@
-"""Opens tasks, runs them and keeps what they found."""
+"""Opens tasks, runs them and stores their results."""
 
 import json
 import os
@@ -29,14 +29,14 @@ class Task(Protocol):
     name: str
 
     def run(self, model: EvaluatedModel) -> list[Result]:
-        """Returns what the model scores. Raises UserError for a stated reason."""
+        """Returns the model's scores. Raises UserError for a stated reason."""
 
 
 def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | None, say: Say) -> list[Task]:
     """Returns the tasks with their data. `config`: of the model; its eval_tasks_limit bounds the samples of each.
 
     Raises:
-      UserError: data are not there, or the tokenizer is not that a task needs.
+      UserError: data are missing, or the tokenizer is not the one that a task needs.
     """
     limit, allow_code, found = config.eval_tasks_limit, config.eval_tasks_allow_code, list[Task]()
     for spec in specs:
@@ -71,7 +71,7 @@ def keep(folder: Path, results: Sequence[Result]) -> None:
     """Writes the scores to results.json in `folder` and the samples of each task to TASK.jsonl, in the first process.
 
     Raises:
-      UserError: the disk does not take them.
+      UserError: they cannot be written.
     """
     scores = [{"task": result.task, **score._asdict()} for result in results for score in result.scores]
 

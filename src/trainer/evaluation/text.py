@@ -22,15 +22,15 @@ from trainer.evaluation.model import EvaluatedModel
 from trainer.evaluation.scores import Result, Score, ratio
 from trainer.evaluation.specs import LLAMA_CPP, TEXT, TRANSFORMERS, Spec
 
-_ROWS = 64  # of a batch of token ids that is read at once
-_AT_ONCE = 4096  # windows that are held at once
-# Keys that name the held-out ones among documents.
+_ROWS = 64  # rows of token ids to read at once
+_AT_ONCE = 4096  # windows in memory at once
+# Keys that name held-out documents.
 _HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
-    """The tokens `begin` to `end` of a text, of which those from `first` on are predicted and counted."""
+    """The tokens `begin` to `end` of a text. Tokens from `first` on are predicted and counted."""
 
     begin: int
     end: int
@@ -38,9 +38,9 @@ class Window(NamedTuple):
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as transformers' guide to perplexity has them: they begin at
-    multiples of `stride`, have up to `context` tokens, and count what no earlier window has counted. The first token of
-    a window has none before it, so it is never counted there."""
+    """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity: they begin at multiples
+    of `stride`, have up to `context` tokens, and count the tokens that no earlier window counted. The first token of a
+    window has no token before it, so it is never counted there."""
     done = 1
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -52,8 +52,8 @@ def windows(count: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def windows_of_llama_cpp(count: int, context: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as llama.cpp's program perplexity has them: whole windows one
-    after the other, of which the tokens after the first `context // 2` + 1 count. The rest at the end is not used."""
+    """Yields the windows of a text of `count` tokens as in llama.cpp's program perplexity: consecutive whole windows.
+    In each, the tokens after the first `context // 2` + 1 count. The rest at the end of the text is not used."""
     for begin in range(0, count - context + 1, context):
         yield Window(begin, begin + context, begin + context // 2 + 1)
 
@@ -69,11 +69,11 @@ class TextTask:
         """Opens the data.
 
         Args:
-          config: of the model, and of the data as far as the task does not say otherwise.
-          limit: the most documents; -1: all.
+          config: of the model, and of the data unless the task overrides it.
+          limit: the maximum number of documents; -1: all.
 
         Raises:
-          UserError: the data are not there, or hold no text.
+          UserError: the data are missing or have no text.
         """
         self.name, own = spec.name, dict(spec.settings)
         self._count, self._joined = own.get("count", TRANSFORMERS), own.get("joined", False)
@@ -95,7 +95,7 @@ class TextTask:
         self._bytes = None if tokenizer is None else tokenizer.bytes_per_token
 
     def run(self, model: EvaluatedModel) -> list[Result]:
-        """Returns the scores: loss in nats per token, perplexity and, if tokens stand for bytes, bits per byte.
+        """Returns the scores: loss in nats per token, perplexity and, if tokens represent bytes, bits per byte.
 
         Raises:
           UserError: no text is as long as a window of llama.cpp.
@@ -149,8 +149,8 @@ class TextTask:
 
 
 def _with_data(config: Config, spec: Spec) -> Config:
-    """Returns `config` with the data that the task names. All their documents are evaluated, unless the task names
-    held-out ones itself: what `config` holds out belongs to other data.
+    """Returns `config` with the data that the task names. All their documents are evaluated unless the task names
+    held-out ones, because the held-out documents of `config` belong to other data.
 
     Raises:
       UserError: keys of the data contradict each other.
@@ -172,9 +172,8 @@ def _with_data(config: Config, spec: Spec) -> Config:
 
 
 def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
-    """Yields the held-out documents of the data; all, if nothing is held out and that is allowed. They begin with the
-    token for that, and have no token for their end. Of files of token ids and of synthetic data these are the segments
-    of rows."""
+    """Yields the held-out documents of the data; all, if none is held out and that is allowed. They have a begin token
+    but no end token. For files of token ids and for synthetic data, the documents are the segments of rows."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"
@@ -213,7 +212,7 @@ def _without_end(document: Document, tokenizer: Tokenizer | None) -> Document:
 
 
 def _joined(texts: Sequence[Document]) -> Document:
-    """Returns all texts as one. Where a text begins, nothing is left out, so a token for the beginning stays."""
+    """Returns all texts as one. Nothing is removed at the beginning of a text, so begin tokens stay."""
     masked = any(text.loss is not None for text in texts)
     loss = [np.ones(len(text.tokens) - 1, bool) if text.loss is None else text.loss for text in texts]
     first = [np.ones(1, bool)]

@@ -1,4 +1,4 @@
-"""Several adapters over one base: a model with one adapter whose ranks are those of all of them.
+"""Several adapters over one base: a model with one adapter that concatenates their ranks.
 
 The product of an adapter is a sum over its ranks, so a row that uses only the ranks of one adapter gets the product of
 that adapter (`products.Context.ranks`).
@@ -29,7 +29,7 @@ def with_adapters(
 
     Args:
       config: of the base, resolved.
-      apart: whether rows say also of a single adapter whether they have it.
+      apart: whether each row selects its adapter, even if there is only one.
 
     Raises:
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
@@ -44,7 +44,7 @@ def with_adapters(
     if len({(each.get("lora_weight_qtype", ""), each.get("lora_tile_size", 0)) for each in keys}) > 1:
         raise UserError("adapters: lora_weight_qtype or lora_tile_size of their bases differ; serve them one by one")
     ranks = [each["lora_rank"] for each in keys]
-    # The factor lora_alpha / lora_rank of each is in its b.
+    # The factor lora_alpha / lora_rank of each adapter is included in its b.
     whole = {**keys[0]} | {
         "enable_lora": True,
         "lora_rank": sum(ranks),
@@ -63,7 +63,7 @@ def with_adapters(
 
 
 def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]], apart: bool) -> None:
-    """Refuses adapters whose products would not have the bits of their training."""
+    """Refuses adapters whose products would differ in bits from training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
             f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
@@ -77,7 +77,7 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
                 "bits are not proved"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
-        # Training multiplies x a by it; beside others, b has it, and only a power of two rounds the same in both.
+        # Training multiplies x a by the scale. Here b includes it, and only a power of two rounds equally in both.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is no power "
@@ -94,7 +94,7 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
       weights: of a model of `config` on its devices, by canonical name.
 
     Raises:
-      UserError: other parameters were trained, too, or the adapters belong to another base.
+      UserError: other parameters were also trained, or the adapters belong to another base.
     """
     values = {name: np.zeros(leaf.shape, np.float32) for name, leaf in weights.items() if ADAPTER.search(name)}
     kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, "enable_lora"), (0, 0)))

@@ -1,4 +1,4 @@
-"""What a request may ask for besides `Sampling`: penalties, biases, and the log-probabilities of tokens."""
+"""Options of a request in addition to `Sampling`: penalties, biases, and log-probabilities of tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,20 +10,20 @@ import numpy as np
 from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
-LIKELIEST = 20  # the number of most likely tokens whose log-probabilities are returned
-_TILE = 64  # tokens of a row whose logits exist at once
+LIKELIEST = 20  # the number of most likely tokens to return with log-probabilities
+_TILE = 64  # the number of tokens of a row with logits in memory at once
 
 
 class Asked(NamedTuple):
-    """What a request asks for.
+    """The options of a request.
 
     Attributes:
       presence: is subtracted from the logit of each token that was generated before.
-      frequency: is subtracted as often as the token was generated.
-      repetition: divides positive logits of tokens of the prompt and of generated tokens, and multiplies others.
+      frequency: is subtracted from a token's logit once for each time that it was generated.
+      repetition: divides positive logits of prompt tokens and generated tokens, and multiplies their negative logits.
       bias: is added to the logit of a token.
-      log_probs: whether events have log-probabilities, at temperature 1 and without all of the above.
-      prompt_log_probs: whether the first event has those of the prompt's tokens, for which no cached prefix is used.
+      log_probs: whether events have log-probabilities, at temperature 1 and without the options above.
+      prompt_log_probs: whether the first event has the prompt tokens' log-probabilities. It disables cached prefixes.
     """
 
     presence: float = 0.0
@@ -41,7 +41,7 @@ class Controls(NamedTuple):
     """`Asked` for sequences: arrays [b], or [b, v] with a value for each token.
 
     Attributes:
-      active: bool; whether logits change before a token is drawn.
+      active: bool; whether logits are changed before a token is drawn.
       scored: bool; whether log-probabilities are returned.
       prompt: bool [b, v]; which tokens the prompt has.
       counts: int32 [b, v]; how often each token was generated.
@@ -62,7 +62,7 @@ class Scores(NamedTuple):
 
     Attributes:
       log_probs: float32 [n].
-      tokens, top: int32 and float32 [n, LIKELIEST]; the most likely tokens at the same places, in falling order.
+      tokens, top: int32 and float32 [n, LIKELIEST]; the most likely tokens and their log-probabilities, descending.
     """
 
     log_probs: Any
@@ -100,14 +100,14 @@ def controls(asked: Asked, tokens: Sequence[int] | np.ndarray, vocab_size: int) 
 
 
 def neutral(count: int, vocab_size: int) -> Controls:
-    """Returns the `Controls` of `count` sequences that ask for nothing."""
+    """Returns the `Controls` of `count` sequences without options."""
     no, zeros = jnp.zeros(count, bool), jnp.zeros(count, jnp.float32)
     bias, prompt, counts = (jnp.zeros((count, vocab_size), dtype) for dtype in (jnp.float32, bool, jnp.int32))
     return Controls(no, no, zeros, zeros, jnp.ones(count, jnp.float32), bias, prompt, counts)
 
 
 def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array:
-    """Returns the logits that tokens are drawn from, float32 [b, v]. Rows that ask for nothing keep their values."""
+    """Returns the logits that tokens are drawn from, float32 [b, v]. Rows without options are unchanged."""
 
     def changed() -> jax.Array:
         logits, drawn = logits_bv.astype(jnp.float32), it.counts > 0
@@ -119,13 +119,13 @@ def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array
 
 
 def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
-    """Returns `it` after the tokens `drawn_b` of the sequences in use."""
+    """Returns `it` with the tokens `drawn_b` of the sequences in use added to the counts."""
     rows = jnp.arange(len(drawn_b))
     return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
 
 
 def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
-    """Returns the scores of the targets, with [n, t] in place of [n]."""
+    """Returns the scores of the targets, with leading axes [n, t] in place of [n]."""
     nll, log_z = cross_entropy(logits_ntv, targets_nt)
     top, tokens = jax.lax.top_k(logits_ntv.astype(jnp.float32), min(LIKELIEST, logits_ntv.shape[-1]))
     return Scores(-nll, tokens, top - log_z[..., None])
@@ -149,8 +149,8 @@ def said_of_targets(head: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> 
 
 
 def _tiled(fn: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> Any:
-    """Returns `fn(hidden [b, n, e], targets [b, n])`, whose arrays are [b, n, ...], for all t in tiles of n, so that
-    the logits of all tokens never exist at once."""
+    """Returns `fn(hidden [b, n, e], targets [b, n])`, arrays [b, n, ...], computed in tiles of n of all t tokens, so
+    that the logits of all tokens never exist at once."""
     rows, count = targets_bt.shape
     tiles = -(-count // _TILE)
 

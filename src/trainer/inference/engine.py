@@ -1,8 +1,8 @@
 """The engine that generates text: prefill of prompts, insertion into slots, and decode steps over all slots.
 
-A prompt is prefilled by itself, padded to one of a few lengths, and then inserted into a slot. A decode step adds one
-token to every slot in use. Prefill is compiled once for each padded length, and decoding once, whatever the lengths of
-the sequences are. Caches are arguments and results: the engine holds compiled functions and no state.
+Each prompt is prefilled separately, padded to one of a few lengths, and then inserted into a slot. A decode step adds
+one token to every slot in use. Prefill is compiled once for each padded length, and decoding once for all lengths of
+sequences. Caches are arguments and results: the engine has compiled functions and no state.
 """
 
 import functools
@@ -31,7 +31,7 @@ from trainer.sharding import Axes
 class Engine:
     """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
-    `params` is everywhere what `hold` returns: (params, rest), canonical variables in the layout of the programs.
+    `params` is always a result of `hold`: (params, rest), canonical variables in the layout of the programs.
     """
 
     def __init__(self, served: Served):
@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def max_prefill_length(self) -> int:
-        """The number of tokens of the longest prompt; every sequence has room for one token more."""
+        """The number of tokens of the longest prompt; every sequence has room for one more token."""
         return longest_prompt(self.config)
 
     @property
@@ -81,7 +81,7 @@ class Engine:
         return np.pad(tokens, (0, size - tokens.size))
 
     def controls(self, asked: Asked, tokens: np.ndarray) -> Controls | None:
-        """Returns what a request with the prompt `tokens` asks for, for `prefill`; None without `Served.controls`."""
+        """Returns the options of a request with the prompt `tokens`, for `prefill`; None without `Served.controls`."""
         if not self.served.controls:
             return None
         made = controls(asked, tokens, self.config.vocab_size) if asked != NOTHING else None
@@ -145,9 +145,9 @@ class Engine:
           room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
             use_chunked_prefill or enable_prefix_caching, otherwise t.
           adapter: the adapter of the sequences, counted from 1; 0 for none. For an engine with several.
-          sample: the number of the first sequence; those of one seed and different numbers draw different tokens.
+          sample: the number of the first sequence; sequences with one seed but different numbers draw other tokens.
           controls: of the sequences; default: neutral ones. For an engine with `Served.controls`.
-          targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one of the prompt.
+          targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one prompt token.
 
         Raises:
           ValueError: the prompt has no tokens, or more than its cache has room for; or there is no such adapter.
@@ -165,21 +165,21 @@ class Engine:
             return self._prefill(params, room, padded_tokens, true_length, *drawing)
         cache, before = existing_prefix.cache, int(np.asarray(existing_prefix.sequences.positions)[0])
         length, needed = max(self.places(cache)), before + true_length
-        if length < min(needed, self._cache_length):  # a ring as long as the window has room for any sequence
+        if length < min(needed, self._cache_length):  # a ring cache fits any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
         return self._continue(params, cache, padded_tokens, true_length, before, *drawing)
 
     def places(self, cache: Any) -> list[int]:
-        """Returns for how many positions each array of `cache` has a place; 0 for state such as a sum over all."""
+        """Returns the number of positions in each array of `cache`; 0 for state that is not per position."""
         pairs = zip(self._cache_axes, jax.tree.leaves(cache), strict=True)
         return [leaf.shape[names.index(PLACES)] if PLACES in names else 0 for names, leaf in pairs]
 
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """Runs `prefill` with several samples. Their tokens are those of as many requests with the same keys."""
+        """Runs `prefill` with several samples. Their tokens equal those of separate requests with the same keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -201,13 +201,13 @@ class Engine:
         Args:
           padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: see `Packed`;
             `*packed(prompts)` are these.
-          sampling: for all prompts, or arrays with that of each.
+          sampling: for all prompts, or arrays with an entry for each.
           seeds: of each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
           adapters: of each prompt, see `prefill`; default: none.
 
         Raises:
-          ValueError: the model has state without positions, of which a row holds that of one prompt; or prompts begin
-            where `batch_invariant` does not allow it.
+          ValueError: the model has state that is not per position, so a row can have only one prompt; or a prompt
+            begins where `batch_invariant` does not allow it.
         """
         if not all(PLACES in names for names in self._cache_axes):
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
@@ -253,13 +253,13 @@ class Engine:
         )
 
     def score(self, params: Any, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns what the model says of the tokens of each row, in one pass without a cache.
+        """Scores the tokens of each row, in one pass without a cache.
 
-        All rows are padded to the bucket of the longest, and their number to that of the slots.
+        All rows are padded to the bucket of the longest row, and the number of rows to the number of slots.
 
         Returns:
-          For each row of n tokens: float32 and bool [n - 1]; the log-probability of each token but the first after
-          those before it, and whether it is the most likely one.
+          For each row of n tokens, two arrays [n - 1] for all tokens but the first: the token's log-probability given
+          the tokens before it, float32, and whether it is the most likely token, bool.
 
         Raises:
           ValueError: there are more rows than slots, or a row has not 2 to max_target_length + 1 tokens.
@@ -294,14 +294,14 @@ class Engine:
         return {"parameters": self._programs.abstract_weights, "cache": state.cache, "sequences": state.sequences}
 
     def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
-        """Compiles `generate` without parameters and without a cache, also for devices that are not here.
+        """Compiles `generate` without parameters and without a cache, also for devices that do not exist here.
 
         Args:
           options: further options of XLA.
 
         Returns:
-          The executable, called as `executable(params, decode_state)`, None if it does not fit in the devices' memory;
-          and the report that `trainer.train_compile` gives for a training step.
+          The executable, called as `executable(params, decode_state)`, or None if it does not fit in the devices'
+          memory; and a report like that of `trainer.train_compile` for a training step.
         """
         parts = self.parts()
         state = DecodeState(parts["cache"], parts["sequences"])
@@ -311,8 +311,8 @@ class Engine:
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None, first: int = 0
     ) -> tuple[np.ndarray, Sampling]:
-        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy: each operation of JAX
-        would be a program of its own. Raises UserError for values that are not allowed."""
+        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy, because each operation
+        of JAX would be a separate program. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
@@ -320,7 +320,7 @@ class Engine:
         return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
     def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:
-        """Returns the adapters of sequences; None for an engine without several. Raises ValueError."""
+        """Returns the adapters of sequences; None if they cannot choose one. Raises ValueError for other numbers."""
         last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
         if wrong := [number for number in numbers if not 0 <= number <= last]:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")

@@ -1,4 +1,4 @@
-"""`MaxEngine`: the engine for the checkpoint of a configuration, with method names that MaxText's users know."""
+"""`MaxEngine`: the engine for the checkpoint of a configuration, with MaxText's method names."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -42,10 +42,10 @@ class MaxEngine(Engine):
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
-          adapters: adapters for the parameters of load_parameters_path, or where they are (`weights.open_adapters`).
-            With several, each sequence has its own, or none (`Engine.prefill`).
-          controls: whether each sequence has `Asked` of its own (`Scheduler.submit`); then also a single adapter is
-            one that sequences choose.
+          adapters: adapters for the parameters of load_parameters_path, or their paths (`weights.open_adapters`). With
+            several, each sequence chooses one or none (`Engine.prefill`).
+          controls: whether each sequence has separate options `Asked` (`Scheduler.submit`). Then each sequence chooses
+            its adapter even if there is only one.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -80,12 +80,12 @@ class MaxEngine(Engine):
         """Returns the argument `params` of all methods, sharded over the devices (`Engine.hold`).
 
         The values are those of `params`, a canonical nested dict of all weights: parameters, and biases of routers
-        (`joined`). Without `params`, they come from load_parameters_path. Without that key, they are initial ones,
+        (`joined`). Without `params`, they come from load_parameters_path. Without that key, they are initial values,
         drawn from init_weights_seed.
 
         Args:
           say: see `weights.load_parameters`.
-          given: the keys that the user set; see there.
+          given: the keys that the user set; see `weights.load_parameters`.
           average: whether to load the parameter average of a run with ema_decay.
           donate: whether to delete the arrays of `params` as they are converted.
 
@@ -112,8 +112,8 @@ class MaxEngine(Engine):
         return self.hold(*parted(params, variables[1]), donate=donate)
 
     def _check_bits(self, path: str) -> None:
-        """Refuses, with batch_invariant, what training computes in another way: products with adapters that would be
-        added to their base, another loop over layers, another dtype."""
+        """With batch_invariant, refuses settings that differ from training: adapters that are added to their base,
+        another loop over layers, another dtype."""
         if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
@@ -154,6 +154,6 @@ class MaxEngine(Engine):
         return tokenizer
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a sequence: see `ends.stop_tokens`, and those that the adapters were taught."""
+        """Returns the tokens that end a sequence: see `ends.stop_tokens`, and those that the adapters learned."""
         taught = (token for adapters in self._adapters for token in adapters.about.ends)
         return list(dict.fromkeys([*stop_tokens(self.config, tokenizer), *taught]))

@@ -1,4 +1,4 @@
-"""The engine of a training run: on its mesh, with its parameters. A run is a `training.Run`."""
+"""An engine on the mesh of a training run, with its parameters. A run is a `training.Run`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +17,9 @@ from trainer.models.stages import to_layers
 
 
 def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
-    """Returns the engine of `run` with `slots` slots, or more if the devices that share them are not as many.
+    """Returns the engine of `run` with `slots` slots, or more, so that the devices that share them divide their number.
 
-    `own`: keys with other values than in the run.
+    `own`: keys with values that differ from the run's.
 
     Raises:
       UserError: the model cannot generate text, or not on this mesh.
@@ -38,8 +38,8 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 
 
 def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns the function from the native train state of `run` to (params, rest) as evaluations see them: averages
-    with `ema_decay`, and layers without the stages of a pipeline."""
+    """Returns a function from the native train state of `run` to (params, rest) for evaluation: averages with
+    `ema_decay`, and layers without the stages of a pipeline."""
 
     def variables(state: Any) -> tuple[Any, Any]:
         params, rest = run.computation.trained(run.codec.unpack(state))

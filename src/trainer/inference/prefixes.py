@@ -1,4 +1,4 @@
-"""A cache of prefilled prompts with which later prompts may begin."""
+"""A cache of prefilled prompts, which later prompts may reuse as prefixes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -30,12 +30,12 @@ class PrefixCache:
         return self._size
 
     def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
-        """Returns a prefix that begins like `tokens` and may be donated, and how many they share; else (None, 0).
+        """Returns a prefix that begins like `tokens` and may be donated, and the length they share; else (None, 0).
 
-        At least one token remains to run, because its hidden state gives the next token. Later entries of a cache are
-        overwritten before they are attended to. In the ring of a window they have overwritten earlier entries, so a
-        prefix longer than the ring is used only if all of it is shared; the same holds for state without positions.
-        Only prefixes with an equal `of` are used: the adapter, and whom they belong to.
+        At least one token remains to run, because its hidden state determines the next token. Cache entries after the
+        shared tokens are overwritten before they are attended to. In a ring cache, they have already overwritten
+        earlier entries, so a prefix longer than the ring is used only if all of it is shared. The same holds for state
+        that is not per position. Only prefixes with an equal `of` are used: the adapter and the owner.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():
@@ -52,7 +52,7 @@ class PrefixCache:
         return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = (0, "")) -> None:
-        """Keeps `prefix`, the result of prefilling `tokens`, and drops the least recently used."""
+        """Stores `prefix`, the result of prefilling `tokens`, and drops the least recently used prefixes."""
         prefix = prefix._replace(sequences=prefix.sequences._replace(controls=None))
         key, size = (of, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))
         if key in self._found:

@@ -1,4 +1,4 @@
-"""What an engine computes: its prefills and decode steps, as functions that it compiles."""
+"""The prefill and decode functions that an engine compiles."""
 
 import dataclasses
 import warnings
@@ -48,15 +48,15 @@ class Programs:
         return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
 
     def prefilled(self, params, room, tokens, true_length, targets, *drawing):
-        """A prompt on an empty cache of `room` positions."""
+        """Runs a prompt on an empty cache of `room` positions."""
         return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, targets, *drawing)
 
     def continued(self, params, entries, tokens, true_length, before, targets, *drawing):
-        """The next part of a prompt, on the cache of the parts before, which has `before` positions."""
+        """Runs the next part of a prompt, on the cache of the earlier parts, which has `before` positions."""
         return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, targets, *drawing)
 
     def prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
-        """Several prompts in one row."""
+        """Runs several prompts in one row."""
         params = self._canonical(params)
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
@@ -69,7 +69,7 @@ class Programs:
         return Prefix(entries, sequences), result
 
     def generated(self, params, state):
-        """A token for every slot in use."""
+        """Generates a token for every slot in use."""
         params = self._canonical(params)
         sequences = state.sequences
         sequences = sequences._replace(used=sequences.used & (sequences.positions < self.config.max_target_length - 1))
@@ -83,7 +83,7 @@ class Programs:
         return DecodeState(entries, sequences), result
 
     def scored(self, params, tokens, lengths, targets):
-        """Rows of tokens [b, t] without a cache, and what the model says of `targets` [b, t]."""
+        """Scores `targets` [b, t] after rows of tokens [b, t], without a cache."""
         params = self._canonical(params)
         index = jnp.arange(tokens.shape[1])[None]
         real = index < lengths[:, None]
@@ -116,7 +116,7 @@ class Programs:
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % QUERIES), *((0, 0) for _ in x.shape[2:])))
 
     def _apart(self, x_bt: jax.Array, count: int) -> jax.Array:
-        """Returns the inverse of `_together`: [count, ...]."""
+        """Inverts `_together`: returns [count, ...]."""
         return x_bt[:, : count // len(x_bt)].reshape(count, *x_bt.shape[2:])
 
     def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:

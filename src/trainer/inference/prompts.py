@@ -7,7 +7,7 @@ import numpy as np
 
 from trainer.config.errors import UserError
 
-_SMALLEST = 16  # of the lengths that prompts are padded to
+_SMALLEST = 16  # the smallest length that prompts are padded to
 
 
 class Packed(NamedTuple):
@@ -31,8 +31,8 @@ class Packed(NamedTuple):
 
 
 class Rows:
-    """Makes rows of prompts with up to `longest` tokens, which are below `vocab_size`. `buckets`: the lengths of rows:
-    powers of two, and `longest`."""
+    """Makes rows of prompts with up to `longest` tokens, all below `vocab_size`. `buckets`: the lengths of rows, which
+    are powers of two, and `longest`."""
 
     def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):
         """`multiple`: buckets are multiples of this power of two. `multiple_of_starts`: prompts that share a row begin
@@ -47,7 +47,7 @@ class Rows:
         """Returns `tokens`, padded to the next bucket: int32 [bucket].
 
         Raises:
-          ValueError: there are none, or too many.
+          ValueError: there are no tokens, or too many.
           UserError: one is not an id of the vocabulary.
         """
         if not 0 < len(tokens) <= self._longest:
@@ -69,7 +69,7 @@ class Rows:
         """Returns several prompts as one row, padded to the next bucket.
 
         Raises:
-          ValueError: one has no tokens, or all together have too many.
+          ValueError: a prompt has no tokens, or all together have too many.
           UserError: see `padded`.
         """
         if not prompts or not all(map(len, prompts)):

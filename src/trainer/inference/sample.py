@@ -1,4 +1,4 @@
-"""A sample of text from the model of a training run."""
+"""Generates a sample of text with the model of a training run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from trainer.models.caches import takes_cache
 class SamplePrompt(NamedTuple):
     """
     Attributes:
-      tokens: of a prompt; [] without a sample.
+      tokens: the prompt's tokens; [] without a sample.
       stop: the tokens that end its continuation.
-      taught: of these, those with which the texts of the training end.
-      asked: the user's message in a chat, which the tokens contain; "" if the tokens are the text to continue.
+      taught: those of `stop` that end the texts of the training.
+      asked: in a chat, the user's message in `tokens`; "" if the tokens are a text to continue.
     """
 
     tokens: list[int]
@@ -48,11 +48,11 @@ def sample_prompt(
 
 
 def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
-    """Returns the prompt and its continuation up to the end of the document; of a chat, the user's message and below it
-    the answer, as `trainer.generate` prints them.
+    """Returns the prompt and its continuation up to the end of the document; for a chat, the user's message and, below
+    it, the answer, as `trainer.generate` prints them.
 
     Args:
-      run: a `training.Run`. Its parameters are those of `Computation.trained`: averages with `ema_decay`.
+      run: a `training.Run`. `Computation.trained` determines its parameters: averages with `ema_decay`.
       state: its native train state, which is donated.
     """
 

@@ -13,7 +13,7 @@ from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
-CANDIDATES = 256  # most likely tokens of a row; `draw` looks at no others if these have the top k or the nucleus
+CANDIDATES = 256  # most likely tokens of a row; `draw` uses only these if they contain the top k or the nucleus
 
 
 class Sampling(NamedTuple):
@@ -40,7 +40,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or several sequences, and seeds. Raises UserError: names each that is not allowed."""
+    """Checks settings of one or several sequences, and seeds. Raises UserError, which names all invalid values."""
     temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {
@@ -85,8 +85,8 @@ def wrapped(data: jax.Array) -> jax.Array:
 def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
     """Draws the token at `position_b` of each row: that with the largest sum of logit / temperature and Gumbel noise.
 
-    The noise of a token depends on the key, the position and the token alone, so a row may be drawn from all tokens or
-    only from candidates. A batch pays for what its rows need: without a temperature no number is drawn.
+    A token's noise depends only on the key, the position and the token, so the result is the same whether all tokens or
+    only candidates are considered. The cost depends on the rows' settings: if all are greedy, no number is drawn.
 
     Args:
       logits_bv: [b, v].
@@ -101,7 +101,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     divisor = jnp.where(drawn, temperature, 1)[:, None]  # the same division for every row
     greedy = _first_of_largest(logits_bv, jnp.arange(size))
 
-    # What a branch computes from the logits is in the branch, so that the others need not keep it in memory.
+    # Each branch computes its values from the logits inside, so that other branches do not need memory for them.
     def from_candidates(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits_bv.astype(jnp.float32)
         # -0 is as likely as 0, but top_k orders them.
@@ -130,7 +130,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     def without_limits() -> jax.Array:
         return jnp.where(drawn, from_all(fold_in(keys_b, position_b), logits_bv.astype(jnp.float32)), greedy)
 
-    # Where no token is drawn there is one conditional: a GPU waits for the host at each.
+    # If no token is drawn, only one conditional runs, because a GPU waits for the host at each.
     which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
     return jax.lax.switch(which, (lambda: greedy, without_limits, from_either))
 
@@ -144,8 +144,8 @@ def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
 def _kept_of_candidates(
     ranked_bn: jax.Array, logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which of the n most likely tokens are kept, bool [b, n], and whether no others are: bool [b].
-    `ranked_bn`: the largest logits of `logits_bv`, in falling order."""
+    """Returns which of the n most likely tokens are kept, bool [b, n], and whether all other tokens are not: bool [b].
+    `ranked_bn`: the largest logits of `logits_bv`, in descending order."""
     top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
     largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA sorts the whole vocabulary
@@ -169,9 +169,9 @@ def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> j
 
 def _leading(logits_bv: jax.Array, weight_bv: jax.Array, total_b: jax.Array) -> jax.Array:
     """Returns the smallest set of most likely tokens whose weights add up to at least `total_b`, or all: bool [b, v].
-    Of equally likely tokens, the first come first.
+    Of equally likely tokens, the first ones take precedence.
 
-    The bits of the smallest logit in the set are found one by one, without sorting: a sort takes ten times as long.
+    The bits of the smallest logit in the set are found one by one, because sorting takes ten times as long.
     """
     bits = jax.lax.bitcast_convert_type(logits_bv, jnp.uint32)
     rank = jnp.where(logits_bv < 0, ~bits, bits | jnp.uint32(2**31))  # integers in the order of the logits

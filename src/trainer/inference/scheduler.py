@@ -28,8 +28,8 @@ class Event(NamedTuple):
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
         CANCELLED.
       stopped: the stop token that was drawn.
-      likeliest: the most likely tokens in its place with their log-probabilities, of a request that asks for them.
-      prompt: with the first event of a request that asks for it: the scores of the prompt's tokens but the first.
+      likeliest: if requested, the most likely tokens at its position, with their log-probabilities.
+      prompt: if requested, in the first event: the scores of all prompt tokens but the first.
     """
 
     request: int
@@ -65,16 +65,16 @@ class _Prompt:
     owner: str = ""
     done: int = 0  # the number of tokens that are prefilled
     prefix: Prefix | None = None
-    scores: list[tuple[int, Scores]] = field(default_factory=list)  # of each chunk, with its number of tokens
+    scores: list[tuple[int, Scores]] = field(default_factory=list)  # for each chunk: its number of tokens, its scores
 
 
 @dataclass
 class _Step:
-    """A result that has not been read yet, with the requests whose tokens it holds, by index."""
+    """A result that has not been read yet, with the requests of its tokens, by index."""
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)
-    prompt: _Prompt | None = None  # whose scores are read with it
+    prompt: _Prompt | None = None  # the prompt with scores to read at the same time
 
 
 class Scheduler:
@@ -82,17 +82,17 @@ class Scheduler:
 
     Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
     it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
-    read after the next step was started, so that the devices do not wait. If no text is under way, a turn ends with the
-    prefill, whose token is read at once: it does not wait until decode steps are compiled.
+    read after the next step was started, so that the devices do not wait. If no request is running, a turn ends with
+    the prefill, and its token is read immediately: it does not wait for the compilation of decode steps.
 
-    `submit` may be called by any thread, everything else by one at a time (`Service`).
+    Any thread may call `submit`. Only one thread at a time may call other methods (`Service`).
 
     Attributes:
-      prefilled, reused: the number of tokens of prompts that were prefilled, and that cached prefixes had.
+      prefilled, reused: the number of prompt tokens that were prefilled, and that were in cached prefixes.
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
-        """`fill`: a turn prefills as many prompts as slots are free for, which is faster if nobody waits for a text."""
+        """`fill`: each turn prefills prompts for all free slots, which is faster if nobody waits for a single text."""
         self.engine, self.params, self._fill = engine, params, fill
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
@@ -138,7 +138,7 @@ class Scheduler:
         asked: Asked = NOTHING,
         owner: str = "",
     ) -> int:
-        """Adds a request to the queue and returns its number; with `samples`, as many requests, whose numbers follow.
+        """Adds a request for each of `samples` to the queue. Their numbers are consecutive; returns the first.
 
         Args:
           tokens: the prompt.
@@ -148,8 +148,8 @@ class Scheduler:
           sampling, seed, adapter: see `Engine.prefill`.
           samples: the number of sequences that continue the prompt, which is prefilled once.
           sample: see `Engine.prefill`.
-          asked: for an engine with `Served.controls`.
-          owner: whose cached prefixes are used; those of others are not.
+          asked: options, for an engine with `Served.controls`.
+          owner: only this owner's cached prefixes are used.
 
         Raises:
           ValueError: the prompt is empty or too long, the limit is not positive, there is no such adapter, or there are
@@ -175,7 +175,7 @@ class Scheduler:
         return requests[0].number
 
     def cancel(self, number: int) -> list[Event]:
-        """Ends a request in any state, and returns the events; [] if it has ended already."""
+        """Ends a request in any state, and returns the events; [] if it has already ended."""
         for prompt in (*self._queue, *([self._prefilling] if self._prefilling else ())):
             for request in prompt.requests:
                 if request.number == number and not request.ended:
@@ -220,13 +220,13 @@ class Scheduler:
         return waiting is not None and len(waiting.requests) <= len(self._free)
 
     def _prefill(self) -> None:
-        """Prefills the next part of a prompt; with its last part, each of its requests gets a slot."""
+        """Prefills the next part of a prompt. After the last part, each of its requests gets a slot."""
         prompt = self._prefilling or self._begin(self._queue.popleft())
         engine, left = self.engine, prompt.tokens[prompt.done :]
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
         scored = prompt.asked.prompt_log_probs
-        # A further program for each length would score prompts, so all chunks of these are as long.
+        # Scored prompts have only full-size chunks, because scoring needs a further program for each length.
         padded = engine.part(part, whole=scored) if chunked else engine.padded(part)
         targets = np.zeros_like(padded) if scored else None
         if targets is not None:
@@ -280,7 +280,7 @@ class Scheduler:
         of_prompt = self._read_prompt(step.prompt) if step.prompt else None
         for i, request in step.owners.items():
             if request.ended:
-                continue  # in the step before
+                continue  # ended in the previous step
             token = int(tokens[i])
             log_prob = None if log_probs is None else float(log_probs[i])
             likeliest = None
@@ -300,7 +300,7 @@ class Scheduler:
 
     @staticmethod
     def _read_prompt(prompt: _Prompt) -> Scores:
-        """Returns the scores of the tokens of a prompt but the first, in NumPy."""
+        """Returns the scores of all tokens of a prompt but the first, in NumPy."""
         read = [[x[:size] for x in jax.device_get(one)] for size, one in prompt.scores]
         whole = Scores(*map(np.concatenate, zip(*read, strict=True)))
         return Scores(*(each[:-1] for each in whole))

@@ -1,4 +1,4 @@
-"""A model on devices, without an optimizer: what generates text."""
+"""A model on devices, without an optimizer, for generating text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights.adapters import Adapters
 
-# A row is not sharded: tokens are added to it one at a time. The axes that shard it in training shard rows instead.
+# A row is not sharded, because tokens are added one at a time. The mesh axes that shard it in training shard rows here.
 _ROWS = "activation_batch"
 
 
@@ -31,11 +31,11 @@ class Served(NamedTuple):
 
     Attributes:
       config: resolved.
-      rules: of a batch of rows that the mesh shards.
+      rules: the sharding rules for a batch of rows.
       slots: the number of sequences that are generated at once.
       ranks: bool [adapters + 1, ranks]; which ranks of the model's adapters belong to each of several adapters, the
         first row to none (`inference.adapters`). None if the model has at most one.
-      controls: whether each sequence has penalties, biases and log-probabilities of its own (`inference.controls`).
+      controls: whether each sequence has separate penalties, biases and log-probabilities (`inference.controls`).
     """
 
     config: Config
@@ -78,7 +78,7 @@ class Served(NamedTuple):
 
 
 def row_parts(mesh: Mesh, rules: Rules) -> int:
-    """Returns over how many devices of `mesh` sequences generated at once are sharded. `rules`: of training."""
+    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: of training."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
 
 
@@ -97,8 +97,8 @@ def serve(
     or fewer if `sequences` are enough, rounded up to a multiple of the devices that share them.
 
     Args:
-      adapters: for the model of `config`; with several, each sequence has its own.
-      controls: see `Served`. Then each sequence says also of a single adapter whether it has it.
+      adapters: for the model of `config`; with several, each sequence chooses one.
+      controls: see `Served`. Then each sequence chooses its adapter even if there is only one.
 
     Raises:
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
@@ -131,7 +131,7 @@ def for_decoding(config: Config, platform: str) -> Any:
     """Returns `config`, resolved, for a model that generates text on devices of `platform`: with the loop over layers
     of `decoding_loop`, and with experts that drop no token.
 
-    What they drop depends on the other tokens of a row, and a sequence must not depend on its padding.
+    Otherwise, dropping would depend on the other tokens of a row, but a sequence must not depend on its padding.
     """
     own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
     if (scan := decoding_loop(config, platform)) != config.scan_layers:
@@ -141,16 +141,16 @@ def for_decoding(config: Config, platform: str) -> Any:
 
 def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
-    otherwise each layer has its own arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
+    otherwise each layer has separate arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
     measurements."""
-    # On a TPU, the kernel of the experts reads what was copied out of a stack. Latents are better off in a rolled loop.
+    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, unrolling has large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    # With batch_invariant, bits are those of the training step.
+    # With batch_invariant, bits must equal those of the training step.
     return config.scan_layers and (config.batch_invariant or not unrolled)
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the number of tokens of the longest prompt. Every sequence has room for one token more."""
+    """Returns the number of tokens of the longest prompt. Every sequence has room for one more token."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

@@ -1,4 +1,4 @@
-"""A scheduler in a thread of its own, for an event loop or several threads."""
+"""A scheduler in a separate thread, for an event loop or several threads."""
 
 import sys
 import threading
@@ -13,12 +13,12 @@ from trainer.inference.scheduler import Event, Scheduler
 
 
 class Service:
-    """Runs `scheduler` in a thread. All methods may be called by any thread, and none waits for a step.
+    """Runs `scheduler` in a thread. Any thread may call all methods, and none waits for a step.
 
     Args:
-      deliver: gets the events of each turn, in the thread of the scheduler.
+      deliver: receives the events of each turn, in the thread of the scheduler.
       ended: is called in that thread when it ends, with the exception that ended it, or None after `stop`.
-      say: gets a line for each program that is compiled.
+      say: receives a line for each compiled program.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Service:
         return number
 
     def cancel(self, number: int) -> None:
-        """Ends a request before the next step, which delivers the event; nothing happens if it has ended already."""
+        """Ends a request before the next step, which delivers the event. Does nothing if it has already ended."""
         self._cancelled.append(number)
         self._wake()
 
     def stop(self) -> None:
-        """Ends the thread after the present step, and waits for that."""
+        """Ends the thread after the current step, and waits for it."""
         self._stopping = True
         self._wake()
         self._thread.join()
@@ -84,8 +84,8 @@ def warm_up(
     stopping: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Compiles the programs of an idle scheduler whose prompts go in chunks, by a request for each. Returns whether it
-    has; not if `stopping` between two of them. Says what is compiled, and how long it takes."""
+    """Compiles the programs of an idle scheduler with chunked prefill, by a request for each. Returns whether all were
+    compiled; it ends early between two programs if `stopping()`. Reports each program and its time to `say`."""
     needed = _needed(scheduler.engine)
     for number, (what, prompt, asked) in enumerate(needed, 1):
         began = time.perf_counter()
@@ -100,12 +100,12 @@ def warm_up(
 
 
 def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
-    """Returns what each program of `engine` is for, and a prompt with a request that needs it."""
+    """Returns, for each program of `engine`, its purpose, and a prompt and options that need it."""
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
-    for first, size in enumerate(sizes):  # each begins with another token, so that they share no prefix
+    for first, size in enumerate(sizes):  # each begins with a different token, so that they share no prefix
         needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
-        # After a whole chunk, or after a cached prefix: the first token of the one before.
+        # After a whole chunk, or after a cached prefix: the first token of the previous prompt.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
             prompt = [first] * before + [first + 1] * size

@@ -1,4 +1,4 @@
-"""The state of generated sequences: what prefill and decode steps take and return, and insertion into slots."""
+"""The state of generated sequences: the arguments and results of prefill and decode steps; insertion into slots."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +10,15 @@ from trainer.inference.sampling import Sampling
 
 
 class Result(NamedTuple):
-    """A token of every slot, or of every prompt or sample of a prefill.
+    """A token for every slot, or for every prompt or sample of a prefill.
 
     Attributes:
       tokens: int32 [slots].
       valid: bool [slots]; whether the slot is in use, so that its token counts.
       lengths: int32 [slots]; how many tokens have been generated, this one included.
       log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
-      scores: of the tokens, if a sequence asks for it, otherwise zeros; None for an engine without `Served.controls`.
-      prompt: of `targets`, see `Engine.prefill`.
+      scores: of the tokens, zeros if no sequence requests them; None for an engine without `Served.controls`.
+      prompt: the scores of `targets`, see `Engine.prefill`.
     """
 
     tokens: jax.Array
@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
       adapters: int32; the adapter of each sequence, counted from 1; 0 for none. None if the model has at most one.
-      controls: what each sequence asks for; None for an engine without `Served.controls`.
+      controls: the options of each sequence; None for an engine without `Served.controls`.
     """
 
     tokens: jax.Array
@@ -61,7 +61,7 @@ class Prefix(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """What a decode step transforms: the caches and the sequences of all slots."""
+    """The input and output of a decode step: the caches and the sequences of all slots."""
 
     cache: Any
     sequences: Sequences

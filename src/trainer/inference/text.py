@@ -12,10 +12,10 @@ _INCOMPLETE = "\ufffd"  # the decoded form of bytes that are not a complete char
 
 
 class Chat(Protocol):
-    """Makes a conversation of a prompt: `chat.encoder.Prompts`."""
+    """Converts a prompt to a conversation: `chat.encoder.Prompts`."""
 
     def tokens(self, prompt: str) -> list[int]:
-        """Returns the tokens of the conversation up to where the assistant begins."""
+        """Returns the tokens of the conversation up to the beginning of the assistant's turn."""
         ...
 
     def stop_tokens(self) -> list[int]:
@@ -31,7 +31,7 @@ def tokens_of(
     say: Callable[[str], None],
     chat: Chat | None = None,
 ) -> list[int]:
-    """Returns the tokens of `prompt` after the tokens `begin`, or those of `chat`.
+    """Returns `begin` and the tokens of `prompt`; with `chat`, the tokens of the conversation.
 
     Raises:
       UserError: there are no tokens, or more than `longest`.
@@ -54,7 +54,7 @@ class TextStream:
     """Converts a sequence of tokens to text, in parts. Each part is returned as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
-        """`tokens` precede the text."""
+        """`tokens`: those before the text."""
         self._tokenizer, self._decode, self._tokens = tokenizer, tokenizer.decode, list(tokens)
         self._first, self._told = max(0, len(self._tokens) - 8), len(self._tokens)
 
@@ -73,7 +73,7 @@ class TextStream:
         return self._text()
 
     def is_cut(self) -> bool:
-        """Returns whether the text ends within a character, of which more bytes could follow."""
+        """Returns whether the text ends within a character, so that further bytes could complete it."""
         known = [token for token in self._tokens[self._told :] if token < self._tokenizer.vocab_size]
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:

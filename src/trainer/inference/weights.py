@@ -1,9 +1,9 @@
-"""The weights as a decode step reads them.
+"""The layout of weights for decode steps.
 
-A decode step reads every weight once, so each product should read its weights where they are. A rolled loop copies the
-weights of a layer out of the stacked arrays before it multiplies. If the loop is unrolled, each layer has arrays of its
-own (`Layers`): a program stacks them where the model expects stacks, the model cuts them again, and XLA removes both.
-docs/decisions/0027-weights-of-decoding.md has the reasons and the price.
+A decode step reads every weight once, so each product should read its weights in place. A rolled loop copies the
+weights of a layer out of the stacked arrays before it multiplies. If the loop is unrolled, each layer has separate
+arrays (`Layers`): the program stacks them for the model, the model slices them again, and XLA removes both.
+docs/decisions/0027-weights-of-decoding.md has the reasons and the cost.
 """
 
 import functools
@@ -20,8 +20,8 @@ from trainer.sharding import LAYERS
 
 
 def abstract_weights(served: Served) -> tuple[Any, Any]:
-    """Returns (params, rest) as the programs of `served` take them, a ShapeDtypeStruct with a sharding at each leaf:
-    the canonical variables with `Layers` in place of stacked arrays, unless the loop over layers is rolled."""
+    """Returns (params, rest) in the layout of the programs of `served`, a ShapeDtypeStruct with a sharding at each
+    leaf: canonical variables, with `Layers` in place of stacked arrays unless the loop over layers is rolled."""
 
     def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
         if served.config.scan_layers or names[:1] != (LAYERS,):
@@ -36,11 +36,11 @@ def abstract_weights(served: Served) -> tuple[Any, Any]:
 def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     """Returns canonical variables in the form of `abstract_weights`, in its dtypes and shardings.
 
-    Leaves are converted one by one, so at most one leaf exists in both forms. Arrays of NumPy are cut on the host.
+    Leaves are converted one by one, so at most one leaf exists in both forms. NumPy arrays are split on the host.
 
     Args:
-      variables: (params, rest), arrays on these devices, on others or of NumPy.
-      donate: whether to delete each array of JAX that is cut or cast, as soon as it is. Other arrays may be shared.
+      variables: (params, rest), JAX arrays on these or other devices, or NumPy arrays.
+      donate: whether to delete each JAX array immediately after it is split or cast. Other arrays may be shared.
     """
 
     def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:
@@ -52,7 +52,7 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
         placed = jax.device_put(array, like.sharding)
         made = Layers([_layer(placed, i, one) for i, one in enumerate(held.each)]) if cut else placed.astype(like.dtype)
         if donate and (cut or placed.dtype != like.dtype):
-            jax.block_until_ready(made)  # otherwise all leaves are under way at once
+            jax.block_until_ready(made)  # otherwise all leaves are converted at once
             for source in (placed, array):
                 if isinstance(source, jax.Array):
                     source.delete()
@@ -70,7 +70,7 @@ def canonical(weights: Any) -> Any:
     return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
 
 
-# One program for all layers: one with an output for each takes several times as long to compile.
+# One program for all layers: a program with an output for each layer takes several times as long to compile.
 @functools.partial(jax.jit, static_argnums=2)
 def _layer(stacked: jax.Array, i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.lax.with_sharding_constraint(stacked[i].astype(like.dtype), like.sharding)

@@ -1,8 +1,8 @@
-"""Attention of rows whose tokens are split over devices: context parallelism (docs/guides/context.md).
+"""Context parallelism: attention when the tokens of each row are split over devices (docs/guides/context.md).
 
 all_gather: each device gathers all keys and values.
-ring: keys and values pass along the devices (`ops.ring`); no device holds those of a whole row.
-ulysses: devices exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509): each has some heads of whole rows.
+ring: keys and values travel from device to device (`ops.ring`); no device ever holds all keys of a row.
+ulysses: an all-to-all gives each device some heads of whole rows (DeepSpeed-Ulysses, arXiv:2309.14509).
 usp: Ulysses over the last mesh axis of the tokens, a ring over the others (USP, arXiv:2405.07719).
 """
 
@@ -30,7 +30,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values
 
 
 class Across(NamedTuple):
-    """How devices share rows. `strategy`: see above; `order`: of the tokens (`ops.order`), "" for that of the row."""
+    """How rows are split over devices. `strategy`: see above; `order`: of tokens (`ops.order`), "" for unchanged."""
 
     strategy: str = "all_gather"
     order: str = ""
@@ -63,10 +63,10 @@ def attend(
     """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
 
     Args:
-      op: an op of `ops.attention` with its static parameters. With the strategy all_gather its keys may be at other
-        positions than its queries, or it is a kernel with an argument `among`, as `ops.splash` is.
-      ring: None, or the parameters with which `ring_attention` takes the place of the op.
-      kernel: whether the op is a kernel, of which JAX cannot tell on which devices its result is the same.
+      op: an op of `ops.attention` with its static parameters. With the strategy all_gather, it must accept keys at
+        other positions than the queries, or be a kernel that takes `among`, such as `ops.splash`.
+      ring: the parameters of `ring_attention`, which then replaces the op; None to use the op.
+      kernel: whether the op is a kernel. JAX cannot check over which devices the result of a kernel is replicated.
     """
     whole = arrays[0].shape[2], arrays[1].shape[1]
     drawn = () if dropout is None else (dropout.key, dropout.row)
@@ -95,7 +95,7 @@ def attend(
 
 def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: jax.Array | None) -> jax.Array:
     """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. Keys
-    pass along a ring, whatever the strategy."""
+    travel around a ring with every strategy."""
 
     def on_device(queries: jax.Array, keys: jax.Array, mask: Mask, when: jax.Array | None) -> jax.Array:
         length, rows = mesh_axes("activation_q_length"), mesh_axes("activation_batch")
@@ -113,12 +113,12 @@ def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: j
 
 
 def mesh_axes(name: str) -> tuple[str, ...]:
-    """Returns `sharding.mesh_axes(name)`, those with several devices."""
+    """Returns the axes of `sharding.mesh_axes(name)` that have more than one device."""
     return tuple(axis for axis in sharding.mesh_axes(name) if jax.lax.axis_size(axis) > 1)
 
 
 def _shared(strategy: str, axes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the mesh axes over which tokens are exchanged for heads, and those of the ring."""
+    """Returns the mesh axes of the all-to-all between tokens and heads, and the mesh axes of the ring."""
     if strategy == "usp":
         innermost = sharding.mesh_axes("activation_q_length")[-1]
         return tuple(a for a in axes if a == innermost), tuple(a for a in axes if a != innermost)
@@ -135,8 +135,8 @@ def _gathered(axes: tuple[str, ...], arrays: Arrays) -> Arrays:
 def _by_heads(
     run: Attend, axes: tuple[str, ...], arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
 ) -> jax.Array:
-    """Returns `run(...)` after an exchange over the mesh axes: each device has all their tokens, and its share of the
-    heads. Heads of keys are repeated, if there are not enough of them."""
+    """Returns `run(...)` after an all-to-all over the mesh axes: each device has all tokens along these axes, and its
+    share of the heads. If there are too few key heads, they are repeated."""
     if not axes:
         return run(*arrays, dropout, sinks=sinks)
     queries, keys, values, mask = arrays
@@ -156,7 +156,7 @@ def _by_heads(
 
 
 def _over(ring: Ring, axes: tuple[str, ...]) -> Ring:
-    # Gloo, between processes on CPUs, gives all permutes the same tag, so that it mixes up several at a time.
+    # Gloo, which connects CPU processes, gives all permutes the same tag, so it mixes up concurrent permutes.
     return ring._replace(axes=axes, together=jax.process_count() > 1 and sharding.on_platform("cpu"))
 
 

@@ -16,11 +16,11 @@ from trainer.products.plain import EarlyReduction, Kernel, MakeProduct, make_pla
 
 
 class Adapted(nnx.Module):
-    """A `Product`: that of `inner` plus `scale` x a b, where a [*i, r] and b [r, *o] are parameters.
+    """A `Product` with the kernel of `inner` plus `scale` x a b, where a [*i, r] and b [r, *o] are parameters.
 
     Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
 
-    Several adapters are one whose ranks are those of all of them: `context.ranks` says which ranks a row uses.
+    Several adapters are stored as one, with their ranks concatenated: `context.ranks` selects the ranks of each row.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Adapted(nnx.Module):
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`dtype`: of the parameters. `make`: makes the products with a and b, which have no parameters."""
+        """`dtype`: of the parameters. `make`: makes the products with a and b; these products have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
@@ -46,11 +46,9 @@ class Adapted(nnx.Module):
         self.out_of: Any = make(kernel._replace(in_shape=(rank,)), rngs=rngs)
 
     def store(self, kernel: jax.Array) -> Any:
-        """See `Product`."""
         return stored(self.inner, kernel)
 
     def array(self, kernel: Any, dtype: jnp.dtype) -> jax.Array | None:
-        """See `Product`."""
         if hasattr(self.inner, "array"):
             kernel = self.inner.array(kernel, dtype)
         elif self.inner is not product:
@@ -77,7 +75,7 @@ class Adapted(nnx.Module):
 
 
 class GroupedAdapted(Adapted):
-    """A `GroupedProduct`: the same for each group, with a [g, *i, r] and b [g, r, *o]."""
+    """A `GroupedProduct`: `Adapted` for each group, with a [g, *i, r] and b [g, r, *o]."""
 
     def __call__(  # type: ignore[override]
         self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None

@@ -45,7 +45,7 @@ QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
 class Scores(NamedTuple):
     """How a layer computes attention from queries, keys and values.
 
-    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash. `across`: where
+    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash. `across`: how
     rows are split over devices. `chunked`: `window` is the size of chunks (`Mask.in_chunks`).
     """
 
@@ -89,16 +89,16 @@ class Scores(NamedTuple):
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # Kernels and the ring name it themselves, with the other residuals of their backward passes.
+        # Kernels and the ring name their result themselves, as they do the other residuals of their backward passes.
         return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
     def ring(self) -> int:
-        """The length of a cache that is a ring of the window's size; 0 for a cache of all positions."""
-        return 0 if self.op == "invariant" else self.window  # in a ring, sums would begin anywhere
+        """The length of a ring cache, which equals the window; 0 if the cache keeps all positions."""
+        return 0 if self.op == "invariant" else self.window  # in a ring, a sum could start at any position
 
     def over_cache(self) -> "Scores":
-        """Returns how queries attend to a cache: with an op whose keys may be at other positions than the queries."""
+        """Returns the scores of queries over a cache, with an op that accepts keys at other positions than queries."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
@@ -107,7 +107,7 @@ class Scores(NamedTuple):
         if split.is_split():
             ring = Ring((), self.window, scale=self.scale)
             return split.largest(queries, keys, mask, ring, context.sampled)
-        # With one tile, the product equals that of the reference op and is shared with it, except under a condition.
+        # With a single tile, XLA shares this product with the reference op, unless `sampled` puts it in a `cond`.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
 
@@ -135,11 +135,11 @@ class Attention(nnx.Module):
       sinks: whether each head has a learned sink (`ops.attention`), initially 0.
       qk_norm_epsilon: epsilon of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
         no norm. `qk_norm_offset`: see `RMSNorm`.
-      qk_norm_over_heads: one norm over all heads of a token's queries, and one over those of its keys (OLMo 2,
+      qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of its keys (OLMo 2,
         arXiv:2501.00656), in place of one for each head.
       qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
-      bias: whether all projections have a bias, or the names of those that have one.
-      fused: whether one matrix `qkv_proj` computes queries, keys and values, with equal numbers of heads.
+      bias: whether all projections have a bias, or the names of the projections that have one.
+      fused: whether one matrix `qkv_proj` computes queries, keys and values; requires heads == kv_heads.
 
     Raises:
       UserError: the op does not support sinks.
@@ -206,11 +206,11 @@ class Attention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        Heads that share a key scale it by the square root of their smallest factor, and each query by the remaining
-        factor. With the square root of each head's own factor, the key could not fit the other heads' logits.
+        If heads share a key, the key gets the square root of their smallest factor, and each query the rest of its
+        factor. The square root of one head's factor would be wrong for the other heads.
 
         Raises:
-          UserError: queries and keys are normalized, or the logits are capped: scaled weights do not scale such logits.
+          UserError: queries and keys are normalized, or logits are capped: scaling weights does not scale the logits.
         """
         normed = self.norms_heads or self.norm_rotated is not None
         if normed or self.scores.soft_cap:
@@ -259,8 +259,8 @@ class Attention(nnx.Module):
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
-        With a cache, each row holds one segment, whose keys and values are written to their positions. If the cache is
-        `filled`, queries attend to all positions up to their own.
+        With a cache, each row is one segment. Its keys and values are written to the cache at their positions. If the
+        cache is `filled`, queries attend to all positions up to their own.
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)

@@ -7,9 +7,9 @@ each block a view. A write changes only the entries that are written, so a loop 
 The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
 window needs only a cache as long as the window, which is a ring.
 
-An array may be held as `Scaled` (`models.caches` decides which). Blocks do not see this: what they write is quantized
-here, and what they read is not. Tokens attend to their own entries as the cache holds them, too, so what a text
-computes does not depend on how its prompt was divided into calls.
+An array may be stored as `Scaled` (`models.caches` chooses which). This is hidden from blocks: writes are quantized
+here, and reads are dequantized. Tokens attend to their own entries in quantized form, too, so results do not depend on
+how a prompt was divided into calls.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _NOWHERE = -1  # the segment of an entry without a token
 
 
 class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
-    """What a stack holds for each of its layers, by itself, for an unrolled loop: `each` has a pytree per layer."""
+    """Data of a stack's layers, not stacked, for an unrolled loop: `each` has one pytree per layer."""
 
     each: Sequence[Any]
 
@@ -36,16 +36,16 @@ class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """One layer's view of the caches of a stack, or of all stacks (`layer` is None then).
+    """One layer's view of the caches of a stack; or the caches of all stacks, with `layer` None.
 
     Attributes:
-      entries: arrays [layers, b, ...] of a stack, each an array or a `Scaled`; or those of all stacks, by name. An
-        unrolled loop holds them as `Layers` of arrays [1, b, ...].
+      entries: a stack's entries [layers, b, ...], each an array or a `Scaled`; or the entries of all stacks, by name.
+        An unrolled loop stores them as `Layers` of arrays [1, b, ...].
       layer: the index of the layer that this view belongs to.
       rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
         row of tokens is one segment and has its own row of the cache.
-      apart: if not 0, each of the first `apart` tokens of a row belongs to a sequence of its own, and the others are
-        padding. So layers compute few sequences in rows of many tokens, except for their attention.
+      apart: if not 0, each of the first `apart` tokens of a row is a separate sequence, and the others are padding. So
+        all layers except attention process one long row in place of `apart` rows of one token.
       filled: whether it contains earlier positions. If not, a call sees only its own tokens, so attention runs as in
         training, with any op.
     """
@@ -71,23 +71,23 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, self._held(entries)))
 
     def part(self, name: str) -> "Cache":
-        """Returns the view of `entries[name]`, for a layer whose entries are a dict: keys and values, and other state
-        that has no place for each position."""
+        """Returns the view of `entries[name]`, for a layer whose entries are a dict, such as keys and values and state
+        that is not stored per position."""
         return dataclasses.replace(self, entries=self.entries[name])
 
     def with_part(self, name: str, part: "Cache") -> "Cache":
-        """Returns the cache with `entries[name]` replaced by those of `part`."""
+        """Returns the cache with `entries[name]` replaced by the entries of `part`."""
         return dataclasses.replace(self, entries={**self.entries, name: part.entries})
 
     def write(self, entries: Any, context: Context) -> "Cache":
         """Returns the cache with `entries` [b, t, ...] written to the indices of the tokens of `context`.
 
-        Padding (segment 0) is not written. If there are more tokens than the cache is long, the last tokens are kept.
+        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, the last are kept.
         """
         return self._written(self._held(entries), context)
 
     def _held(self, entries: Any) -> Any:
-        """Returns arrays [b, ...] in the form in which the cache holds them."""
+        """Returns arrays [b, ...] in the storage format of the cache."""
         return jax.tree.map(_like, self.entries, entries, is_leaf=_is_scaled)
 
     def _written(self, held: Any, context: Context) -> "Cache":
@@ -115,8 +115,8 @@ class Cache:
         as the sequence.
 
         Returns:
-          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is not filled,
-          these are the tokens' own entries; otherwise they include entries of earlier positions.
+          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. These entries include earlier
+          positions if the cache is filled; otherwise they are only the given ones.
         """
         if self.apart:
             entries = jax.tree.map(self.parted, entries)
@@ -142,11 +142,11 @@ class Cache:
         return after, stored, _over_cache(context, last, _length(stored))
 
     def parted(self, x: jax.Array) -> jax.Array:
-        """Returns `x` [b, t, ...] with a row for each sequence, [b * apart, 1, ...], if sequences are `apart`."""
+        """Returns `x` [b, t, ...] with one row per sequence, [b * apart, 1, ...]; unchanged if `apart` is 0."""
         return x[:, : self.apart].reshape(-1, 1, *x.shape[2:]) if self.apart else x
 
     def joined(self, x: jax.Array, length: int) -> jax.Array:
-        """Returns the inverse of `parted`, with rows of `length` tokens, of which the others are 0."""
+        """Inverts `parted`: returns rows of `length` tokens, with zeros after the first `apart` tokens."""
         if not self.apart:
             return x
         x = x.reshape(-1, self.apart, *x.shape[2:])
@@ -154,7 +154,7 @@ class Cache:
 
 
 def own_mask(context: Context) -> Mask:
-    """Returns the mask of the tokens of `context` over each other."""
+    """Returns the mask for the tokens of `context` attending to each other."""
     return Mask(context.positions, context.positions, context.segments, context.segments, context.documents)
 
 
@@ -167,7 +167,7 @@ def _arrays(held: Any) -> Any:
 
 
 def _like(held: Any, array: jax.Array) -> Any:
-    """Returns `array` [b, ...] in the form of `held` [layers, b, ...]."""
+    """Returns `array` [b, ...] in the storage format of `held` [layers, b, ...]."""
     if not _is_scaled(held):
         lossy = jnp.issubdtype(array.dtype, jnp.inexact) and not jnp.issubdtype(held.dtype, jnp.inexact)
         assert not lossy, f"a cache of {held.dtype} has no scale for entries of {array.dtype}"
@@ -181,7 +181,7 @@ def _length(entries: Any) -> int:
 
 
 def _over_cache(context: Context, last_b: jax.Array, length: int) -> Mask:
-    """Returns the mask of the tokens of `context` over a cache that holds each row's positions up to `last_b`."""
+    """Returns the mask for the tokens of `context` over a cache that has each row's positions up to `last_b`."""
     position = last_b[:, None] - (last_b[:, None] - jnp.arange(length)) % length
     segment = jnp.where(position >= 0, context.segments.max(axis=1, keepdims=True), _NOWHERE)
     return Mask(context.positions, position, context.segments, segment)

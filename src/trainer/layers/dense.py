@@ -18,7 +18,7 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# The axes of the input of layers with weights, with complete rows, and of the residual stream between layers.
+# INPUT: the axes of the input of a layer with weights, which has complete rows. RESIDUAL: those between layers.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
@@ -57,17 +57,15 @@ class Dense(WithMatrices):
         self.product: Product = product
 
     def kernels(self) -> dict[str, Kernel]:
-        """See `WithMatrices`."""
         shape = self.kernel.get_value().shape
         return {"kernel": Kernel(shape[: self.inputs], shape[self.inputs :], self.names)}
 
     def use(self, name: str, product: Any) -> None:
-        """See `WithMatrices`."""
-        self.product = product  # which may be wrapped for NNX until now
+        self.product = product  # the assignment unwraps `nnx.data`
         self.kernel.set_value(stored(self.product, self.kernel.get_value()))
 
     def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
-        """Returns the kernel in `dtype`, [*in, *out]; None if the product is not that with one array."""
+        """Returns the kernel in `dtype`, [*in, *out]; None if the product has no such array."""
         kernel = self.kernel.get_value()
         if self.product is product:
             return kernel.astype(dtype)
@@ -86,7 +84,7 @@ class Dense(WithMatrices):
         out = self.product(x, self.inputs, self.kernel.get_value(), early, context)
         out = sharding.for_product(out, rows, outputs)
         if self.adds_bias:
-            # In float32: the gradient of the bias is a sum over rows in the dtype of the addition.
+            # In float32, because the gradient of the bias is summed over rows in the dtype of this addition.
             out = (out.astype(jnp.float32) + self.bias.get_value()).astype(out.dtype)
         return sharding.constrain(out, out_names)
 
@@ -94,7 +92,7 @@ class Dense(WithMatrices):
 def dense_maker(bias: bool | Collection[str], **settings: Any) -> Callable[..., Dense]:
     """Returns `make(name, in_shape, out_shape, names)`, which makes a projection with the given `settings`.
 
-    `bias`: whether all projections have a bias, or the names of those that have one.
+    `bias`: whether all projections have a bias, or the names of the projections that have one.
     """
 
     def make(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
@@ -107,10 +105,10 @@ TABLE = sharding.Axes(("vocab", "embed"))
 
 
 class Embed(WithMatrices):
-    """The embedding table [vocab, embed]. The rows that are looked up are standard normal initially.
+    """The embedding table [vocab, embed]. Initially, looked-up rows are standard normal.
 
-    The table must be an array, because a lookup is no product and cannot read a quantized container. The product of a
-    tied head (`attend`) gets what it would store for the table, computed when it multiplies.
+    The table must be an array: a lookup is not a product and cannot read a quantized container. A tied head (`attend`)
+    converts the table to the storage format of its product in each call.
     """
 
     def __init__(
@@ -130,17 +128,16 @@ class Embed(WithMatrices):
         self.product: Product = product  # of the head, if the table is also the head (`attend`)
 
     def kernels(self) -> dict[str, Kernel]:
-        """See `WithMatrices`."""
         vocab, width = self.embedding.get_value().shape
         return {"embedding": Kernel((width,), (vocab,), TABLE[::-1])}
 
     def use(self, name: str, product: Any) -> None:
-        """See `WithMatrices`. The table stays an array."""
+        """Sets the product of a tied head. The table stays an array."""
         self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]. There may be axes before
-        b, of several batches."""
+        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]. Leading
+        axes before b are allowed."""
         names = (*(None,) * (id_bt.ndim - 2), *RESIDUAL)
         rows = sharding.take(self._table(), id_bt, names, self.dtype, TABLE)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
@@ -149,7 +146,7 @@ class Embed(WithMatrices):
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
         def reduce_early(x_bte: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # The table as stored. With the gradient of its transpose, a step on v5e-4 accesses 18 % more bytes.
+            # In the table's stored layout: with the gradient of its transpose, a v5e-4 step accesses 18 % more bytes.
             return sharding.reduce_gradient_early(x_bte, table, TABLE, (TABLE[0], None), ROWS)
 
         def of_transposed(x_bte: jax.Array, transposed_ev: jax.Array) -> tuple[jax.Array, jax.Array]:

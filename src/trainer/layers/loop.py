@@ -20,12 +20,12 @@ from trainer.products.context import Context
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns `block`, a module or its state, with equal values: XLA cannot move its casts to `dtype` out of the loop.
+    """Returns `block` (a module or its state), equal in value, so that XLA cannot hoist its casts to `dtype`.
 
-    If a loop over stacked float32 weights casts them to bfloat16 inside, XLA's TPU compiler moves the casts of all
-    layers before the loop, keeps the results through the step, and transposes them in float32 to the layout that the
-    products inside prefer. Here the cast value depends on the loop's `index`, so the cast stays inside, and the layout
-    is fixed to row-major. A product with one is exact, so no bit changes.
+    If a loop over stacked float32 weights casts them to bfloat16, XLA's TPU compiler hoists the casts of all layers out
+    of the loop, keeps the results for the whole step, and transposes the float32 weights to the layout that the
+    products in the loop prefer. Here the cast value depends on the loop's `index`, so the cast stays in the loop, and
+    the layout is fixed to row-major. Multiplying by one is exact, so no bit changes.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
@@ -45,8 +45,8 @@ class Loop(NamedTuple):
       first: the number of the stack's first layer in the model, int or an array [].
       context: layer i of the model gets `context.at(i)`.
       types: sown types to capture.
-      cache: how caches are used (`layers.cache`); its own entries are not read.
-      by_layer: whether the entries of its caches are `Layers`.
+      cache: the settings of the layers' caches (`layers.cache`); its `entries` are not read.
+      by_layer: whether the entries of the caches are `Layers`.
     """
 
     stack: Stack
@@ -124,7 +124,7 @@ def run_loop(
 
             return loop.layer(call, x, entries, number)
 
-        # Each layer is checkpointed separately, so that the backward pass of a pattern holds temporaries of one layer.
+        # Each layer of a pattern is checkpointed separately, so the backward pass has temporaries of only one layer.
         return layer if remat is None else jax.checkpoint(layer, prevent_cse=not scan, policy=remat)
 
     layers = [bound(block) for block in apply]
@@ -140,7 +140,7 @@ def run_loop(
     outputs, apart = [], []
     for i in range(loop.stack.count):
         held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
-        # Sliced outside of the checkpointed layer. On a GPU the slices are kept for it: docs/benchmarks/gpu.md.
+        # Sliced outside of the checkpointed layer. On a GPU, it saves the slices as inputs: docs/benchmarks/gpu.md.
         (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
         apart.append(held)
@@ -160,7 +160,7 @@ def run_layer(
 ) -> tuple[jax.Array, Sown]:
     """Applies a layer outside of the stacks. Returns x and its sown values. The layer has no cache.
 
-    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context` is the layer's own context. For
+    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context` is that of this layer. For
     `remat` see `run_loop`.
     """
 

@@ -1,4 +1,4 @@
-"""Layers with matrices, whose products are chosen by rules."""
+"""Layers with weight matrices, and rules that choose the products with them."""
 
 from typing import Any, TypeVar
 
@@ -10,14 +10,14 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 class WithMatrices(nnx.Module):
-    """A layer that multiplies with matrices. Its constructor gives each the plain product."""
+    """A layer with weight matrices. Its constructor gives each matrix the plain product."""
 
     def kernels(self) -> dict[str, Kernel]:
-        """Returns the matrices by the names of their parameters."""
+        """Returns the matrices by parameter name."""
         raise NotImplementedError
 
     def use(self, name: str, product: Any) -> None:
-        """Replaces the product of the matrix `name`, and what is stored for it (`products.stored`)."""
+        """Sets the product of the matrix `name`, and stores the matrix in its format (`products.plain.stored`)."""
         raise NotImplementedError
 
 
@@ -26,8 +26,8 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
 
     Args:
       path: the canonical name of `module`, such as decoder/layers for a block; "" for a model.
-      rngs: for the parameters of products. It is used after `module` is made, so `module` draws what it draws without
-        rules.
+      rngs: for the parameters of products. It is used after `module` is made, so rules do not change the initial
+        weights of `module`.
     """
     for layer, name, kernel in matrices(module, path) if rules else ():
         if make := maker(rules, kernel.name):
@@ -37,7 +37,7 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
 
 
 def matrices(module: nnx.Module, path: str) -> list[tuple[WithMatrices, str, Kernel]]:
-    """Returns the matrices of `module`, each with its layer and its name in it. `path`: see `choose_products`."""
+    """Returns (layer, name in the layer, kernel) of each matrix of `module`. `path`: see `choose_products`."""
     return [
         (layer, name, kernel._replace(name="/".join([*filter(None, [path]), *map(str, below), name])))
         for below, layer in list(nnx.iter_modules(module))

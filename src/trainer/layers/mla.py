@@ -38,10 +38,10 @@ class LatentCache(NamedTuple):
 class LatentAttention(nnx.Module):
     """Self-attention whose keys and values are projections of one narrow latent per token.
 
-    The first `nope` entries of a head's query and key carry no position. The last `rope` entries are rotated, and this
+    The first `nope` entries of a head's query and key are not rotated. The last `rope` entries are rotated, and this
     part of the key is the same for all heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by
-    `ops.rope.score_scale`. A cache holds the latents and the rotated keys. Queries on a cache are projected to the
-    width of the latents ("absorbed" projections), so that no cached key or value is computed per head.
+    `ops.rope.score_scale`. A cache holds the latents and the rotated keys. Queries over a cache are projected to the
+    width of the latents ("absorbed" projections), so that cached keys and values need not be expanded to heads.
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
@@ -74,8 +74,8 @@ class LatentAttention(nnx.Module):
         weight_dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
-        """`q_rank`: width of the query latents; 0: queries are projections of the input itself. `kv_rank`: width of the
-        latents of keys and values. `norm_epsilon`: epsilon of the norms of latents. `mscale`: see
+        """`q_rank`: width of the query latents; 0: queries are projected directly from the input. `kv_rank`: width of
+        the latents of keys and values. `norm_epsilon`: epsilon of the norms of latents. `mscale`: see
         `ops.rope.score_scale`. For the others see `layers.attention.Attention`."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
@@ -98,10 +98,10 @@ class LatentAttention(nnx.Module):
         """See `layers.clip.Clipped`.
 
         The unrotated parts of a head's query and key share its factor equally. In the rotated part, the query gets the
-        whole factor, because the key belongs to the other heads, too (Kimi K2, arXiv:2507.20534, section 2.1).
+        whole factor, because all heads share the key (Kimi K2, arXiv:2507.20534, section 2.1).
 
         Raises:
-          UserError: the logits are capped: scaled weights do not scale such logits.
+          UserError: the logits are capped: scaling weights does not scale them.
         """
         if self.scores.soft_cap:
             raise UserError("use_qk_clip=true: attention heads cannot be clipped: the soft cap bounds logits itself")
@@ -182,16 +182,16 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores.over_cache()
-        # With adapters of its own, each row has another matrix.
-        # Training does not absorb, and the sums of `Scores.op` invariant are those of training.
+        # Not with adapters per row, which give each row a different matrix, and not with the op invariant, which must
+        # compute the same sums as training: training does not absorb.
         absorbs = context.ranks is None and self.scores.op != "invariant"
         kernel = self.wkv_b.matrix(query.dtype) if absorbs else None
         if kernel is None:
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
-        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one head of keys,
-        # which are the latents followed by the rotated keys, and its values are the latents.
+        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one key
+        # head, the latents followed by the rotated keys. Its values are the latents.
         queries = jnp.concatenate([_einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
         keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
         return _einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)

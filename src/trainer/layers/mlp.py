@@ -24,7 +24,7 @@ Combine = Callable[..., jax.Array]
 
 
 def hidden_units(projected: Iterable[jax.Array], activations: Sequence[str], combine: Combine | None) -> jax.Array:
-    """Returns `combine(*projected)`; without `combine`, the product of each projection's activation."""
+    """Returns `combine(*projected)`; if `combine` is None, the product of the activated projections."""
     if combine is not None:
         return combine(*projected)
     factors = [ACTIVATIONS[name](x) for name, x in zip(activations, projected, strict=True)]
@@ -58,8 +58,8 @@ class MLP(nnx.Module):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`bias`: whether all projections have a bias, or the names of those that have one. `norm`: the norm of the
-        input. `combine`: computes the hidden units in place of `activations`, which then only count the projections."""
+        """`bias`: whether all projections have a bias, or the names of the projections that have one. `norm`: of the
+        input. `combine`: computes the hidden units; `activations` then only sets the number of projections."""
 
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.combine = combine

@@ -23,10 +23,10 @@ from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
-# Inside of `shard_mapped`: complete rows, a device's own experts, and its share of their hidden units. What devices
-# compute from their shares adds up to the result.
+# Inside `shard_mapped`, a device has complete rows, its experts, and its share of their hidden units. The devices'
+# partial results add up to the result.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
-_SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are complete
+_SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are not sharded
 _BIAS = sharding.Axes((None,))
 _BIASES = {"wi_0_bias": sharding.Axes(("exp", "mlp")), "wi_1_bias": sharding.Axes(("exp", "mlp"))}
 _BIASES |= {"wo_bias": sharding.Axes(("exp", "embed_moe"))}
@@ -34,23 +34,23 @@ _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 
 class MoE(WithMatrices):
-    """The weighted sum of the results of each token's chosen experts, each a gated MLP (Shazeer et al. 2017,
-    arXiv:1701.06538): the product of `activations`, each of a projection of its own, projected back.
+    """The weighted sum of the results of each token's chosen experts (Shazeer et al. 2017, arXiv:1701.06538). An expert
+    is a gated MLP: one projection per activation; their activated results are multiplied and projected back.
 
     The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
-    [experts, hidden, width]. Initial weights are those of `Dense`.
+    [experts, hidden, width]. They are initialized as in `Dense`.
 
-    With `bias` the router has the parameter gate/bias [experts], and each matrix of the experts a bias of its outputs,
+    With `bias`, the router has the parameter gate/bias [experts], and each matrix of the experts has an output bias:
     wi_0_bias, wi_1_bias and wo_bias [experts, outputs]. They are float32 and initially 0.
 
-    With `routed_bias` the router has a bias for each expert, gate/bias, float32 and initially 0, which `score` adds
-    when it chooses. It is a buffer: it has no gradient, and an update rule moves it (`optim.router_bias`).
+    With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0, which `score` adds to
+    choose experts. It is a buffer: it has no gradient, and an update rule changes it (`optim.router_bias`).
 
-    It sows, for the tokens that are not padding,
+    It sows, over all tokens except padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
-    - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, their sum in nats; `dropped`,
-      int32, the number of choices that were dropped (`ops.experts.within_capacity`);
-    - as Activation, of all tokens: `expert_logits` and `expert_weights`, [b, t, experts], 0 for experts not chosen.
+    - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, summed over tokens, in nats;
+      `dropped`, int32, the number of choices that were dropped (`ops.experts.within_capacity`);
+    - as Activation, for all tokens: `expert_logits` and `expert_weights`, [b, t, experts], 0 for experts not chosen.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class MoE(WithMatrices):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`chosen`: how many experts of a token. `sparse`: no token is dropped, by products of groups of tokens.
-        Otherwise, with a `capacity_factor` above 0, an expert drops tokens beyond its capacity, and without one every
-        expert computes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which
-        the load-balance loss and the entropy divide by their sum. `weighs_inputs`: the weights of
-        experts multiply what they read in place of their results. `combine`: see `MLP`."""
+        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. Otherwise, if
+        `capacity_factor` is above 0, an expert drops tokens beyond its capacity; if not, every expert computes every
+        token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids; the load-balance loss and the
+        entropy normalize them to the sum 1. `weighs_inputs`: the weights of experts multiply their inputs instead of
+        their results. `combine`: see `MLP`."""
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         assert not (bias and routed_bias)
@@ -114,7 +114,6 @@ class MoE(WithMatrices):
         return [*self._projections(), "wo"]
 
     def kernels(self) -> dict[str, Kernel]:
-        """See `WithMatrices`."""
         shapes = {name: getattr(self, name).get_value().shape[1:] for name in self._matrices()}
         return {
             name: Kernel((inputs,), (outputs,), _axes_of(name), self.experts)
@@ -122,7 +121,7 @@ class MoE(WithMatrices):
         }
 
     def use(self, name: str, product: Any) -> None:
-        """See `WithMatrices`. The parameters of a product are under product/NAME."""
+        """See `WithMatrices`. The product's parameters are stored under product/NAME."""
         setattr(self.product, name, product)
         kernel = getattr(self, name)
         kernel.set_value(stored(getattr(self.product, name), kernel.get_value()))
@@ -134,7 +133,7 @@ class MoE(WithMatrices):
         with jax.default_matmul_precision("float32"):
             logits = self.gate(x_bte, LOGITS, context)
         real_bt = context.segments != 0
-        # Cast before devices gather them: without the constraint, the cast would follow the gather.
+        # Cast before the all-gather. Without the constraint, XLA would cast after it.
         kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
         kernels |= {name: getattr(self, name).get_value() for name in self.biases}
         values, axes, merged = self.product.split()
@@ -171,8 +170,8 @@ class MoE(WithMatrices):
         bias: list[jax.Array],
         held: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """On one device, for its rows and its share of the hidden units: its part of the result with an axis of devices
-        in front, the experts of each token and their weights, and how many choices it dropped in each row."""
+        """Runs on one device, for its rows and its share of the hidden units. Returns its part of the result with a
+        leading device axis, each token's experts and their weights, and the number of dropped choices per row."""
         routing = self.score(logits, self.chosen, *bias)
         apply: Apply = functools.partial(experts, held)
         own, rows = sharding.mesh_axes("exp"), sharding.mesh_axes("activation_batch")
@@ -196,7 +195,7 @@ class MoE(WithMatrices):
     def _experts(
         self, products: Any, kernels: Any, context: Context | None, rows: jax.Array, sizes: jax.Array | None
     ) -> jax.Array:
-        """See `ops.experts.Apply`."""
+        """Implements `ops.experts.Apply`."""
 
         def product(name: str, rows: jax.Array) -> jax.Array:
             out = getattr(products, name)(rows, kernels[name], sizes, context)
@@ -209,7 +208,7 @@ class MoE(WithMatrices):
         return product("wo", hidden)
 
     def _sow(self, logits: jax.Array, routing: Routing, real_bt: jax.Array, dropped_b: jax.Array) -> None:
-        # Its softmax is the share of each expert in the scores of a token.
+        # softmax(share) is each expert's share of the token's total score.
         share = jax.nn.log_sigmoid(logits) if self.by_sigmoid else logits
         if captures(self, RouterLoss):
             sow(self, RouterLoss, "load_balance", load_balance(share, routing.expert, real_bt).sum())
@@ -234,11 +233,11 @@ class _Products(nnx.Module):
             setattr(self, name, grouped_product)
 
     def plain(self) -> bool:
-        """Returns whether all are the plain product."""
+        """Returns whether every product is the plain one."""
         return all(getattr(self, name) is grouped_product for name in self.names)
 
     def split(self) -> tuple[list[Any], list[sharding.Axes], Callable[[list[Any]], Any]]:
-        """Returns the parameters of products, their axes, and a function from parameters to the products with them."""
+        """Returns the products' parameters, their axes, and a function that returns products with given parameters."""
         graphdef, *states = nnx.split(self, (nnx.Param, Buffer), ...)
         own = nnx.to_flat_state(states[0])
 
@@ -254,26 +253,26 @@ def _axes_of(name: str) -> sharding.Axes:
 
 
 def _on_first(bias: jax.Array) -> jax.Array:
-    """Returns the bias of a sum over devices, which add up their shares of hidden units: zeros on all but the first."""
+    """Returns `bias` on the first device and zeros on the others, because the devices' results are summed."""
     axes = sharding.mesh_axes("activation_mlp")
     return jnp.where(jax.lax.axis_index(axes) == 0, bias, 0) if axes else bias
 
 
 def _inside(axes: sharding.Axes) -> sharding.Axes:
-    """Returns the names of `axes` inside of `shard_mapped`."""
+    """Returns `axes` as they are sharded inside `shard_mapped`."""
     return sharding.Axes(None if name is None else _SHARES.get(name) for name in axes)
 
 
 def _own_axes(variable: nnx.Variable) -> sharding.Axes:
-    """Returns the axes of a parameter of a product in one layer: without layers, which its metadata may have."""
+    """Returns the axes of a product's parameter in one layer: without the layer axes that its metadata may have."""
     ndim = max(part.ndim for part in jax.tree.leaves(variable.get_value()))
     names = variable.get_metadata().get("out_sharding") or (None,) * ndim
     return sharding.Axes(names[len(names) - ndim :])
 
 
 class SharedMoE(nnx.Module):
-    """A mixture of experts, and experts that every token goes to (DeepSeekMoE, arXiv:2401.06066): their sum. The shared
-    ones are one gated MLP, as wide as all of them together."""
+    """The sum of a mixture of experts and of shared experts, which process every token (DeepSeekMoE, arXiv:2401.06066).
+    The shared experts are one gated MLP, as wide as all of them together."""
 
     def __init__(self, routed: MoE, shared: MLP):
         self.MoeBlock_0, self.shared_experts = routed, shared  # MaxText's names

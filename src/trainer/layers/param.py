@@ -20,8 +20,8 @@ EXACT = jnp.dtype("float32")
 def lecun_normal(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, *, batch_axis: tuple[int, ...] = ()
 ) -> jax.Array:
-    """Returns numbers that are normal, truncated at two standard deviations, with variance 1 / fan-in, which is the
-    second-to-last axis. Layers of equal shapes share one trace, since it would take half the time of making a model.
+    """Returns a normal sample, truncated at two standard deviations, with variance 1 / fan-in; fan-in is the size of
+    the second-to-last axis. Layers of equal shape share one trace: tracing each is half the time of making a model.
     """
     return jax.nn.initializers.lecun_normal(batch_axis=batch_axis)(key, shape, dtype)
 
@@ -35,9 +35,9 @@ def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
 
 
 def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
-    """Returns the logical names of a parameter that has none, which occurs only in a user's block.
+    """Returns default axis names for a parameter without names, which occurs only in a user's block.
 
-    `leading`: the leading axes of the stack to which it belongs.
+    `leading`: the leading axes of its stack.
     """
     return (*leading, *[None] * (ndim - len(leading)))
 

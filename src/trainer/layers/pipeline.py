@@ -1,11 +1,11 @@
 """A stack in a pipeline of stages: the circular schedule of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2).
 
-The rows are divided into microbatches. In each iteration every stage runs its layers on another microbatch, all stages
+The rows are divided into microbatches. In each iteration every stage runs its layers on a different microbatch, all
 at once (`jax.vmap` over the axis of stages, which the mesh shards), and passes the result to the next stage. Arrays
 that differ by stage have the stages as their first axis: a shift along it is a collective permute.
 
-Microbatch m passes stage s for the r-th time in iteration r M + m + d s, with M microbatches and a delay of d. A stage
-that has nothing to do computes on what is there; nobody reads the result.
+Microbatch m passes stage s for the r-th time in iteration r M + m + d s, with M microbatches and a delay of d. An idle
+stage computes on whatever data it has; nothing reads the result.
 
 S: stages, R: repeats, L: iterations of the stack's loop in a stage, M: microbatches, c = M / S.
 """
@@ -34,7 +34,7 @@ from trainer.sharding import (
     with_gradient_over,
 )
 
-# A stage's weights of one repeat, which are cut out of its weights of all repeats: never kept for the backward pass.
+# The name of a stage's weights of one repeat, sliced from those of all repeats: never kept for the backward pass.
 WEIGHTS = "pipeline_stage_weights"
 
 BATCH = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -56,15 +56,15 @@ def run_pipeline(
 
     Args:
       loop, apply, remat: see `layers.loop.run_loop`.
-      variables: see there, with the leading axes [R, S, L].
+      variables: see `layers.loop.run_loop`, but with the leading axes [R, S, L].
       x: [b, t, e]. M divides b.
       remat_stage: what an iteration of a stage keeps for its backward pass; None: everything.
       cast_inside: whether the loop over iterations casts its weights inside (`layers.loop.cast_in_loop`).
       axes: returns the logical axes of every array in `variables[0]`, the parameters, in their order.
 
     Returns:
-      The last block's x, and the sown values with the leading axes [R, S, L]: values of microbatches combined, or in
-      the order of the rows.
+      The last block's x, and the sown values with the leading axes [R, S, L]. Values of microbatches are combined if
+      their type combines, and otherwise concatenated in the order of the rows.
     """
     plan = loop.stack.pipeline
     assert plan is not None
@@ -73,7 +73,7 @@ def run_pipeline(
         inputs = constrain(_split(x, plan), names)
         of_weights = axes() if plan.per_repeat else None
         iteration = _iteration(loop, plan, _stage(loop, apply, plan, remat, cast_inside, policy, of_weights))
-        # A result waits in the queue of the ring until its next repeat begins, unless that is at once.
+        # Results of the last stage wait in a queue until their next repeat begins, unless it begins at once.
         slots = plan.microbatches // plan.stages - plan.delay
         waiting = jnp.zeros_like(inputs[:, :slots]) if plan.repeats > 1 and slots else None
         carry = inputs, waiting, (inputs[:, 0],) * plan.delay
@@ -106,8 +106,8 @@ def _loop(plan: Pipeline, count: int, fn: Callable[..., Any], carry: Any, first:
 def _by_repeat(
     plan: Pipeline, iteration: Callable[..., Any], variables: Sequence[Any], axes: Any, policy: Policy, carry: Any
 ) -> tuple[Any, Sown]:
-    """Runs all iterations, in parts in which every stage is in one of two repeats. Each part all-gathers the weights of
-    these over fsdp, and its backward pass gathers them again."""
+    """Runs all iterations, in parts. Within a part, every stage is in one of two repeats. The part all-gathers the
+    weights of these two repeats over fsdp, and its backward pass gathers them again."""
 
     def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
         first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))
@@ -187,7 +187,7 @@ def _stage(
 
         here = jax.tree.map(cut, variables)
         if axes is not None:
-            # Each iteration reduce-scatters its gradients. Otherwise they are all-reduced, and summed on every device.
+            # So each iteration reduce-scatters its gradients, instead of an all-reduce and a sum on every device.
             structure: Any  # a PyTreeDef; its stubs lack unflatten
             leaves, structure = jax.tree.flatten(here[0])
             over = [with_gradient_over(leaf, names[2:]) for leaf, names in zip(leaves, axes, strict=True)]
@@ -207,12 +207,12 @@ def _stage(
 
 
 def _everything(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy that keeps all except a stage's `WEIGHTS`, and the bits of 8-bit floats (`products.quantized`)."""
+    """A policy that keeps all but a stage's `WEIGHTS` and the bit patterns of 8-bit floats (`products.quantized`)."""
     return params.get("name") != WEIGHTS and primitive is not jax.lax.bitcast_convert_type_p
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
-    """Returns [S, b, t, e] with the entry of stage s at stage s + `by`, around the ring."""
+    """Returns `x` [S, b, t, e] with the entry of stage s moved to stage (s + `by`) mod S."""
     stages = len(x)
 
     def on_stage(part: jax.Array) -> jax.Array:
@@ -220,7 +220,7 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
             return jnp.roll(part, by, axis=0)
         return jax.lax.ppermute(part, axes, [(s, (s + by) % stages) for s in range(stages)])
 
-    # Not a roll of the whole array: its gradient would be two permutes. Unchecked, for `jax.vmap` over islands.
+    # The gradient of a roll of the whole array would be two permutes. Unchecked, for `jax.vmap` over islands.
     names = Axes((STAGE, *BATCH))
     return shard_mapped(on_stage, (names,), names, check=False)(x)
 
@@ -231,8 +231,8 @@ def _slot(queue: jax.Array, i: Any) -> jax.Array:
 
 
 def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the `_slot` of a queue, and the queue after it moved that slot towards the first stage by one stage and
-    took the last stage's entry of `value` [S, ...] in. It arrives at the first stage S x slots iterations later.
+    """Returns `_slot(queue, i)`, and the queue after an update: that slot moves one stage towards the first stage, and
+    the last stage's entry of `value` [S, ...] enters. It reaches the first stage S x slots iterations later.
 
     `here`: the numbers of the stages, [S, 1, ...].
     """
@@ -242,8 +242,8 @@ def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tu
 
 
 def _split(x: jax.Array, plan: Pipeline) -> jax.Array:
-    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. No row moves to another device if the
-    rows are sharded over the stages first: a stage has the rows of its microbatches, each a part of every shard."""
+    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If rows are sharded over the stages
+    first, none moves to another device: a stage's microbatches are its rows, each with a part of every shard."""
     return x.reshape(plan.stages, -1, plan.microbatches // plan.stages, *x.shape[1:]).swapaxes(1, 2)
 
 

@@ -60,8 +60,8 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
       choices: for custom, what to do with each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
       own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps
         these.
-      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each, unless
-        custom says otherwise.
+      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each; with
+        custom, only if `choices` keeps it on the device.
     """
     if name == "none":
         return None

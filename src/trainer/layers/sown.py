@@ -19,7 +19,7 @@ _names: set[str] = set()  # names of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base class of sown types, also users'. NNX blocks `sow`; Linen blocks sow into the collection of its name.
+    """The base class of sown types, including users'. NNX blocks `sow`; Linen blocks use the collection of its name.
 
     A type that a training step can return has a static method `combine(values, axis=0)`, which combines the values of
     microbatches, along axis 0, into the value of the whole batch.
@@ -52,7 +52,7 @@ class MaxLogit(SownValue):
 
 
 class RouterLoss(SownValue):
-    """A router loss (`layers.moe`), a sum over a batch, a scalar, which the objective adds (`objectives.router`)."""
+    """A router loss (`layers.moe`): a scalar, summed over a batch. The objective adds it (`objectives.router`)."""
 
     combine = staticmethod(jnp.sum)
 

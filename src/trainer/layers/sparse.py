@@ -12,11 +12,11 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 
 
 class _Masked(nnx.Module):
-    """A product that counts the entries of its kernel as zero where `mask` is false. These get no gradient.
+    """A product that treats the kernel as zero where `mask` is false. The masked entries get no gradient.
 
-    The mask is a buffer, bool with the kernel's shape and logical axes, initially true; an update rule moves it
-    (`optim.sparsity`). `inner` computes the product of the masked kernel, so that its scales, if it quantizes, are
-    those of the entries that are used.
+    The mask is a buffer, bool with the kernel's shape and logical axes, initially true; an update rule changes it
+    (`optim.sparsity`). `inner` computes the product with the masked kernel. So if it quantizes, its scales depend only
+    on the entries that are used.
     """
 
     def __init__(self, inner: Product | GroupedProduct, kernel: Kernel):
@@ -53,6 +53,6 @@ class GroupedSparse(_Masked):
 
 
 def mask_name(kernel: Kernel) -> str:
-    """Returns the canonical name of a kernel's mask: its product is stored next to it, for experts by its name."""
+    """Returns the canonical name of a kernel's mask: LAYER/product/mask; for experts, LAYER/product/NAME/mask."""
     layer, _, name = kernel.name.rpartition("/")
     return f"{layer}/product/{f'{name}/' if kernel.groups else ''}mask"

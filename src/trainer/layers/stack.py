@@ -1,4 +1,4 @@
-"""Stacks of blocks: what a decoder is made of.
+"""Stacks of blocks, the parts of a decoder.
 
 A decoder is a list of stacks. Each stack runs by itself (`layers.run`): as a loop, or in a pipeline. Its parameters are
 stacked in its leading axes, whether the loop is rolled or unrolled: `scan` determines how the loop is compiled, not the
@@ -23,8 +23,8 @@ MakeBlock = Callable[..., Any]
 class Stack:
     """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked under `name`.
 
-    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`. `pipeline` says how the
-    repetitions are divided into stages; None: they are not.
+    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`. `pipeline`: how the
+    repetitions are divided into stages; None for no pipeline.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of these axes. In memory order they are the repetitions of the pattern in their order."""
+        """The sizes of `axes`. Their entries, in memory order, are the repetitions of the pattern in order."""
         return (self.count,) if self.pipeline is None else self.pipeline.sizes
 
     @property
@@ -70,7 +70,7 @@ class Pattern(nnx.Module):
 def make_stack(stack: Stack, blocks: Sequence[MakeBlock], rngs: nnx.Rngs) -> nnx.Module:
     """Returns one module with all repetitions of the pattern of `blocks`, each made by `block(rngs)`.
 
-    Its parameters have the leading axes of `stack`. Their values do not depend on how these are divided.
+    Its parameters have the leading axes of `stack`. Their values do not depend on how repetitions are divided.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:

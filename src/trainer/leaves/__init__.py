@@ -1,1 +1,1 @@
-"""What all checkpoints have: named arrays read one part at a time, Orbax's trees, what a folder says of a model."""
+"""Common parts of all checkpoints: named arrays read part by part, Orbax trees, and further data about a model."""

@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: what it says of its model, and where its tensors are.
+"""Reads the header of a GGUF file: the model's metadata, and where its tensors are.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length is compared with the bytes
-of the file before anything is read for it. The package gguf does not do this: its reader loops over an array of 2^33
-values that the file does not have.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length is checked against the
+file's size before it is used. The package gguf does not do this: if a damaged file claims an array of 2^33 values, its
+reader loops over all of them.
 """
 
 import math
@@ -20,7 +20,7 @@ from trainer.config.words import visible
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)  # in version 1, counts have four bytes
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
-# The types of values by number, as the package struct and NumPy name them.
+# The types of values by number, with their codes in the package struct and NumPy.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", list: "a list of texts"}
@@ -31,7 +31,7 @@ class Described(NamedTuple):
 
     Attributes:
       kind: the number of its type in ggml.
-      shape: slowest axis first; the file has them the other way round.
+      shape: slowest axis first; the file has the reverse order.
       start: the position of its first byte in the file.
     """
 
@@ -70,10 +70,10 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Returns the header of the file `path`, which may be a link: the user names it, and Ollama's have other names.
+    """Returns the header of the file `path`. It may be a link, and may have any name: Ollama's files have no extension.
 
     Raises:
-      UserError: it is not a GGUF file that can be read, or is damaged.
+      UserError: it is not a readable GGUF file, or it is damaged.
     """
     if not path.is_file():  # a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self._path, self._file, self._size = path, file, size
-        # No header is this long, and a file with holes can be.
+        # No header is longer than this, but a sparse file can be.
         self._left, self._strings = min(size, FILE_BYTES), 0
 
     def header(self) -> GgufHeader:
@@ -126,7 +126,7 @@ class _Reader:
         if not 1 <= axes <= GGUF_AXES:
             self._refuse(f"a tensor has {axes} axes; one to {GGUF_AXES} are possible")
         sizes = tuple(self._number("Q") for _ in range(axes))
-        if not min(sizes) or math.prod(sizes) > self._size * 8:  # no type has less than a bit for a value
+        if not min(sizes) or math.prod(sizes) > self._size * 8:  # every type has at least one bit per value
             self._refuse(f"a tensor of {' x '.join(map(str, sizes))} values does not fit into {self._size:,} bytes")
         return self._number("I"), sizes[::-1], self._number("Q")
 
@@ -147,7 +147,7 @@ class _Reader:
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
     def _numbers(self, kind: int) -> str:
-        if kind not in _NUMBERS:  # arrays of arrays, too, which no published file has
+        if kind not in _NUMBERS:  # includes arrays of arrays, which no published file has
             self._refuse(f"a value of type {kind}, which is not known here")
         return _NUMBERS[kind]
 

@@ -68,7 +68,7 @@ def _address(path: Path) -> dict[str, Any]:
 
 
 def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are those of `headers`.
+    """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are as in `headers`.
 
     Raises:
       UserError: the tree is damaged, now or when a leaf is read.
@@ -120,8 +120,8 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
     """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by path with slashes. They wait in memory until they have _TOGETHER bytes, because each write
-    takes time in proportion to the number of leaves that are already there. So a larger leaf is written at once.
+    Each call takes leaves by path with slashes. Leaves are buffered until they have _TOGETHER bytes, because the time
+    of each write grows with the number of leaves already written. A larger leaf is thus written immediately.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -154,7 +154,7 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     _silence_answers()
-    # Orbax leaves tasks whose errors nobody retrieves. asyncio logs them when they are freed: at once or, after
+    # Orbax leaves tasks with unretrieved errors. asyncio logs them when the tasks are freed: immediately or, after
     # an error, at any time until the process ends.
     tasks = logging.getLogger("asyncio")
     had_errors = _is_retrieved in tasks.filters
@@ -183,7 +183,7 @@ def _is_retrieved(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def _silence_answers() -> None:
-    """Makes Python print no traceback where TensorStore's threads answer a loop that Orbax closed after an error."""
+    """Suppresses Python's traceback if a thread of TensorStore calls an event loop that Orbax closed after an error."""
     others = sys.unraisablehook
 
     def hook(event: Any) -> None:

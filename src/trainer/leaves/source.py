@@ -41,8 +41,8 @@ class Leaf:
       shape: canonical.
       dtype: as stored; float32 if layers are stored in several dtypes.
       parts: functions that read the values as stored: one part per layer, or one part for the complete leaf.
-      puts: functions that put the same parts onto devices, given shape, dtype and sharding of a part, layers first. The
-        host holds only its devices' slices of a part. () for a leaf that is only written.
+      puts: functions that put the same parts onto devices, given a part's shape (layers first), dtype and sharding. The
+        host reads only its devices' slices of a part. () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct
 
 
 def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """Returns the sharding, in device memory, of an array whose axes are obtained from `ndim` axes by `change`."""
+    """Returns the sharding, in device memory, for axes derived from `ndim` axes; `change` maps the spec's entries."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding  # one device
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -122,7 +122,7 @@ class Source(Protocol):
     path: Path
     tokenizer: Path  # the folder of the tokenizer's files, if there are any
     kind: str  # a description in words
-    about: About  # what it says about the model beside weights and tokenizer
+    about: About  # data about the model other than weights and tokenizer
     length: int | None  # the longest text the model was trained for, if the checkpoint states it
     averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
 
@@ -134,7 +134,7 @@ class Source(Protocol):
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """Returns which of these weights of a model of `config` the checkpoint has, at least in part."""
+        """Returns which of the weights `shapes` of a model of `config` the checkpoint has, at least in part."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.
@@ -186,9 +186,9 @@ def common_dtype(dtypes: Collection[np.dtype]) -> tuple[np.dtype, tuple[str, ...
 
 @contextlib.contextmanager
 def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = print) -> Iterator[Tick]:
-    """Yields a function that counts bytes. If the work takes long, it shows the progress through `leaves`.
+    """Yields a function that counts bytes and, if the work takes long, shows the progress through `leaves`.
 
-    On a terminal, it shows a bar on stderr. Elsewhere, it passes a line to `say`, at most one per 10 s.
+    On a terminal, it shows a bar on stderr. Elsewhere, it passes lines to `say`, at most one per 10 s.
     """
     total = sum(leaf.nbytes for leaf in leaves)
     if sys.stderr.isatty():
@@ -209,14 +209,14 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by canonical name, in the order of the dict. A value of the dict that is a
-    pytree has a name for each of its leaves."""
+    """Returns the leaves of a nested dict by canonical name, in the order of the dict. If a value is a pytree, each of
+    its leaves has a name."""
     parts = {name: by_name(value) for name, value in _flat(tree).items()}
     return {f"{name}/{part}".rstrip("/"): leaf for name, found in parts.items() for part, leaf in found.items()}
 
 
 def filled(tree: T, flat: Mapping[str, Any]) -> T:
-    """Returns `tree` with the leaves `flat`, which have the names of its leaves (`names_of`)."""
+    """Returns `tree` with its leaves replaced by those in `flat`, by name (`names_of`)."""
     return jax.tree_util.tree_map_with_path(lambda path, _: flat[name_of(path)], tree)
 
 
@@ -235,7 +235,7 @@ def joined(params: Any, rest: Any) -> dict[str, Any]:
 
 
 def parted(weights: Any, rest: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the inverse of `joined`: (parameters, state without gradient). `rest` has the names of the latter."""
+    """Inverts `joined`: returns (parameters, state without gradient). `rest` has the names of the latter."""
     flat, others = _flat(weights), _flat(rest).keys()
     params = {name: leaf for name, leaf in flat.items() if name not in others}
     return nested(params), nested({name: leaf for name, leaf in flat.items() if name in others})

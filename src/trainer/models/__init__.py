@@ -1,6 +1,6 @@
 """Models: the transformer, and a folder for each family.
 
-`facts.py` of a folder says what the first stage asks, without JAX; `family.py` declares everything else.
+In each folder, `facts.py` has what the configuration stage reads, without JAX; `family.py` declares everything else.
 """
 
 # Maps decoder_block to the facts of its family. Nothing outside of this package names a family.

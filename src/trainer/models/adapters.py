@@ -33,7 +33,7 @@ def is_adapted(config: Config, name: str) -> bool:
 
 
 def with_adapters(config: Config, rules: Rules) -> Rules:
-    """Returns `rules`, in which the products of the chosen matrices have an adapter each; `rules` without LoRA."""
+    """Returns `rules` with an adapter added to the product of each chosen matrix; without LoRA, `rules` unchanged."""
     return [("", functools.partial(_adapted, config, rules))] if config.enable_lora else rules
 
 
@@ -88,8 +88,8 @@ def apply_lora_on_base_params(
 
     Args:
       base_params: a nested dict of canonical names. Its arrays stay as they are.
-      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in it replace those of
-        the base.
+      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in it replace the base's
+        parameters.
       lora_scale_factor: lora_alpha / lora_rank.
 
     Raises:
@@ -105,8 +105,8 @@ def unapply_lora_from_base_params(
     *,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the inverse of `apply_lora_on_base_params`, up to rounding; see there. Parameters in `kept`, such as the
-    base before, are returned exactly."""
+    """Inverts `apply_lora_on_base_params`, up to rounding; see there. Parameters in `kept`, such as the original base,
+    are returned exactly."""
     adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
     before = _flat(kept or {})
     if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:

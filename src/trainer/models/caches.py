@@ -15,14 +15,14 @@ from trainer.ops.scaled import Scaled, scaled
 from trainer.sharding import Axes
 
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
-PLACES = "activation_kv_length"  # the axis of a cache with a place for each position
+PLACES = "activation_kv_length"  # the axis of a cache with an entry for each position
 
 
 def init_cache(config: Config, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions.
 
-    They are stacked if the loop over layers is rolled. An unrolled loop has `Layers`: before it read the cache of a
-    layer in a stack, it would copy it.
+    They are stacked if the loop over layers is rolled. An unrolled loop has `Layers`, because it would copy a layer's
+    cache before reading it from a stacked array.
     """
 
     def empty(block: Any, count: int) -> Any:
@@ -43,8 +43,8 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
 def cache_axes(config: Config) -> Any:
     """Returns the logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries.
 
-    A block names those of its own with `cache_axes()`. Without it, only the rows have a name, and the positions: the
-    second axis is `PLACES` if its size depends on the length.
+    A block names the axes of its arrays with `cache_axes()`. Without it, only rows and positions have names: the second
+    axis is `PLACES` if its size depends on the length.
     """
 
     def named(block: Any, count: int) -> Any:
@@ -62,8 +62,8 @@ def cache_axes(config: Config) -> Any:
 
 
 def _shared(config: Config, names: Axes, array: Any) -> list[int]:
-    """Returns the axes, from the last, along which an array of a cache has one scale; [] if it is not quantized: state
-    without positions, or one number for each."""
+    """Returns the axes, counted from the last, along which a cache's array shares one scale; [] if the array is not
+    quantized: state without positions, or a single number per position."""
     if not config.quantize_kvcache or PLACES not in names or not jnp.issubdtype(array.dtype, jnp.floating):
         return []
     of_token = range(-1, names.index(PLACES) - array.ndim, -1)
@@ -93,7 +93,7 @@ def _cache_names(array: jax.ShapeDtypeStruct, longer: jax.ShapeDtypeStruct) -> A
 
 
 def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
-    """`value(block, count)` of each stack's blocks, which are modules of shapes."""
+    """Returns `value(block, count)` for each stack's blocks, which are modules of abstract arrays."""
 
     def shapes(block: MakeBlock) -> Any:
         return nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))
@@ -102,6 +102,6 @@ def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, li
 
 
 def takes_cache(config: Config) -> bool:
-    """Returns whether every block makes a cache, so that one can sample from the model. Linen blocks make none."""
+    """Returns whether every block makes a cache, as sampling requires. Linen blocks make none."""
     classes = map(block_class, blocks(stacks(config)))
     return all(issubclass(made, nnx.Module) and hasattr(made, "init_cache") for made in classes)

@@ -22,7 +22,7 @@ def clipped_layers(config: Config) -> dict[str, Clipped]:
     multi-token prediction. The arrays of the layers are abstract. Call this in tree mode.
 
     Raises:
-      UserError: a block of a stack has no such layer, and does not declare that it needs none.
+      UserError: a block of a stack has no such layer, and does not set `logit_factors = None`.
     """
     declared = {
         f"decoder/{path}": block
@@ -62,7 +62,7 @@ def _in_block(config: Config, block: MakeBlock, path: str) -> dict[str, Clipped]
 
 
 def _stating(module: nnx.Module, path: str) -> dict[str, Clipped]:
-    """Returns the layers of `module`, at `path`, that define factors. Of nested ones, returns only the outermost."""
+    """Returns the layers of `module`, at `path`, that define factors. If they are nested, only the outermost counts."""
     found: dict[str, Clipped] = {}
     for below, layer in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         name = "/".join(filter(None, (path, *map(str, below))))

@@ -22,10 +22,10 @@ from trainer.products.context import Context
 class ExpertBlock(llama2.Block):
     """Llama's block with a mixture of experts in place of its MLP. Subclasses set the layer's name and the score.
 
-    Dropout is that of Llama's block, without dropout of hidden units.
+    Dropout is as in Llama's block, but hidden units have no dropout.
     """
 
-    NAME: ClassVar[str]  # of the layer, and so of its parameters: MaxText's
+    NAME: ClassVar[str]  # MaxText's name of the layer, and so the prefix of its parameters
     WEIGHS_INPUTS: ClassVar[bool] = False  # see `MoE`
 
     @staticmethod
@@ -34,14 +34,13 @@ class ExpertBlock(llama2.Block):
         raise NotImplementedError
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """See `llama2.Block.add_feed_forward`."""
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         """The layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
-          UserError: the width of an expert is missing, which the facts of a family report earlier.
+          UserError: the width of an expert is missing. Facts of a family that need it report this earlier.
         """
         if config.base_moe_mlp_dim == -1:
             raise UserError("base_moe_mlp_dim=-1: the hidden width of an expert is missing")
@@ -64,15 +63,13 @@ class ExpertBlock(llama2.Block):
         )
 
     def feed_forward(self, x_bte: jax.Array, context: Context) -> jax.Array:
-        """See `llama2.Block.feed_forward`."""
         return getattr(self, self.NAME)(x_bte, context)
 
 
 class SharedExpertBlock(ExpertBlock):
-    """The same, with `shared_experts` that every token goes to."""
+    """An `ExpertBlock` with `shared_experts`, which process every token."""
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `ExpertBlock.make_experts`."""
         routed = super().make_experts(config, rngs, dtypes, **given)
         hidden = config.shared_experts * config.base_moe_mlp_dim
         activations = config.mlp_activations
@@ -80,17 +77,17 @@ class SharedExpertBlock(ExpertBlock):
 
 
 def stack_of(config: Config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:
-    """Returns the stack `name` of `layers` layers. Every `interleave_moe_layer_step`-th is `sparse`, the others are
-    `dense`; together they are a pattern (`layers.stack.Stack`)."""
+    """Returns the stack `name` of `layers` layers, with a repeated pattern of blocks (`layers.stack.Stack`): every
+    `interleave_moe_layer_step`-th is `sparse`, the others are `dense`."""
     step = config.interleave_moe_layer_step
     return Stack(name, (dense,) * (step - 1) + (sparse,), layers // step)
 
 
 def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, Layout]:
-    """Llama's layouts, and those of the experts in the layer `name`.
+    """Returns Llama's layouts and the layouts of the experts in the layer `name`.
 
     Args:
-      router, gate, up, down: the names of the tensors in a layer of Hugging Face's, the last three with
+      router, gate, up, down: the tensors' names within a Hugging Face layer, the last three with
         `models.huggingface.EXPERT`.
     """
     own, there = f"decoder/layers/{name}", "model.layers.{}."
@@ -103,7 +100,7 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
 
 
 def layouts_in_gguf(own: str, end: str = "", file: str = "weight") -> dict[str, Layout]:
-    """The layouts of the matrices of experts in the layer `own`, by canonical name, in GGUF files: of gate, up and
-    down, a tensor of all experts each. `end`, `file`: the ends of our names and of the tensors'."""
+    """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name. Gate, up and down are one
+    tensor of all experts each. `end`, `file`: the ends of our names and of the tensors' names."""
     each, names = f"model.layers.{{}}.mlp.experts.{EXPERT}.", {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     return {f"{own}/{name}{end}": Layout(f"{each}{it}_proj.{file}", inputs=int(not end)) for name, it in names.items()}

@@ -34,7 +34,7 @@ from trainer.products.plain import Rules, make_wide
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
-# The attributes of a decoder other than its stacks. No stack may have one of these names or of its methods' names.
+# The attributes of a decoder other than its stacks. A stack's name may be none of these, and no name of a method.
 NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
 _QUERIES_AND_KEYS = ("/query/kernel", "/key/kernel")
@@ -42,13 +42,13 @@ RESERVED = frozenset({*dir(nnx.Module), *NOT_STACKS, *_METHODS})
 
 
 def in_stack(name: str) -> bool:
-    """Returns whether the parameter `name` belongs to a stack, so that its leading axes are those of the stack."""
+    """Returns whether the parameter `name` belongs to a stack and thus has the stack's leading axes."""
     _, found, path = f"/{name}".partition("/decoder/")
     return bool(found) and path.partition("/")[0] not in NOT_STACKS
 
 
 def leading_axes(stacks: Sequence[Stack], name: str) -> tuple[str, ...]:
-    """Returns the leading axes, which stack layers, of the parameter `name`; () outside of the stacks."""
+    """Returns the leading axes of the parameter `name`, along which layers are stacked; () outside of the stacks."""
     found = (stack.axes for stack in stacks if f"/decoder/{stack.name}/" in f"/{name}/")
     return next(found, ())
 
@@ -70,10 +70,10 @@ def family(decoder_block: str) -> Family:
 
 
 def loads_from(decoder_block: str, trained: str) -> bool:
-    """Returns whether a family loads parameters that were trained under the family `trained`, which is not imported.
+    """Returns whether a family may load parameters that were trained under the family `trained`.
 
-    A family of this package does if both declare the same stacks, norm, products and embedding scale: then both compute
-    the same function of the same keys. A family by import path does, because the user named it.
+    Within this package, both must declare the same stacks, norm, products and embedding scale, so that both compute the
+    same function of the same keys. A user's family always may, and a user's `trained` is not imported.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
@@ -87,7 +87,7 @@ def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any
 
 
 def product_rules(config: Config) -> Rules:
-    """Returns the rules for products: those of `unmasked_rules`, with the masks of weight sparsity, and adapters."""
+    """Returns the rules for products: `unmasked_rules` with the masks of weight sparsity and with adapters."""
     return with_adapters(config, with_masks(config, unmasked_rules(config)))
 
 
@@ -102,11 +102,11 @@ def unmasked_rules(config: Config) -> Rules:
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:
-    """Refuses a rule for products, of the family, that matches no parameter in `names`, of arrays: a parameter may be a
-    pytree.
+    """Refuses the family's rules for products that match none of `names`, the names of the model's arrays. A parameter
+    may be a pytree of several arrays.
 
     Raises:
-      UserError: names the rules.
+      UserError: a rule matches no parameter; the message names all such rules.
     """
     rules = family(config.decoder_block).products(config)
     whole = {path for name in names for path in itertools.accumulate(name.split("/"), "{}/{}".format)}
@@ -118,10 +118,10 @@ def check_products(config: Config, names: Sequence[str]) -> None:
 
 
 def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
-    """Returns the declaration for Hugging Face that represents `config`, or is closest to it.
+    """Returns the family's Hugging Face declaration that represents `config`, or comes closest.
 
     Args:
-      decoder_block: the family whose declaration it is; by default that of `config`.
+      decoder_block: the family; by default that of `config`.
 
     Raises:
       UserError: the family declares none, or contradicts itself about the order of a head's entries.
@@ -172,7 +172,7 @@ def maxtext(decoder_block: str) -> MaxText:
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
-    """Returns the stacks of the decoder that `config`, resolved, describes, without empty stacks.
+    """Returns the non-empty stacks of the decoder of `config`, which is resolved.
 
     Raises:
       UserError: the stacks or their blocks are invalid.
@@ -226,7 +226,7 @@ def block_class(block: MakeBlock) -> Any:
 
 
 def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical axis: the rules of the configuration and of the family's own axes.
+    """Returns the mesh axes of each logical axis, by the rules of the configuration and those that the family adds.
 
     Raises:
       UserError: a rule of the family is invalid, or the configuration already has a rule for its axis.
@@ -281,7 +281,7 @@ def places_of(config: Config, names: Iterable[str]) -> dict[str, Place | None]:
 
 
 def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
-    """Checks that a block can be constructed with the arguments `made_of` and called with the arguments of a block.
+    """Checks that a block can be constructed with the arguments `made_of` and called with (x, cache, context).
 
     Raises:
       UserError: it cannot; the message names the decoder_block `name`.
@@ -311,10 +311,10 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
 
 
 def check_state(config: Config, subclasses: bool = True) -> None:
-    """Checks that a user's NNX blocks have parameters, and no other state that a forward pass would update.
+    """Checks that a user's NNX blocks have parameters, and no state that a forward pass would update.
 
-    `subclasses`: whether subclasses of `nnx.Param` and of `Buffer` are parameters and buffers. Linen keeps each type of
-    variable in a collection of its own, and its scan would drop those.
+    `subclasses`: whether subclasses of `nnx.Param` and of `Buffer` are allowed. Linen keeps each type of variable in a
+    separate collection, and its scan would drop the collections of such subclasses.
 
     Raises:
       UserError: a block has no parameters, or has other state such as running statistics or random number generators.

@@ -16,21 +16,21 @@ class MaxText:
     """Properties of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: the end of the canonical names of query kernels that MaxText stores multiplied by the factor on
-        scores, unless `use_qk_norm`; "": it multiplies scores by 1 / sqrt(head_dim).
-      own_scale: whether MaxText's factor on scores is neither of these; `refuses` then checks it.
+      scaled_queries: the end of the canonical names of query kernels, which MaxText stores already multiplied by the
+        factor on scores, unless `use_qk_norm`; "": MaxText multiplies scores by 1 / sqrt(head_dim).
+      own_scale: whether MaxText computes the factor on scores in another way; `refuses` then checks it.
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
-      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's name of the stacked
-        array, and to those of each layer if layers are not scanned; None: as `weights.maxtext.read` says.
+      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's names: of the stacked
+        array, and of each layer if layers are not scanned; None: the default of `weights.maxtext.read`.
       pairs: whether RoPE rotates adjacent pairs under every rope_type.
-      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as by its default.
-      scales_windows: whether rope_linear_scaling_factor scales RoPE in layers with a window, too.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, which is MaxText's default.
+      scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       interleaves_experts: whether the block reads `interleave_moe_layer_step`.
       keys: further keys of this trainer that the block reads under the same name.
-      more: returns keys of MaxText that have another name or value there, for a resolved configuration.
-      refuses: returns `key=value: reason` for each of a configuration's values that the block cannot compute.
+      more: returns MaxText's keys for a resolved configuration where their name or value differs from ours.
+      refuses: returns `key=value: reason` for each value of a configuration that MaxText's block does not support.
     """
 
     scaled_queries: str = ""
@@ -54,8 +54,8 @@ class Family:
 
     Attributes:
       stacks: maps a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
-        called as `block(x, cache, context) -> x, cache` (`products.Context`, `layers.cache`) and constructed as
-        `block(config, rngs)`, a Linen block as `block(config)`. Sampling requires `init_cache(rows, length)`.
+        constructed as `block(config, rngs)` (Linen: `block(config)`) and called as `block(x, cache, context) -> x,
+        cache` (`products.Context`, `layers.cache`). Sampling requires `init_cache(rows, length)`.
       forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including modules of
         multi-token prediction, like `models.flops.forward_flops_per_token`. None: two FLOPs for each entry of a matrix;
         attention is not counted.
@@ -64,12 +64,12 @@ class Family:
         these.
       tensors: names that the blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
         custom_offload_tensors select from these and from `projections`.
-      axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. They are fixed here:
+      axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. The key
         logical_axis_rules cannot change them.
-      products: maps a resolved configuration to the rules that choose the products of all matrices by their canonical
-        names. The matrix of the output head may be the embedding table.
+      products: maps a resolved configuration to the rules that choose the product of each matrix by its canonical name.
+        The matrix of the output head may be the embedding table.
       embedding_scale: returns the factor on the embedded tokens; the head does not use it. None: 1.
-      optional: canonical names of parameters, or common prefixes of several, that a checkpoint may lack, as in
+      optional: canonical names, or prefixes of names, of parameters that a checkpoint may lack, as in
         ["decoder/layers/gate"]; see `models.optional`.
       norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
       hugging_face: the family's weights and keys in Hugging Face's format, one declaration per model type there; () if

@@ -8,7 +8,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   half. Thus a query of a causal row of T tokens sees T / 2 keys, and under a sliding window of w <= T tokens it sees
   w - w^2 / (2 T) keys; in chunks of c tokens, with c a divisor of T, it sees c / 2. Scores between packed documents
   are counted, although the mask removes them;
-- in a mixture of experts the router counts and the experts of one token, no matter how the products are computed;
+- in a mixture of experts, the router and one token's experts count, no matter how the products are computed;
 - a module of multi-token prediction counts for every token, even for tokens at the end of a document that it skips;
 - the backward pass counts twice the forward pass, even where parameters are frozen; recomputation for rematerialization
   does not count.
@@ -71,7 +71,7 @@ def _attention(config: Config) -> int:
 def matmul_parameters(config: Config) -> int:
     """Returns the number of parameters in matrix products with a token, counted once per product.
 
-    These are the kernels of all blocks (of experts, only those of one token) and the output head, tied or not. With
+    These are the kernels of all blocks (with experts, only one token's experts) and the output head, tied or not. With
     multi-token prediction, each module adds its projection and the output head once more.
     """
     width, modules = config.base_emb_dim, config.mtp_num_layers

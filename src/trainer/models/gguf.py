@@ -1,7 +1,7 @@
-"""How a family's models stand in llama.cpp's GGUF files, where they differ from a folder of Hugging Face.
+"""How a family's llama.cpp GGUF files differ from its Hugging Face folders.
 
-The declaration of each family is in the family's file. They were checked against llama.cpp of cyllama 0.2.18, whose
-logits of a small model of each are those of this trainer.
+Each family's file has its declaration. All were checked against the llama.cpp of cyllama 0.2.18: for a small model of
+each family, its logits agree with this trainer's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,21 +31,21 @@ class Gguf(NamedTuple):
     """The architecture of a family in llama.cpp.
 
     Attributes:
-      name: in general.architecture.
-      when: whether a file with this name is read so, given a function that returns the value with the end of a key: an
-        integer, or of the type that is its second argument.
+      name: the value of general.architecture.
+      when: whether this declaration applies to a file with this name. Its argument is a function that returns the value
+        at a key, given the end of the key and a type (by default int).
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
-      layouts: those of parameters that stand in other tensors than in a folder, with names of Hugging Face that the
-        package gguf knows. One with `EXPERT` means the tensor of all experts of a layer.
-      sizes, numbers: the end of the key of each integer and number, and its field of config.json.
-      needs: keys without which llama.cpp does not read a file, besides `EPSILON` and `USED`.
+      layouts: the layouts of parameters whose tensors differ from those of a folder, with Hugging Face names that the
+        package gguf knows. A name with `EXPERT` is the tensor of all experts of a layer.
+      sizes, numbers: map the end of each key with an integer or a number to its field of config.json.
+      needs: further keys without which llama.cpp refuses a file, besides `EPSILON` and `USED`.
       more: the types of the values at further keys.
-      fields: further fields of config.json, given those that were read, also rope_scaling, and the values of `more` by
-        their keys.
-      write: returns values at keys of `more` and others, given config.json as this trainer writes it.
-      refuses: returns why llama.cpp computes another function, given the same; "" if it does not.
-      note: how llama.cpp computes every file of the architecture differently; "" if it does not.
+      fields: returns further fields of config.json, given the fields that were read, including rope_scaling, and the
+        values of `more` by key.
+      write: returns values for the keys of `more` and others, given config.json as this trainer writes it.
+      refuses: returns why llama.cpp computes another function, given the same config.json; "" if it does not.
+      note: how llama.cpp differs for all files of the architecture.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Gguf(NamedTuple):
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:
-    """Returns query_pre_attn_scalar, which llama.cpp derives: the size of a head, but in the model of `largest` layers
-    its width over its heads."""
+    """Returns query_pre_attn_scalar as llama.cpp derives it: head_dim, but for the model with `largest` layers its
+    width divided by its number of heads."""
     width = said.get("hidden_size", 0) // (said.get("num_attention_heads") or 1)
     return width if said.get("num_hidden_layers") == largest else said.get("head_dim", width)

@@ -1,7 +1,7 @@
-"""How tokenizers in GGUF files split a text into words: the names in tokenizer.ggml.pre, and what they mean.
+"""How tokenizers in GGUF files split text into words: the meaning of each name in tokenizer.ggml.pre.
 
-llama.cpp knows about 80 names (src/llama-vocab.cpp). Here are those of the families of this package, as the published
-tokenizer.json of these models has them; tests/goldens/gguf_tokens.json has llama.cpp's tokens for each.
+llama.cpp has about 80 names (src/llama-vocab.cpp). These are the names for the families of this package, defined as in
+the models' published tokenizer.json; tests/goldens/gguf_tokens.json has llama.cpp's tokens for each.
 """
 
 from collections.abc import Mapping
@@ -40,9 +40,9 @@ class Splitting(NamedTuple):
     """
     Attributes:
       steps: the pre-tokenizers of a tokenizer.json.
-      whole: whether a word that is a token is not built by merges.
-      begins: whether a text begins with bos_token, unless the file says otherwise.
-      normalizer: of the tokenizer.json. llama.cpp has none, and differs where it changes a text.
+      whole: whether a word that is itself a token skips the merges.
+      begins: whether a text begins with bos_token, unless the file specifies it.
+      normalizer: of the tokenizer.json. llama.cpp has no normalizer, so it differs where this changes a text.
     """
 
     steps: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class Splitting(NamedTuple):
 
     @property
     def pre_tokenizer(self) -> dict[str, Any]:
-        """As a tokenizer.json has it."""
+        """The pre_tokenizer of a tokenizer.json."""
         return self.steps[0] if len(self.steps) == 1 else {"type": "Sequence", "pretokenizers": self.steps}
 
 
@@ -89,7 +89,7 @@ WORDS: Mapping[str, Splitting] = {
 
 
 def words_of(spec: Mapping[str, Any]) -> str | None:
-    """Returns the name of the words of `spec`, a tokenizer.json; None if none of the names means them."""
+    """Returns the name of the splitting that `spec`, a tokenizer.json, uses; None if no name matches."""
     steps, whole = _steps(spec.get("pre_tokenizer")), bool(spec["model"].get("ignore_merges"))
     normalizer = spec.get("normalizer")
     if normalizer and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) < 2:
@@ -101,7 +101,7 @@ def words_of(spec: Mapping[str, Any]) -> str | None:
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the steps, without what does not change the words."""
+    """Returns the steps, without settings that do not change the words."""
     given = pre_tokenizer or {}
     steps = given["pretokenizers"] if given.get("type") == "Sequence" else [given]
     plain = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]
@@ -109,5 +109,5 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _escaped(pattern: Mapping[str, str]) -> dict[str, str]:
-    """Returns the pattern with ends of lines as escapes. Some files have the characters."""
+    """Returns the pattern with line ends as escapes. Some files contain the characters themselves."""
     return {kind: text.replace("\r", r"\r").replace("\n", r"\n") for kind, text in pattern.items()}

@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.models.gguf import Gguf
 
-EXPERT = "<expert>"  # stands for the number of the expert in the name of a tensor
+EXPERT = "<expert>"  # placeholder for the expert's number in the name of a tensor
 
 
 _SAME = {"softmax": ""}  # values of routed_score_func with the same meaning
@@ -23,17 +23,17 @@ class Layout(NamedTuple):
     """The tensors of one parameter in a Hugging Face checkpoint.
 
     Attributes:
-      name: the name of the tensor, with {} for the number of the layer. If it contains `EXPERT`, each expert has its
-        own tensor, and the first axis of our parameter of one layer is experts. All other attributes then describe the
-        parameter of one expert.
+      name: the name of the tensor, with {} for the number of the layer. If it contains `EXPERT`, each expert has a
+        separate tensor, and experts are the first axis of our parameter of one layer. All other attributes then
+        describe the parameter of one expert.
       inputs: 0 if the tensor has our shape or is `flat`. Otherwise the tensor is a matrix [out, in], and the first
         `inputs` axes of our kernel are its inputs.
-      rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is a head, or several heads one
-        after the other, and this is the key for the number of entries of a head: "head_dim". Hugging Face stores each
-        head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
+      rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is one or more consecutive heads,
+        and this is the configuration key for the number of entries of a head: "head_dim". Hugging Face stores each head
+        as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
       flat: whether the tensor has a single axis, into which all of our axes are merged.
-      swapped: whether the tensor has the last two of our axes in the other order: [experts, out, in] for the matrices
-        [experts, in, out] of all experts. It has no `inputs`, no `rotated` and no `EXPERT`.
+      swapped: whether the last two axes are swapped: the tensor is [experts, out, in] for our matrices [experts, in,
+        out] of all experts. This excludes `inputs`, `rotated` and `EXPERT`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert has its own tensor."""
+        """Whether each expert has a separate tensor."""
         return EXPERT in self.name
 
     def of_adapter(self) -> tuple["Layout", "Layout"]:
@@ -77,8 +77,8 @@ class Layout(NamedTuple):
         return head
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
-        """Returns `box`, a box of one layer of our `shape`, enlarged such that it is one box of the tensor and contains
-        complete heads of `head` entries on its last axis; 0: no heads."""
+        """Returns `box`, a box of one layer of our `shape`, enlarged so that it maps to a single box of the tensor and
+        its last axis contains complete heads of `head` entries; 0: no heads."""
         outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
         wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
         if head:
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
         return tuple(wide)
 
     def box(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Returns the box of the tensor that holds `box`, a widened box of our `shape`."""
+        """Returns the box of the tensor that corresponds to `box`, a widened box of our `shape`."""
         if self.flat:
             rows = math.prod(shape[1:])
             return (slice(box[0].start * rows, box[0].stop * rows),)
@@ -116,14 +116,14 @@ class Layout(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """A model in transformers that has more than a model of text, which is one of a family.
+    """A multimodal model in transformers whose text model belongs to a family.
 
     Attributes:
-      model_type: its name there.
-      texts: the model types of `text_config` that it may have; the first one if text_config names none.
-      towers: the first words of the names of its other tensors; transformers 5 may write "model." before them.
+      model_type: its name in transformers.
+      texts: the model types that its `text_config` may have; the first is the default.
+      towers: the prefixes of the names of its other tensors; transformers 5 may write "model." before them.
       fields: the fields of config.json that only its other parts read.
-      tokens: the fields with the tokens that stand for what is no text, with their defaults there.
+      tokens: the fields of placeholder tokens for content other than text, with their defaults in transformers.
       tied: the default of its tie_word_embeddings.
     """
 
@@ -136,14 +136,14 @@ class Outer(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A module of a Hugging Face checkpoint whose tensors merge those of several modules along their outputs.
+    """A module of a Hugging Face checkpoint whose tensors concatenate several modules' tensors along the outputs.
 
-    `Layout`s name the parts, as if each had its own tensor.
+    `Layout`s name the parts, as if each had a separate tensor.
 
     Attributes:
       name: the end of its name, as in "self_attn.qkv_proj".
-      parts: the ends of the names of its parts, in their order, as in ("self_attn.q_proj", ...).
-      interleaved: whether the outputs of the parts alternate: output i of part k is output i x len(parts) + k of all.
+      parts: the ends of the names of its parts, in order, as in ("self_attn.q_proj", ...).
+      interleaved: whether the parts' outputs alternate: output i of part k is merged output i x len(parts) + k.
       axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
     """
 
@@ -153,8 +153,8 @@ class Merged(NamedTuple):
     axis: int = 0
 
     def find(self, tensor: str) -> tuple[str, int] | None:
-        """Returns the name of the merged tensor, and the number of the part, given the name of a part's tensor; None if
-        it is no part of this module."""
+        """Returns the name of the merged tensor and the number of the part, given the name of a part's tensor; None if
+        the tensor is not a part of this module."""
         for i, part in enumerate(self.parts):
             before, found, after = f".{tensor}.".partition(f".{part}.")
             if found:
@@ -180,43 +180,43 @@ class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
     Attributes:
-      model_type, architecture: the family's names there.
+      model_type, architecture: the family's names in transformers.
       layouts: the layout of each parameter, by canonical name.
-      merged: the modules that merge several of those that the layouts name.
+      merged: the modules that merge several modules that the layouts name.
       defaults: values of absent fields of config.json.
-      nested: further ones if config.json is the `text_config` of another: of that, transformers 4 wrote only the values
-        that differ from its class, whose values these are.
-      outers: models with towers whose text model is one of this type, or of another that they name.
+      nested: further such values if config.json is the `text_config` of another model. These are the defaults of its
+        class in transformers, because transformers 4 wrote only the values that differ from them.
+      outers: multimodal models whose text model has this type, or another one of their `texts`.
       qk_norm: whether the family normalizes queries and keys; `sizes` may name a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
         layer_types says; "chunked": `read` knows the chunks of each layer.
-      period: the n of "alternating" without layer_types. `period_field`: the field that may give another.
-      ropes: the kinds of RoPE that the family has, by their names in config.json; (): all but longrope.
+      period: the n of "alternating" without layer_types. `period_field`: the field that may override it.
+      ropes: the types of RoPE that the family supports, as named in config.json; (): all but longrope.
       rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
       rope_ignored: fields of the RoPE object that transformers does not read.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
-      local_rope: "" if all layers rotate alike. Otherwise layers with a window rotate without scaling, by the base in
-        this field of config.json.
+      local_rope: "" if RoPE is the same in all layers. Otherwise layers with a window use RoPE without scaling, with
+        the base in this field of config.json.
       epsilon: the field with the epsilon of norms.
-      activation: the field with the activation of the gate. `activations`: its further values, with our names.
+      activation: the field with the gate's activation. `activations`: maps its further values to our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
-      sizes: further keys of this trainer, each with the field of config.json that gives its value; null: the key's
-        default. attention_bias and mlp_bias must be false in families that do not name them here.
-      powers: further keys, each with a positive field and a power of it, which is the value: {"logits_multiplier":
-        ("logits_scaling", -1)} if logits are divided by logits_scaling. null: the key's default.
-      latent: whether the attention is multi-head latent attention. `whole_heads_of_latents`: whether its head_dim is
-        that of a whole head, of which partial_rotary_factor says how much RoPE rotates; else it is that of this part.
+      sizes: maps further keys of this trainer to the field of config.json with the value; null: the key's default.
+        attention_bias and mlp_bias must be false in families that do not list them here.
+      powers: maps further keys to a positive field and an exponent; the value is the field to that power:
+        {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. null: the key's default.
+      latent: whether the attention is multi-head latent attention. `whole_heads_of_latents`: whether head_dim is the
+        size of a whole head, and partial_rotary_factor its rotated share; if not, head_dim is the rotated part.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
-      read: returns further keys of this trainer, given config.json with `defaults`, and appends to the list what cannot
-        be represented. `fields`: the fields that it reads. `write`: returns these for a resolved configuration.
+      read: returns further keys of this trainer, given config.json with `defaults`, and appends to the list any values
+        that cannot be represented. `fields`: the fields that it reads. `write`: returns them for a resolved config.
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: the word of a module's name in transformers 5, with that of its tensors' names where it differs.
-      methods: the values of topk_method for experts that are not grouped and for grouped ones; "": it has no groups.
-      gguf: its models in files of llama.cpp; None if these are neither read nor written.
+      modules: maps the word of a module's name in transformers 5 to the word in its tensors' names, where they differ.
+      methods: the values of topk_method without and with groups of experts; "": the family has no groups.
+      gguf: the declaration of its llama.cpp files; None if they are neither read nor written.
     """
 
     model_type: str
@@ -256,7 +256,7 @@ class HuggingFace(NamedTuple):
     gguf: Gguf | None = None
 
     def in_gguf(self) -> "HuggingFace":
-        """Returns the declaration of the tensors of a GGUF file, by names of Hugging Face."""
+        """Returns this declaration with the layouts of a GGUF file, with Hugging Face names."""
         return self._replace(layouts={**self.layouts, **(self.gguf.layouts if self.gguf else {})})
 
     def contradicted(self, config: Config) -> list[str]:
@@ -278,9 +278,9 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def reordered(x: Any, head: int, *, pairs: bool) -> Any:
-    """Reorders the entries of heads, of a NumPy or JAX array. The last axis has heads of `head` entries; 0: no heads.
+    """Reorders the entries of heads. The last axis of `x` (NumPy or JAX) has heads of `head` entries; 0: no heads.
 
-    With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n), otherwise the other way round.
+    With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n); without, the reverse.
     """
     if not head:
         return x

@@ -1,4 +1,4 @@
-"""Initial parameters, the same for every combination."""
+"""Initial parameters, the same in every combination of NNX and Linen."""
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from trainer.models.transformer import Decoder, Transformer
 def init_variables(config: Config, key: jax.Array, decoder: type[Decoder] = Decoder) -> tuple[dict, dict]:
     """Returns initial (params, rest): nested dicts of canonical names. Can be traced by jit.
 
-    The values do not depend on a pipeline.
+    The values are the same with and without a pipeline.
     """
     model = Transformer(unpipelined(config), nnx.Rngs(params=key), decoder)
     variables = (nnx.to_pure_dict(part) for part in nnx.state(model, nnx.Param, nnx.Not(nnx.Param)))

@@ -25,11 +25,11 @@ _CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless th
 
 
 def matrix_names(config: Config, key: str = "quantization") -> list[str]:
-    """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass,
-    for the sake of `key`.
+    """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass.
+    `key`: the configuration key that needs them, for messages.
 
     Raises:
-      UserError: a block is a user's Linen module, whose products are its own.
+      UserError: a block is a user's Linen module; rules cannot choose its products.
     """
     found: list[str] = []
 
@@ -46,7 +46,7 @@ def matrix_names(config: Config, key: str = "quantization") -> list[str]:
 
 
 def _kernels(config: Config, path: str, block: MakeBlock, key: str) -> list[Kernel]:
-    """Returns the matrices of a block, whose canonical name is `path`, for the sake of `key`."""
+    """Returns the matrices of a block, whose canonical name is `path`. `key`: see `matrix_names`."""
     if not issubclass(block_class(block), nnx.Module):
         raise UserError(
             f"{key}={config[key]}: {block_class(block).__name__} is a Linen module, which has its own products; only "
@@ -62,14 +62,14 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Returns the matrices that are quantized, by canonical name.
 
     Args:
-      shapes: of the weights of the same model with float matrices.
+      shapes: the weights' shapes in the same model with float matrices.
 
     Raises:
       UserError: see `check_matrices`.
     """
     check_matrices(config)
     found = _matrices(config, "quantization")
-    # Others are the output head and projections of modules, which have one axis of inputs.
+    # The others are the output head and the projections of modules; both have one input axis.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
@@ -77,7 +77,7 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _matrices(config: Config, key: str) -> dict[str, Kernel]:
-    """Returns the matrices of all blocks by canonical name, for the sake of `key`."""
+    """Returns the matrices of all blocks by canonical name. `key`: see `matrix_names`."""
     blocks = [
         (f"decoder/{path}", block)
         for stack in stacks(config)
@@ -102,7 +102,7 @@ def adapted_names(config: Config) -> list[str]:
     """Returns the matrices with an adapter; [] without LoRA.
 
     Raises:
-      UserError: see `matrix_names`; or there is none.
+      UserError: no matrix has an adapter, or see `matrix_names`.
     """
     if not config.enable_lora:
         return []
@@ -116,8 +116,8 @@ def masked_kernels(config: Config) -> list[Kernel]:
     """Returns the matrices that weight sparsity masks; [] without it.
 
     Raises:
-      UserError: a block is a user's Linen module, there is no such matrix, or the length of the axis that a product
-        sums over is no multiple of weight_sparsity_m.
+      UserError: a block is a user's Linen module, no matrix is masked, or the length of the axis that a product sums
+        over is not a multiple of weight_sparsity_m.
     """
     if (m := config.weight_sparsity_m) is None:
         return []
@@ -149,7 +149,7 @@ def quantized_names(config: Config) -> list[str]:
 
 
 def check_matrices(config: Config) -> None:
-    """Refuses keys that choose no matrix, for training.
+    """Refuses keys for training that select no matrix.
 
     Raises:
       UserError: nothing is adapted, quantized or masked, unquantized_modules has a pattern that matches nothing, or see

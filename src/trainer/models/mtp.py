@@ -1,13 +1,13 @@
-"""Multi-token prediction: modules after the model that predict further tokens (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Multi-token prediction: modules after the model predict further tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 At token t, module k = 1, 2, ... reads the embedding of token t + k and the hidden states h_{k-1} of module k - 1. It
 computes h_k, from which the model's output head predicts token t + k + 1:
 
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
-h_0 is the model's own hidden states. Each h is an input of the output head: it is taken after the norm and after
-dropout (docs/decisions/0015-multi-token-prediction.md). The block is the same as in the last layer. Embedding and
-output head are the model's. This module serves both NNX and Linen. `ops` explains the letters in shapes.
+h_0 is the model's hidden states. Each h is an input of the output head, so it is taken after the norm and after
+dropout (docs/decisions/0015-multi-token-prediction.md). The block is of the same class as the last layer. The modules
+share the model's embedding and output head. This file serves NNX and Linen. `ops` explains the letters in shapes.
 """
 
 from collections.abc import Callable
@@ -40,9 +40,9 @@ Parts = Callable[[int, str], Any]
 
 
 class Ahead(NamedTuple):
-    """What module k reads of the tokens after token t: int [b, t, modules], with k - 1 as the last index.
+    """The tokens after token t that module k reads: int [b, t, modules], with k - 1 as the last index.
 
-    The tokens of a row may be in any order, so this cannot be computed from the model's inputs.
+    Rows may store tokens in any order, so this cannot be computed from the model's inputs.
     """
 
     tokens: jax.Array  # token t + k
@@ -50,10 +50,10 @@ class Ahead(NamedTuple):
 
 
 def embedded(embed: Callable[[jax.Array], jax.Array], inputs: jax.Array, ahead: Ahead | None) -> tuple[jax.Array, Any]:
-    """Returns the embeddings of `inputs` [b, t], and those of `ahead.tokens` with the modules first: [b, t, e] and
-    [modules, b, t, e]. Without `ahead` the second is None.
+    """Returns the embeddings of `inputs` [b, t] and of `ahead.tokens`: [b, t, e] and [modules, b, t, e]. Without
+    `ahead` the second is None.
 
-    They share one lookup, so that the gradient of the table is summed, reduced and held once.
+    They share one lookup, so that the gradient of the table is summed, reduced and stored once.
     """
     if ahead is None:
         return embed(inputs), None
@@ -125,7 +125,6 @@ class MtpBlock(nnx.Module):
             setattr(self, f"mtp_layer_{k}", MtpLayer(config, k, make_block, rngs))
 
     def part(self, k: int, name: str) -> Any:
-        """See `Parts`."""
         return getattr(getattr(self, f"mtp_layer_{k}"), part_name(k, name))
 
 
@@ -141,8 +140,8 @@ def run_mtp(
 ) -> Sown:
     """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
 
-    If not all k successors of a token are in its segment, the token is padding for module k and bears no loss there.
-    Positions are the positions of token t itself: RoPE depends only on their differences, and the first position in a
+    If not all k successors of a token are in its segment, the token is padding for module k and adds no loss there.
+    Positions are those of token t itself: RoPE depends only on position differences, and the first position in a
     segment stays 0.
 
     Args:

@@ -1,6 +1,6 @@
-"""The parameter-name map of multi-token prediction: the module of each parameter, and its Hugging Face tensor.
+"""Parameter names of multi-token prediction: the module of each parameter, and its Hugging Face tensor.
 
-The layout follows the published weights of DeepSeek-V3: module k comes after the L layers, as layer L + k - 1.
+The layout follows DeepSeek-V3's published weights: the modules follow the L layers, module k as layer L + k - 1.
 """
 
 import re
@@ -35,7 +35,7 @@ _PARTS = {
 }
 # Published weights repeat the model's own embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
-# Their names in Hugging Face, with {} for the number of the layer.
+# The names of all module tensors in Hugging Face, with {} for the number of the layer.
 MODULE_TENSORS = tuple(f"model.layers.{{}}.{name}" for name in (*(it.name for it in _PARTS.values()), *_COPIES))
 
 
@@ -46,7 +46,7 @@ def module_of(name: str) -> int:
 
 
 def decoder_name(config: Config, name: str) -> str:
-    """Returns the last layer's parameter that corresponds to `name` in a module's block; `name` itself elsewhere."""
+    """Returns the last layer's parameter that corresponds to `name` in a module's block; elsewhere, `name` itself."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
 
@@ -57,7 +57,7 @@ def is_final_norm(name: str) -> bool:
 
 
 def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) -> Mapping[str, Layout]:
-    """Returns the layouts of the modules of `config` and of a declaration, by default that of its family."""
+    """Returns the layouts of `declared` (by default, of the family of `config`), and of the modules of `config`."""
     layouts = dict((declared or hugging_face(config)).layouts)
     for stack in stacks(config):
         # Each block of a pattern has the layouts of the stack, unless the family declares its own.
@@ -81,11 +81,11 @@ def rotated_heads(
     """Returns the parameters of `shapes` whose entries RoPE rotates, with the number of entries of a head.
 
     Args:
-      why: the reason why their order has to be changed, for messages.
-      decoder_block: the family whose layouts say it, by default that of `config`.
+      why: the reason why their entries must be reordered, for messages.
+      decoder_block: the family whose layouts are used, by default that of `config`.
 
     Raises:
-      UserError: the family declares no layouts, or none of a parameter in a block, such as that of an adapter.
+      UserError: the family has no layouts, or none for a parameter in a block, such as an adapter.
     """
     if no_effect_of(config, "rope_interleave"):
         return {}
@@ -109,8 +109,8 @@ def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
 
 
 def hugging_face_copies(config: Config) -> dict[str, str]:
-    """Returns the tensors of the modules of `config` that may repeat a tensor of the model, each with the canonical
-    name of the repeated parameter."""
+    """Returns the modules' tensors that may repeat a tensor of the model, each with the canonical name of the repeated
+    parameter."""
     copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
     table = _COPIES["embed_tokens.weight"]
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies

@@ -1,4 +1,4 @@
-"""Maps the parameter names of blocks to the names of the blocks that they replace."""
+"""Maps a block's parameter names to the names in the block that it replaces."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -14,20 +14,19 @@ T = TypeVar("T")
 
 
 class Names:
-    """Maps the canonical names of one side to common names."""
+    """Maps one model's canonical names to common names."""
 
     def __init__(self, table: Mapping[str, str]):
-        """`table` maps this side's path of a parameter, or a common prefix of several paths, to the common path, as in
+        """`table` maps this model's path of a parameter, or a common prefix of several paths, to the common path:
         {"decoder/layers/qkv": "decoder/layers/c_attn"}."""
         self._table = dict(table)
 
     def inverse(self) -> "Names":
-        """Returns the map from common names to this side's names."""
+        """Returns the map from common names to this model's names."""
         return Names({other: own for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
-        """Returns the common name of a parameter, or of an array named after a parameter, such as its moment
-        `.../mu/NAME`."""
+        """Returns the common name of a parameter, or of an array named after one, such as its moment `.../mu/NAME`."""
         for own, other in self._table.items():
             if (start := f"/{name}/".find(f"/{own}/")) >= 0:
                 return name[:start] + other + name[start + len(own) :]
@@ -38,15 +37,14 @@ class Names:
         return {self.common(name): array for name, array in arrays.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Returns the paths of this side's table that match none of the canonical `names`."""
+        """Returns the paths in the table that match none of the canonical `names`."""
         names = [f"{name}/" for name in names]
         return [path for path in self._table if not any(name.startswith(f"{path}/") for name in names)]
 
     def shaped(self, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
         """Returns `arrays` by common names. Renamed arrays are reshaped to the shapes of `like`.
 
-        The shapes may differ, because a block with other names may merge axes, such as heads and head_dim into one axis
-        for a plain matrix product.
+        The shapes may differ because a block may merge axes, such as heads and head_dim for a plain matrix product.
         """
 
         def one(name: str, array: Any) -> Any:

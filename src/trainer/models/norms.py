@@ -10,8 +10,8 @@ from trainer.models.families import family
 
 
 def make_norm(config: Config, rngs: nnx.Rngs | None = None) -> Any:
-    """Returns a norm of the residual stream, of the family's kind: the norm after the last block, or one of a module of
-    multi-token prediction. It draws nothing from `rngs`."""
+    """Returns a norm of the family's type for the residual stream: the norm after the last block, or one in a module of
+    multi-token prediction. `rngs` is unused."""
     del rngs
     return family(config.decoder_block).norm(
         config.base_emb_dim,

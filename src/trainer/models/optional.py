@@ -1,4 +1,4 @@
-"""The parameters that a checkpoint may lack. They start from their initial values."""
+"""The parameters that a checkpoint may lack. Absent ones start from their initial values."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -7,15 +7,15 @@ from trainer.models.families import family
 from trainer.models.mtp import module_path
 from trainer.models.mtp_names import decoder_name, module_of
 
-_PRODUCT = "/product/"  # the part of the names of a product's own parameters (`products.MakeProduct`)
+_PRODUCT = "/product/"  # the part of a name that marks the parameters of a product (`products.MakeProduct`)
 
 
 def optional_group(config: Config, name: str) -> str:
     """Returns the path of the group of the canonical parameter `name`, or "" if no checkpoint may lack it.
 
     A checkpoint has all parameters of a group or none. The groups are
-    - below each path that the family declares (`Family.optional`), also in a block of multi-token prediction;
-    - the own parameters of one product, such as an adapter;
+    - the parameters below a path that the family declares (`Family.optional`), also in modules of MTP;
+    - the parameters of one product, such as an adapter;
     - a module of multi-token prediction.
     """
     in_decoder = decoder_name(config, name)
@@ -32,11 +32,11 @@ def lacking(
 ) -> dict[str, list[str]]:
     """Returns the names of each group of parameters that a checkpoint lacks, by the group's path.
 
-    A group of which the checkpoint has a part is not among them: what is missing from it is an error.
+    A group that is partly in the checkpoint is not returned: then a missing parameter is an error.
 
     Args:
       names: the canonical names of the model's parameters.
-      held: returns which of some names the checkpoint has, at least in part.
+      held: given names, returns those that the checkpoint has, at least in part.
     """
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""Stacks of layers of several kinds, which repeat."""
+"""Stacks with a repeating pattern of different layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ LAYERS, REMAINDER = "layers", "layers_remainder"
 
 
 def repeated(blocks: Sequence[MakeBlock], layers: int) -> list[Stack]:
-    """Returns the stacks of `layers` layers, which are `blocks` again and again: whole repetitions, then the rest."""
+    """Returns the stacks of `layers` layers that repeat `blocks`: first the whole repetitions, then the rest."""
     count, rest = divmod(layers, len(blocks))
     return [Stack(LAYERS, tuple(blocks), count), Stack(REMAINDER, tuple(blocks[:rest]), 1)]
 
@@ -25,13 +25,13 @@ def alternating(block: MakeBlock, config: Config) -> list[Stack]:
 
 
 def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute another pattern of layers than one without a window in `period`."""
+    """Returns why MaxText cannot compute the layers, unless one in `period` has no window; [] if it can."""
     every = config.sliding_window_pattern
     return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
 
 
 def rotated(every: int, layers: int) -> list[int]:
-    """Returns config.json's `no_rope_layers`: a 0 for every `every`-th layer, -1 for none, and a 1 for the others."""
+    """Returns config.json's `no_rope_layers`: 0 for every `every`-th layer (never, if it is -1), and otherwise 1."""
     return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
 
 

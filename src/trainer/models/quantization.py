@@ -32,7 +32,7 @@ def quantization_rules(config: Config) -> Rules:
 
 
 def _makers(config: Config) -> tuple[MakeProduct, MakeProduct]:
-    """Returns what makes the products of the layers, and that of the output head."""
+    """Returns the functions that make the products of the layers and of the output head."""
     if config.checkpoint_is_quantized:
         make = functools.partial(dequantized, storage_of(config))
         return make, make
@@ -48,7 +48,7 @@ def storage_of(config: Config) -> Storage:
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:
-    """Returns the recipe of the layers, and that of the output head."""
+    """Returns the recipes of the layers and of the output head."""
     name, backward = config.quantization, config.bwd_quantization_calibration_method
     of_weight = config.drhs_grad_quantization_calibration_method or backward
     methods = config.act_quantization_calibration_method, config.weight_quantization_calibration_method
@@ -78,7 +78,7 @@ def check_unquantized(config: Config, names: Sequence[str]) -> None:
     """Refuses patterns of unquantized_modules that match none of the matrices `names`.
 
     Raises:
-      UserError: names the patterns.
+      UserError: there are such patterns; the message names them.
     """
     patterns = config.unquantized_modules if config.quantization else ()
     whole = [*map(whole_name, names)]

@@ -10,13 +10,13 @@ from trainer.models.families import family
 
 
 def remat_policy(config: Config, stage: bool = False) -> Policy | None:
-    """Returns the policy of what a checkpointed block saves, or None if no block is checkpointed.
+    """Returns the policy that determines what a checkpointed block saves, or None if no block is checkpointed.
 
-    `stage`: of an iteration of a pipeline's stage, which also saves the inputs of its blocks. See
-    `layers.remat.make_policy`.
+    `stage`: whether the policy is for an iteration of a pipeline's stage; then it also saves the inputs of the stage's
+    blocks. See `layers.remat.make_policy`.
 
     Raises:
-      UserError: lists all tensors that `config` names and the family does not declare.
+      UserError: `config` names tensors that the family does not declare; the message lists them.
     """
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections, stage)
 
@@ -29,7 +29,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
       memory_kinds: the kinds of memory that a device of the mesh can address (`device.addressable_memories()`).
 
     Raises:
-      UserError: names the offloaded tensors and the alternative.
+      UserError: they have none; the message names the offloaded tensors and an alternative.
     """
     kinds = sorted(set(memory_kinds))
     tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)

@@ -13,12 +13,12 @@ from trainer.products.plain import GroupedProduct, Kernel, MakeProduct, Product,
 
 
 def is_masked(name: str) -> bool:
-    """Returns whether weight sparsity masks the matrix `name`: those of the stacks, without routers."""
+    """Returns whether weight sparsity masks the matrix `name`: it masks all matrices of the stacks except routers."""
     return not any(re.search(pattern, name) for pattern in (ROUTER, HEAD, MTP))
 
 
 def with_masks(config: Config, rules: Rules) -> Rules:
-    """Returns `rules`, in which the products of masked matrices have a mask each; `rules` without weight sparsity."""
+    """Returns `rules` with a mask added to the product of each masked matrix; without sparsity, `rules` unchanged."""
     if config.weight_sparsity_n is None:
         return rules
     return [

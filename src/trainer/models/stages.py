@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
-    """Returns the stacks `found` with the longest one in a pipeline, if `config`, resolved, has several stages. The
-    layers that the pipeline leaves are a stack of their own after it.
+    """Returns the stacks `found` with the longest one in a pipeline, if `config`, resolved, has several stages. Layers
+    outside of the pipeline become a separate stack after it.
 
     Raises:
-      UserError: the numbers of stages, repeats, layers in a stage and layers do not fit each other; names the nearest
-        that do.
+      UserError: the numbers of stages, repeats, layers per stage and layers do not fit together; the message names the
+        nearest that do.
     """
     if stages(config) == 1:
         return tuple(found)
@@ -96,7 +96,7 @@ def _pipelined(config: Config, stack: Stack) -> int:
 
 
 def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, period: int) -> list[str]:
-    """Returns settings, one key each or two, with which the pipeline fits."""
+    """Returns settings of one or two keys with which the pipeline fits."""
     found = []
     unit = here * per_stage * max(repeats, 1)
     if repeats > 0 and unit <= layers:
@@ -116,7 +116,7 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
 
 
 def _sizes(asked: int, here: int, repeats: int, period: int) -> list[int]:
-    """Returns the numbers of layers in a stage that fit."""
+    """Returns the numbers of layers per stage that fit."""
     each = asked // here if asked % here == 0 else 0
     return [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
 
@@ -130,8 +130,8 @@ def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) ->
 
     Args:
       inside: [R, S, L, ...], the layers in the pipeline.
-      outside: [layers, ...], those that it leaves, or None.
-      before: axes before these, such as that of DiLoCo's islands.
+      outside: [layers, ...], the layers outside of it, or None.
+      before: the number of axes before these, such as the axis of DiLoCo's islands.
     """
     rest = inside.shape[before + len(plan.sizes) :]
     whole = inside.reshape(*inside.shape[:before], math.prod(plan.sizes), *rest)
@@ -139,7 +139,7 @@ def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) ->
 
 
 def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
-    """Returns the inverse of `joined`; the second part may have no layers."""
+    """Inverts `joined`: returns (inside, outside). `outside` may have no layers."""
     count, above, rest = math.prod(plan.sizes), whole.shape[:before], whole.shape[before + 1 :]
     inside = jax.lax.slice_in_dim(whole, 0, count, axis=before).reshape(*above, *plan.sizes, *rest)
     return inside, jax.lax.slice_in_dim(whole, count, whole.shape[before], axis=before)
@@ -147,7 +147,7 @@ def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Division:
-    """How a pipeline divides the layers of a stack between two stacks: those in it, and those that it leaves, if any.
+    """How a pipeline divides the layers of a stack between two stacks: the layers inside, and those outside, if any.
     In checkpoints they are one stack with the name of the first."""
 
     inside: Stack
@@ -171,8 +171,8 @@ class Division:
         return self._in_decoders(one, tree)
 
     def to_stages(self, tree: Any, divide: Callable[..., tuple[Any, Any]], *like: Any) -> Any:
-        """Returns the inverse of `to_layers`. `divide(leaf[, inside[, outside]])` returns the two parts of a leaf; the
-        second and third argument are its leaves in `like`, a tree such as the result."""
+        """Inverts `to_layers`. `divide(leaf[, inside[, outside]])` returns the two parts of a leaf; the second and
+        third argument are the corresponding leaves of `like`, a tree with the structure of the result."""
 
         def one(decoder: dict[str, Any], *wanted: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
@@ -216,7 +216,7 @@ def to_layers(stacks: Sequence[Stack], tree: T) -> T:
 
 
 def to_stages(stacks: Sequence[Stack], tree: T) -> T:
-    """Returns the inverse of `to_layers`."""
+    """Inverts `to_layers`."""
     found = division(stacks)
     return tree if found is None else found.to_stages(tree, functools.partial(divided, found.plan))
 

@@ -26,7 +26,7 @@ from trainer.ops.dropout import dropout
 from trainer.ops.multiplied import multiplied
 from trainer.products.context import Context
 
-# Dropout sites outside of the blocks. Their keys are derived as for one more layer after the last.
+# Dropout sites outside of the blocks. Their keys are derived as if there were one more layer after the last.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 
@@ -45,7 +45,7 @@ def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
 
 
 def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
-    """Makes the embedding table, which may be the head."""
+    """Makes the embedding table, which may also be the output head."""
     scale = family(config.decoder_block).embedding_scale
     embed = Embed(
         config.vocab_size,
@@ -87,14 +87,14 @@ def head_matrix(config: Config) -> tuple[str, ...]:
 def casts_in_loop(config: Config) -> bool:
     """Returns whether a rolled loop casts its weights inside (`layers.loop.cast_in_loop`).
 
-    Not under Zero-1: there the step all-gathers the weights before the loop, and casting them before the all-gather
-    halves its bytes.
+    It does not under Zero-1, where the step all-gathers the weights before the loop: casting them before the all-gather
+    halves the transferred bytes.
     """
     return not config.shard_optimizer_over_data
 
 
 def loop_options(config: Config, stack: Stack) -> dict[str, Any]:
-    """Returns how the loop of a stack, or its pipeline, runs: arguments of `layers.run.run_stack`."""
+    """Returns arguments of `layers.run.run_stack`, which determine how the stack's loop or pipeline runs."""
     remat = remat_policy(config)
     if stack.pipeline is None:
         scan = config.scan_layers
@@ -110,8 +110,8 @@ def outer_dropout(config: Config, x_bte: jax.Array, context: Context, site: int)
 
 
 def first_input(config: Config, x_bte: jax.Array, positions: Callable[[], Any], context: Context) -> jax.Array:
-    """Returns the first block's input from embedded tokens. `positions()` returns the table of learned positions, if
-    there is one."""
+    """Returns the first block's input, given embedded tokens. `positions()` returns the table of learned positions; it
+    is called only if the model has one."""
     if learned_positions(config):
         x_bte = x_bte + positions()(context.positions)
     return outer_dropout(config, x_bte, context, EMBEDDING)
@@ -238,13 +238,13 @@ class Transformer(nnx.Module):
 
         Args:
           inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a
-            cache, rows have at most the documents that those of the configured data have.
+            cache, a row may have at most as many documents as a row of the configured data.
           row: int [b], each row's index in the global batch.
-          cache: holds earlier positions (`models.caches.init_cache`), or None.
+          cache: the cache of earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures.
           sampled, ranks: see `products.Context`.
-          ahead: with it, the modules of multi-token prediction run.
+          ahead: the input of the modules of multi-token prediction; None: they do not run.
         """
         x, further = embedded(self.token_embedder, inputs, ahead)
         sow(self, Activation, "embedding", x)
@@ -265,5 +265,5 @@ class Transformer(nnx.Module):
         return finish_logits(self.config, logits)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns logits [b, t, v]. The arguments are the arguments of `hidden`."""
+        """Returns logits [b, t, v]. The arguments are those of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])

@@ -1,4 +1,4 @@
-"""Shifts arrays of packed rows to the left, within their segments. NumPy, on the host, where rows are whole."""
+"""Shifts arrays of packed rows to the left, within their segments. NumPy, on the host, where rows are not sharded."""
 
 import numpy as np
 
@@ -11,6 +11,6 @@ def shift_left(x_bt: np.ndarray) -> np.ndarray:
 def still_inside(segment_bt: np.ndarray) -> np.ndarray:
     """Returns segments int [b, t] in which the last token of each segment becomes padding (0).
 
-    Applied k times, it keeps the tokens whose k successors belong to the same segment.
+    Applied k times, it keeps exactly the tokens with k successors in the same segment.
     """
     return np.where(shift_left(segment_bt) == segment_bt, segment_bt, 0)

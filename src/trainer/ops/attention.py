@@ -1,15 +1,15 @@
-"""Causal attention over packed segments: the reference op, which tests compare with all other attention ops.
+"""Causal attention over packed segments: the reference op. Tests compare all other attention ops with it.
 
 Every attention op has the same signature and computes the same function: queries [b, t, h, d], keys and values
 [b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`.
 Values may have a different width, which is then also the width of the result. Scores and softmax are float32; the
 result has the queries' dtype. An op raises ValueError for anything it does not support.
 
-`sums`: the dtype in which the CPU backend adds up values (`sharding.sum_dtype`); None: theirs.
+`sums`: the dtype in which the CPU backend accumulates values (`sharding.sum_dtype`); None: the values' dtype.
 
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
-`sinks`: float32 [h], the logit of one more key of each head, which every query attends to and whose value is zero
+`sinks`: float32 [h], the logit of an additional key per head, which every query attends to and which has the value zero
 (gpt-oss, arXiv:2508.10925); None for none.
 
 `window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before the mask,
@@ -31,14 +31,14 @@ class Mask(NamedTuple):
     key_position: jax.Array  # [b, s] int
     query_segment: jax.Array  # [b, t] int
     key_segment: jax.Array  # [b, s] int
-    # [b, n] int, the same segments as lengths (`ops.documents`), for kernels that read them; None: there may be any
-    # number of them.
+    # [b, n] int, the same segments as lengths (`ops.documents`), for kernels that read lengths; None: rows may have any
+    # number of segments.
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
-        """Returns the mask with which a `window` of `size` is a chunk: queries see only their own chunk of a document.
+        """Returns a mask for chunked attention with `window` = `size`: queries see only their chunk of a document.
 
-        Each document becomes two segments: its even and its odd chunks. The window keeps two even ones apart.
+        Each document becomes two segments: its even and its odd chunks. The window separates chunks of equal parity.
         """
 
         def halves(segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -51,19 +51,19 @@ class Mask(NamedTuple):
 class Dropout(NamedTuple):
     """Dropout of attention weights; see `ops.dropout.attention_keep`.
 
-    A device that computes a part of the weights of a row draws for all, and takes its part.
+    A device that computes part of a row's weights draws the mask of the whole row and uses its part.
     """
 
     key: jax.Array
     row: jax.Array  # [b] int
     rate: float
-    whole: tuple[int, int] | None = None  # all heads and keys of a row; None: those of the call
+    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a row; None: as in the call
     first_head: jax.Array | int = 0  # of the call, among all heads
     first_query: jax.Array | int = 0
 
     def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
-        """Returns which weights are kept, bool [b, heads, t, keys]. `query_t`: int [t], indices among the queries of
-        the call; `first_key`: an index in the row."""
+        """Returns which weights are kept, bool [b, heads, t, keys]. `query_t`: int [t], indices of the call's queries;
+        `first_key`: an index in the row."""
         if self.whole is None:
             return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
         drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)

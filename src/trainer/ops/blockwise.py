@@ -1,7 +1,7 @@
 """Attention in blocks of queries, in plain XLA. Neither pass materializes the full score matrix.
 
-The backward pass recomputes each block's scores. It is written by hand so that the key gradients of a block are added
-to the slice of keys that the block read. Autodiff of a loop over slices would add arrays of all keys for every block.
+The backward pass recomputes each block's scores. It is written by hand so that a block's key gradients are added only
+to the keys that the block reads. Autodiff of a loop over slices would add an array of all keys for every block.
 """
 
 import functools
@@ -53,7 +53,7 @@ def blockwise_attention(
     sums: jnp.dtype | None = None,
     block: int = 256,
 ) -> jax.Array:
-    """Computes `dot_product_attention`, one block of queries at a time. Scores take [b, h, block, s].
+    """Computes `dot_product_attention`, one block of queries at a time, with scores [b, h, block, s].
 
     With a window, both passes read only the block + window - 1 keys that a block can see. In that case key i must
     belong to query i, and positions must grow by one along a segment. Dropout draws the same masks as

@@ -27,12 +27,12 @@ def cudnn_attention(
     """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
-    belong to query i, and positions must grow by one along a segment. Segments are read as `mask.documents` if they are
-    given so; results of padding are then undefined, but finite. Otherwise they are a bias on the scores: b t s bfloat16
-    numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads share one bias, so it is
-    1 / h of the score matrix, and the compiler may share it between layers. The residuals of the backward pass are
-    named "context" (`jax.ad_checkpoint.checkpoint_name`), so a rematerialization policy that saves "context" does not
-    run the forward kernel a second time. `implementation="xla"` computes the same on any platform.
+    belong to query i, and positions must grow by one along a segment. If `mask.documents` is given, it defines the
+    segments; results of padding are then undefined, but finite. Otherwise, segments become a bias on the scores: b t s
+    bfloat16 numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads share one bias,
+    so it is 1 / h of the score matrix, and the compiler may share it between layers. The residuals of the backward pass
+    have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not
+    rerun the forward kernel. `implementation="xla"` computes the same on any platform.
 
     Raises:
       ValueError: dropout, a soft cap, sinks, or another dtype.
@@ -47,7 +47,7 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # A finite number. Lower ones overflow in the kernel where two of them are subtracted (JAX has the same).
+        # Finite, and not lower, because the kernel subtracts two such numbers, which must not overflow (as in JAX).
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:
@@ -72,8 +72,8 @@ def cudnn_attention(
 
 
 def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
-    """Returns the documents of `mask`; None if the kernel cannot read several in a row, by their offsets: there is one
-    array of them, int32 and in entries, for queries and results, and one for keys and values."""
+    """Returns the documents of `mask`; None if the kernel cannot read several documents per row. It reads them by
+    offsets, int32 and in entries: one array for queries and results, and one for keys and values."""
     if mask.documents is None or mask.documents.shape[1] < 2:
         return mask.documents
     return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

@@ -1,8 +1,8 @@
-"""The documents of a row by their lengths: int [b, n], in their order. Rows with fewer than n documents have zeros.
+"""The lengths of each row's documents, in order: int [b, n]. Rows with fewer than n documents have zeros at the end.
 
 n = 0: each row is one document. n = 1: one document, and padding, which attends to nothing. n > 1: up to n - 1
-documents, and padding, which is one more, so that the lengths are those of the whole row. These and the segments of a
-`Mask` say the same, in a form from which a kernel computes without a mask for each pair of tokens.
+documents, and padding as one more, so that the lengths sum to the length of the row. The lengths are equivalent to the
+segments of a `Mask`, but a kernel that reads them needs no mask for each pair of tokens.
 """
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
     """Returns the lengths of the documents of rows with at most `most` documents, whose segments are 1, 2, ..., and 0
-    for padding. A row of padding is a document of one token, because kernels want at least one."""
+    for padding. With `most` = 1, a row of padding counts as a document of one token, because kernels need one."""
     if not most:
         return jnp.zeros((len(segment_bt), 0), jnp.int32)
     found = (segment_bt[:, :, None] == jnp.arange(1, most + 1)).sum(axis=1, dtype=jnp.int32)
@@ -21,15 +21,14 @@ def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
 
 
 def part_of_token(length_bn: jax.Array, tokens: int) -> jax.Array:
-    """Returns to which of its row's documents, from 0, each token belongs: int [b, t]."""
+    """Returns the index, from 0, of the document in its row to which each token belongs: int [b, t]."""
     ends = jnp.cumsum(length_bn, axis=1)
     return (jnp.arange(tokens)[None, :, None] >= ends[:, None, :]).sum(axis=2)
 
 
 def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the documents of all rows one after the other, without those of no tokens: their lengths [b n], then
-    zeros; and the index of the first token of each in an array of all rows of `tokens` tokens, [b n + b], then the
-    number of all tokens.
+    """Returns the non-empty documents of all rows, concatenated: their lengths [b n], filled up with zeros; and the
+    index of each one's first token in all rows of `tokens` tokens, [b n + b], filled up with the number of all tokens.
     """
     rows, most = length_bn.shape
     first_bn = jnp.cumsum(length_bn, axis=1) - length_bn + tokens * jnp.arange(rows)[:, None]

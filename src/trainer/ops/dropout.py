@@ -11,8 +11,8 @@ def _row_keys(key: jax.Array, row_b: jax.Array) -> jax.Array:
 def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) -> jax.Array:
     """Sets each entry of `x` [b, ...] to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
-    Row i draws its mask from `key` folded with `row_b[i]`, so the mask does not depend on the mesh or on how the batch
-    is split into microbatches. `key=None` or `rate=0` is the identity.
+    Row i draws its mask from `key` folded with `row_b[i]`, so the mask does not depend on the mesh or the split into
+    microbatches. `key=None` or `rate=0` is the identity.
     """
     if key is None or rate == 0:
         return x
@@ -25,8 +25,8 @@ def attention_keep(
 ) -> jax.Array:
     """Returns which attention weights dropout keeps: bool [b, h, t, s].
 
-    A query's mask depends on its row and on its index `query_t` in the row, so an op that works in blocks of queries
-    draws the same mask as an op that takes all queries at once.
+    A query's mask depends on its row and on its index `query_t` in the row, so an op that processes queries in blocks
+    draws the same mask as one that processes all at once.
     """
 
     def one(row_key: jax.Array, query: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Experts that are spread over devices: tokens are sent to the devices of their experts, and the results back.
+"""Expert parallelism: tokens are sent to the devices of their experts, and the results are sent back.
 
 All functions here run on one device, inside a manual region of the mesh axes `Spread.axes`. Shapes: d devices along
 these axes, e experts, l = e / d experts of a device, m choices (a token counts once for each of its experts), c choices
-that a device sends to one other device in a round, w width. Device i holds the experts i l to (i + 1) l - 1.
+that a device sends to one other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
 """
 
 import functools
@@ -17,7 +17,7 @@ from trainer.ops.experts import Apply, Dispatched, by_expert, permuted
 from trainer.ops.inexact import inexact
 from trainer.ops.routing import Routing
 
-# `experts.Apply` with the matrices of a device's own experts, a pytree, in front
+# `experts.Apply` with an additional first argument: the matrices of the device's experts, a pytree
 Experts = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
 
@@ -25,8 +25,8 @@ class Spread(NamedTuple):
     """Where experts are.
 
     Attributes:
-      axes: the mesh axes over which experts are spread; () or axes of size 1 if each device holds all of them.
-      peers: all mesh axes whose devices have other tokens. They make the same number of rounds.
+      axes: the mesh axes over which experts are spread; () or axes of size 1 if each device has all of them.
+      peers: all mesh axes along which devices have different tokens. Their devices run the same number of rounds.
       buffer: the size of a round, see `round_size`.
     """
 
@@ -41,12 +41,12 @@ class Spread(NamedTuple):
 
 
 def round_size(choices: int, devices: int, buffer: float) -> int:
-    """Returns c: `buffer` times an equal share of a device's choices; with -1 all: one round is always enough."""
+    """Returns c: `buffer` times an equal share of a device's choices; with -1 all, so one round is always enough."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
 
 
 def on_owners(apply: Apply, spread: Spread) -> Apply:
-    """`apply` for rows of all experts, [e, n, w]: each device runs its own experts on the rows of all d devices."""
+    """Returns `apply` for rows of all experts, [e, n, w]: each device runs its experts on the rows of all d devices."""
 
     def everywhere(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         assert sizes is None
@@ -59,11 +59,11 @@ def on_owners(apply: Apply, spread: Spread) -> Apply:
 def dropless(
     x_btw: jax.Array, routing: Routing, apply: Experts, kernels: Any, experts: int, spread: Spread
 ) -> Dispatched:
-    """`experts.dropless`. A device sends at most `round_size` choices to another one in a round; there are as many
-    rounds as the fullest pair of devices needs.
+    """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each other device.
+    There are as many rounds as the pair of devices with the most choices needs.
 
-    A result is multiplied by its weight where it is computed, and sent back in the dtype of `x_btw`. The backward pass
-    computes the experts again: it keeps what is sent, and not what experts compute from it.
+    A result is multiplied by its weight where it is computed, and sent back in the dtype of `x_btw`. Only the sent data
+    is kept for the backward pass, which recomputes the experts.
     """
     rows, _, width = x_btw.shape
     x_mw, order, size_e = by_expert(x_btw, routing, experts)
@@ -74,11 +74,11 @@ def dropless(
 
 
 class _Plan(NamedTuple):
-    """Who sends what.
+    """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: a device's choices for each device: the first one, and their number.
-      arriving_dl: how many choices each device has for each expert of this one.
+      start_d, count_d: the index of this device's first choice for each device, and their number.
+      arriving_dl: the number of choices that each device has for each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """
 
@@ -92,7 +92,7 @@ def _plan(size_e: jax.Array, spread: Spread, choices: int) -> _Plan:
     size_dl = size_e.reshape(spread.devices, -1)
     count_d = size_dl.sum(1)
     arriving_dl = jax.lax.all_to_all(size_dl, spread.axes, split_axis=0, concat_axis=0, tiled=True)
-    # A loop has the same number of rounds on all devices, so that none leaves it while others communicate.
+    # All devices run the same number of rounds, so that none leaves the loop while others communicate.
     rounds = jax.lax.pmax(-(-count_d.max() // round_size(choices, spread.devices, spread.buffer)), spread.peers)
     return _Plan(jnp.cumsum(count_d) - count_d, count_d, arriving_dl, rounds)
 
@@ -101,8 +101,8 @@ def _plan(size_e: jax.Array, spread: Spread, choices: int) -> _Plan:
 def _rounds(
     apply: Experts, spread: Spread, kernels: Any, x_mw: jax.Array, weight_m: jax.Array, plan: _Plan
 ) -> jax.Array:
-    """Returns the weighted results of choices that are sorted by expert, [m, w]. Has a backward pass of its own,
-    because JAX does not differentiate a loop with a number of rounds that only the data determine."""
+    """Returns the weighted results of choices that are sorted by expert, [m, w]. It defines its backward
+    pass, because JAX cannot differentiate a loop with a data-dependent number of rounds."""
 
     def body(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, out_mw = at
@@ -146,9 +146,9 @@ def _while(plan: _Plan, body: Callable[[Any], Any], start: Any) -> Any:
 
 
 def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the choices that a device sends in a round, [d, c], and how many come for each of its experts, [d, l].
+    """Returns the choices that a device sends in a round, [d, c], and how many arrive for each of its experts, [d, l].
 
-    An empty slot has an index past the end, a different one for each."""
+    Empty slots have different indices past the end."""
     size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)
@@ -171,8 +171,8 @@ def _put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 def _there_and_back(
     apply: Experts, spread: Spread, kernels: Any, x_dcw: jax.Array, weight_dc: jax.Array, size_dl: jax.Array
 ) -> jax.Array:
-    """Returns the weighted results of the choices `x_dcw`, which go to d devices. Of what comes from device i, the
-    first size_dl[i, 0] choices are for this device's first expert, and so on; the rest is empty."""
+    """Returns the weighted results of the choices `x_dcw`, which are sent to d devices. Of the slots that arrive from
+    device i, the first size_dl[i, 0] are for this device's first expert, and so on; the rest are empty."""
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])

@@ -26,7 +26,7 @@ class Dispatched(NamedTuple):
 
 
 def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
-    """Sorts tokens by expert, in groups of any size. Padding is included, but its result has no effect."""
+    """Sorts tokens by expert into groups of any size. Padding is included, but its results have no effect."""
     rows, _, width = x_btw.shape
     x_nw, order, size_e = by_expert(x_btw, routing, experts)
     out_btkw = permuted(apply(x_nw, size_e), jnp.argsort(order)).reshape(*routing.expert.shape, width)
@@ -34,8 +34,8 @@ def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> 
 
 
 def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispatched]:
-    """Returns `dispatch`, one of the functions of this file, with weights that multiply what experts read in place of
-    their results. Each choice of a token is a token of its own with one expert."""
+    """Returns `dispatch`, one of the functions of this file, but with weights that multiply the experts' inputs instead
+    of their results. Each choice of a token becomes a separate token with one expert."""
 
     def run(x_btw: jax.Array, routing: Routing, *args: Any, **how: Any) -> Dispatched:
         rows, length, chosen = routing.expert.shape
@@ -51,8 +51,8 @@ def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispat
 
 
 def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the n = b t k choices sorted by expert: tokens [n, w]; their order [n], indices into [b, t, k]; and how
-    many there are for each expert, int32 [e]."""
+    """Returns the n = b t k choices sorted by expert: tokens [n, w]; their order [n], indices into [b, t, k]; and their
+    number for each expert, int32 [e]."""
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
@@ -62,15 +62,15 @@ def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Arr
 
 
 def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Returns `x` [n, ...] in an order that has each index once."""
+    """Returns `x` [n, ...] permuted by `order`, which contains each index once."""
     return x.at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
 def with_bias(out: jax.Array, bias_ew: jax.Array, sizes: jax.Array | None) -> jax.Array:
-    """Adds to each row of a result of experts the float32 bias of its expert. Rows past the last one's have any bias.
+    """Adds to each row of the experts' result the float32 bias of its expert. Rows past the last group get any bias.
 
-    Adds in float32: the gradient of a bias is a sum over rows in the dtype of the addition. In bfloat16 it was wrong by
-    31 % with 4096 rows.
+    Adds in float32, because the gradient of a bias is summed over rows in the dtype of the addition. In bfloat16 it was
+    wrong by 31 % with 4096 rows.
     """
     if sizes is None:
         own = bias_ew[:, None]
@@ -95,9 +95,9 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 
 
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
-    """Returns how many tokens of a row an expert takes, MaxText's formula: ceil(length k / e) times `factor`, >= 1.
+    """Returns how many tokens of a row an expert takes, by MaxText's formula: ceil(length k / e) times `factor`, >= 1.
 
-    No token chooses an expert twice, so the length of a row is always enough.
+    It is at most the row's length, because no token chooses an expert twice.
     """
     return min(length, max(1, int(math.ceil(length * chosen / experts) * factor)))
 
@@ -105,9 +105,8 @@ def slots(length: int, chosen: int, experts: int, factor: float) -> int:
 def within_capacity(
     x_btw: jax.Array, routing: Routing, apply: Apply, experts: int, *, real_bt: jax.Array, factor: float
 ) -> Dispatched:
-    """Each expert takes the first `slots` real tokens of each row that chose it. Among a token's choices, better ones
-    come first. Other choices are dropped: they add nothing, and the weights of the token's other experts do not
-    change."""
+    """Lets each expert take the first `slots` real tokens of each row that chose it; a token's better choices come
+    first. Other choices are dropped: they add nothing, and the weights of the token's other experts do not change."""
     rows, length, width = x_btw.shape
     chosen = routing.expert.shape[-1]
     capacity = slots(length, chosen, experts, factor)

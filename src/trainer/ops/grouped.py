@@ -26,9 +26,8 @@ OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 def grouped_matmul(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
     """Multiplies each row with the matrix of its group: [m, n]. Differentiable in reverse mode only.
 
-    The compiler chooses the kernel (`jax.lax.ragged_dot_general`). The backward pass is written by hand, because JAX
-    maps this primitive over an axis only if all operands have that axis. Under `jax.vmap`, for example over DiLoCo's
-    islands, JAX's own derivative fails if an operand lacks it.
+    The compiler chooses the kernel (`jax.lax.ragged_dot_general`). The backward pass is written by hand: under
+    `jax.vmap`, for example over DiLoCo's islands, JAX's derivative fails unless all operands have the mapped axis.
     """
     return _ragged(OF_ROWS)(x_mk, matrix_gkn, size_g)
 
@@ -60,7 +59,7 @@ def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.
 
 
 def grouped_matmul_reference(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """Computes `grouped_matmul` in plain products: every row times every matrix, then keeps the row's own group."""
+    """Computes `grouped_matmul` with plain products: multiplies every row by every matrix and keeps its group."""
     end_g = jnp.cumsum(size_g)
     row_m = jnp.arange(x_mk.shape[0])
     own_gm = (row_m >= (end_g - size_g)[:, None]) & (row_m < end_g[:, None])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the floating-point leaves of `tree`, and `join`.
 
-    `join(leaves)` returns `tree` with `leaves` in their place; `join(leaves, None)` has None in place of the others.
+    `join(leaves)` returns `tree` with these leaves replaced; `join(leaves, None)` also replaces the others by None.
     """
 
     def floating(leaf: Any) -> bool:

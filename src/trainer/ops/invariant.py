@@ -1,9 +1,9 @@
-"""Attention whose bits do not depend on the batch: for a query, they are a function of its sequence alone.
+"""Batch-invariant attention: the bits of a query's result depend only on its sequence.
 
-XLA's CPU backend chooses how to multiply and how to sum by shape. So queries are processed in blocks of `QUERIES`, and
-sums over keys are made of sums over tiles of `TILE` keys, added one after another. A tile that a query does not see
-adds zero. So the result is the same in a row of training, in a prefill, and over a cache of any length, if the sequence
-begins at a multiple of `TILE` in each of them.
+XLA's CPU backend chooses by shape how to multiply and sum. So queries are processed in blocks of `QUERIES`, and sums
+over keys are computed in tiles of `TILE` keys, whose results are added in order. A tile that a query does not see adds
+zero. So the result is the same in training, in a prefill, and over a cache of any length, provided that the sequence
+begins at a multiple of `TILE` in each.
 """
 
 import functools
@@ -54,17 +54,17 @@ def invariant_attention(
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """Returns `product`, float32, rounded before anything is added to it: no compiler fuses it with a sum.
+    """Returns `product`, float32, rounded before anything is added to it, so that no compiler fuses it with a sum.
 
-    XLA's CPU backend fuses a multiplication and an addition where both are in one loop, and which of two products it
-    takes depends on what else is there. Between them it cannot remove a bound that every finite number satisfies.
+    If a multiplication and an addition are in one loop, XLA's CPU backend fuses them; which of two products it fuses
+    depends on the rest of the loop. It does not remove this clipping between them, which changes no finite number.
     """
     most = jnp.finfo(jnp.float32).max
     return jnp.clip(product, -most, most)
 
 
 def _padded(x: jax.Array, multiple: int) -> jax.Array:
-    """Returns `x` [b, t, ...] with zeros behind t, up to a multiple."""
+    """Returns `x` [b, t, ...] padded with zeros along t, to a multiple of `multiple`."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), *((0, 0) for _ in x.shape[2:])))
 
 

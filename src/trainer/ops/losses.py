@@ -25,7 +25,7 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
 
 
 def tempered(logits_btv: jax.Array, temperature: float) -> jax.Array:
-    """Returns the logits divided by `temperature`, in float32; at temperature 1 as they are."""
+    """Returns the logits divided by `temperature`, in float32; at temperature 1, unchanged."""
     return logits_btv if temperature == 1 else logits_btv.astype(jnp.float32) / temperature
 
 

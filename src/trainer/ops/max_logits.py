@@ -23,7 +23,7 @@ def max_logits(
     """Returns the largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
 
     Only keys that a query sees count, and no padding (segment 0). If there are none, the result is a finite number
-    below any logit. Nothing is differentiated. The logits are recomputed tile by tile: a tile takes [b, h, block,
+    below any logit. It has no gradient. The logits are recomputed tile by tile: a tile takes [b, h, block,
     block] float32. Tiles above the diagonal or outside of the window are skipped, so key i must belong to query i, and
     positions must grow by one along a segment.
 
@@ -41,8 +41,8 @@ def max_logits(
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-        # The masks are the same in all layers of a scan. The derivative of that scan would compute the masks of all
-        # tiles, for all heads, before the scan and keep them. For a checkpointed function it does not.
+        # The masks are the same in all layers of a scan. So the derivative of the scan would compute the masks of all
+        # tiles, for all heads, before the scan and keep them. Checkpointing prevents this.
         if when is None:
             return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)

@@ -1,4 +1,4 @@
-"""Products with a number of the configuration."""
+"""Products with a factor from the configuration."""
 
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,9 @@
-"""The order of tokens whose rows are split over devices, such that causal attention gives all devices equal work.
+"""Orders of a row's tokens that balance causal attention if rows are split over devices.
 
-A token attends to those before it, so the devices that have the last tokens of a row would have most of the work. Two
-orders balance it. Devices split an axis into contiguous parts:
+A token attends to earlier tokens, so the devices with the last tokens of a row would have most of the work. Two orders
+balance it. Devices split an axis into contiguous parts:
 
-    dual_chunk_swap: a row is cut into 2n chunks. Device i has chunks i and 2n - 1 - i: an early one and a late one.
+    dual_chunk_swap: a row is split into 2n chunks. Device i has chunks i and 2n - 1 - i: an early one and a late one.
     striped: device i has the tokens i, i + n, i + 2n, ...  It also balances rows of packed documents.
 
 Positions and segments move with their tokens, so nothing else needs to know the order. NumPy, on the host.
@@ -19,7 +19,7 @@ DUAL_CHUNK_SWAP, STRIPED = "dual_chunk_swap", "striped"
 
 
 def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
-    """Returns the true index of the token at each place, int64 [length], for rows that `n` devices split.
+    """Returns the original index of the token at each place, int64 [length], for rows split over `n` devices.
 
     Raises:
       ValueError: the length is not a multiple of 2n (`dual_chunk_swap`) or n (`striped`).
@@ -40,12 +40,12 @@ def reorder(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -
 
 
 def restored(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
-    """Returns the inverse of `reorder`."""
+    """Inverts `reorder`."""
     return {name: in_true_order(x, n, strategy) if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def in_true_order(x: Any, n: int, strategy: str = DUAL_CHUNK_SWAP) -> Any:
-    """Returns `x` [b, t, ...], whose tokens are in `order`, in the order of the row: a NumPy or JAX array."""
+    """Returns `x` [b, t, ...], a NumPy or JAX array with tokens in `order`, with tokens in their original order."""
     rows, length, rest = x.shape[0], x.shape[1], x.shape[2:]
     if strategy == STRIPED:
         return x.reshape(rows, n, length // n, *rest).swapaxes(1, 2).reshape(x.shape)

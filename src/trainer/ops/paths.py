@@ -7,16 +7,16 @@ import jax
 
 Path = tuple[str, ...]
 
-OUTSIDE = "_outside_pipeline"  # the end of the name of a stack with the layers that a pipeline leaves
+OUTSIDE = "_outside_pipeline"  # the suffix of the name of a stack with the layers outside of a pipeline
 
 
 def whole_name(name: str) -> str:
-    """Returns the name that a parameter has in checkpoints, where no pipeline divides a stack: patterns match it."""
+    """Returns a parameter's name in checkpoints, where no pipeline divides a stack. Patterns match this name."""
     return name.replace(f"{OUTSIDE}/", "/")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the names that patterns match, for a message."""
+    """Returns the names that patterns match (`whole_name`), for a message."""
     return ", ".join(dict.fromkeys(map(whole_name, names)))
 
 

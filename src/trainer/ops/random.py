@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-# Separate streams of one seed. Parameter initialization folds small numbers into the seed's own key.
+# Separate streams of one seed. Parameter initialization folds small numbers into the key of the seed itself.
 DROPOUT, SAMPLING, ROUNDING = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
@@ -14,9 +14,9 @@ def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
 
 
 def gumbel_at(key: jax.Array, index_n: jax.Array) -> jax.Array:
-    """Returns `jax.random.gumbel(key, (v,), mode="low")[index_n]` in every bit, drawing only these: float32 [n].
+    """Returns exactly `jax.random.gumbel(key, (v,), mode="low")[index_n]`, but draws only these: float32 [n].
 
-    Threefry's bits at an index are those of the key folded with the index (jax_threefry_partitionable, the default).
+    Threefry's bits at an index are the key folded with the index (jax_threefry_partitionable, the default).
     """
     folded = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_n))
     bits = folded[:, 0] ^ folded[:, 1]

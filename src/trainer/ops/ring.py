@@ -1,9 +1,9 @@
-"""Attention over keys that lie on several devices: a ring (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention: attention over keys on several devices (Liu et al. 2023, arXiv:2310.01889).
 
-Each device has the queries, keys and values of its tokens. Keys and values pass along the ring of devices, and each
-device adds up its queries' results with a softmax over the keys seen so far (Milakov and Gimelshein 2018,
-arXiv:1805.02867), in float32. Neither pass holds keys or scores of the whole row. With one device it is attention in
-blocks of queries and keys at any positions.
+Each device has the queries, keys and values of its tokens. Keys and values travel around the ring of devices, and each
+device accumulates its queries' results with an online softmax over the keys seen so far (Milakov and Gimelshein 2018,
+arXiv:1805.02867), in float32. Neither pass materializes keys or scores of the whole row. With one device, it is
+attention in blocks of queries and keys at any positions.
 
 Shapes: b rows, t queries and s keys of a device, h heads, k heads of keys, g = h / k, d and v the widths of keys and
 values; i of n blocks of c queries, j of m blocks of keys.
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.ops.attention import Dropout, Mask, scale_of, visible
 
-BLOCK = 512  # most tokens along both sides of a tile of scores
+BLOCK = 512  # the most tokens along both sides of a tile of scores
 _NOWHERE = -1, -2  # segments of padding queries and keys, which see nothing
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -29,11 +29,11 @@ class Ring(NamedTuple):
     """Static parameters.
 
     Attributes:
-      axes: the mesh axes of the ring, inside `shard_mapped`; () if all keys are here.
+      axes: the mesh axes of the ring, inside `shard_mapped`; () if all keys are on this device.
       window, soft_cap, scale: see `ops.attention`.
       block: the most tokens along both sides of a tile of scores.
-      rate, whole, length: of dropout: its rate, `Dropout.whole`, and the keys of a device.
-      together: whether all arrays pass along the ring as one array of bytes.
+      rate, whole, length: for dropout: its rate, `Dropout.whole`, and the number of keys of a device.
+      together: whether all arrays are sent as one array of bytes.
     """
 
     axes: tuple[str, ...] = ()
@@ -52,11 +52,11 @@ class Ring(NamedTuple):
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
     def source(self, step: int | jax.Array) -> jax.Array | int:
-        """Returns the device in the ring whose keys are here in step `step`; in step 0 they are its own."""
+        """Returns the device in the ring whose keys this device has in step `step`; in step 0, this device."""
         return (jax.lax.axis_index(self.axes) - step) % self.devices if self.axes else 0
 
     def passed_on(self, arrays: Any) -> Any:
-        """Returns the arrays of the device before this one."""
+        """Sends the arrays to the next device, and returns those of the previous device."""
         count = self.devices
         pairs = [(at, (at + 1) % count) for at in range(count)]
         if not self.together:
@@ -75,7 +75,7 @@ def _bytes(x: jax.Array) -> jax.Array:
 
 
 class _Keys(NamedTuple):
-    """Keys and values in m blocks: what passes along the ring."""
+    """Keys and values in m blocks, which travel around the ring."""
 
     key: jax.Array  # [m, b, c, k, d]
     value: jax.Array  # [m, b, c, k, v]
@@ -116,8 +116,8 @@ def ring_attention(
     checkpoint name "context".
 
     Args:
-      query, key, value, mask: of the tokens of this device.
-      dropout: the tokens of the devices are in the order of the ring.
+      query, key, value, mask: of this device's tokens.
+      dropout: requires that the devices' tokens are in the order of the ring.
       ring: without the parameters of dropout.
       sinks: see `ops.attention`.
     """
@@ -240,8 +240,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _around(ring: Ring, step: Callable[..., Any], carry: Any, keys: _Keys) -> Any:
-    """Returns `carry` after `carry = step(carry, keys, source)` for the keys of each device of the ring. They are sent
-    on before the step, so that sending and computing overlap."""
+    """Returns `carry` after `carry = step(carry, keys, source)` for the keys of each device of the ring. Keys are sent
+    to the next device before the step, so that communication and computation overlap."""
 
     def one(state: Any, index: jax.Array) -> tuple[Any, None]:
         keys, carry = state
@@ -258,7 +258,7 @@ def _over_keys(
     ring: Ring, tile: Callable[..., Any], carry: Any, queries: _Queries, keys: _Keys, of_keys: Any = None
 ) -> tuple[Any, Any]:
     """Returns `carry` and `of_keys` [m, ...] after `carry, of_keys[j] = tile(carry, of_keys[j], seen, keys, at)` for
-    each block j of keys of which one block of queries sees any. `at`: the index of its first key on its device."""
+    each block j of keys that the queries see, at least in part. `at`: the index of its first key on its device."""
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
         index, keys, own = xs
@@ -270,7 +270,7 @@ def _over_keys(
 
 
 def _capped(ring: Ring, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array | float]:
-    """Returns the logits of a tile, float32 [b, k, g, c, c], and their derivative by those without the soft cap."""
+    """Returns a tile's logits, float32 [b, k, g, c, c], and their derivative with respect to the uncapped logits."""
     logits = _logits(ring, queries, keys)
     if not ring.soft_cap:
         return logits, 1.0
@@ -283,8 +283,8 @@ def _logits(ring: Ring, queries: _Queries, keys: _Keys) -> jax.Array:
 
 
 def _dropped(ring: Ring, drop: Any, weights: jax.Array, index: Any, source: Any, at: Any) -> jax.Array:
-    """Returns the weights of a tile [b, k, g, c, c] after dropout; block `index` of the queries, the keys of device
-    `source` from `at` on."""
+    """Returns the weights of a tile [b, k, g, c, c] after dropout: of query block `index`, and of the keys of device
+    `source` from index `at` on."""
     if drop is None:
         return weights
     rows, kv_heads, group, each, width = weights.shape
@@ -294,7 +294,7 @@ def _dropped(ring: Ring, drop: Any, weights: jax.Array, index: Any, source: Any,
 
 
 def _cut(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> tuple[_Queries, _Keys]:
-    # In a loop over layers JAX would compute what depends on the mask alone once, before the loop: all tiles of it.
+    # Without the barrier, JAX would compute the mask of all tiles before a loop over layers, and keep it.
     query, mask = jax.lax.optimization_barrier((query, mask))
     rows, length, heads, width = query.shape
     query = query.reshape(rows, length, key.shape[2], heads // key.shape[2], width)
@@ -327,8 +327,8 @@ def _shape(queries: _Queries) -> tuple[int, ...]:
 
 
 def _full(queries: _Queries, shape: tuple[int, ...], value: float) -> jax.Array:
-    """Returns a float32 array that has the value everywhere, and whose type says that it differs between the devices
-    between which queries do: that of what is added to it in a loop."""
+    """Returns a float32 array filled with `value`, whose type varies over the same mesh axes as the queries. A loop
+    needs this, because its results vary over them."""
     zero = ((queries.query.ravel()[0] > 0) & False).astype(jnp.float32)
     return jnp.full(shape, value, jnp.float32) + zero
 

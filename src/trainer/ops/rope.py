@@ -14,16 +14,16 @@ from trainer.ops.invariant import rounded
 # The name of the cos/sin tables for rematerialization.
 ROTATION = "rotation"
 
-# A rotation of another kind: maps queries or keys [b, t, heads, d] and positions [b, t] to queries or keys.
+# A custom rotation: maps queries or keys [b, t, heads, d] and positions [b, t] to rotated queries or keys.
 Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation. Each field but three is a key of base.yml.
+    """Parameters of the rotation. All but three fields are keys of base.yml.
 
-    `factors`: of kind longrope, those of short or those of long texts. `share`: the part of the entries of a head that
-    is rotated, from the first one. `rounded`: both products are rounded before they are added, whatever else is in a
-    loop (`ops.invariant.rounded`).
+    `factors`: for kind longrope, the factors of either short or long texts. `share`: the fraction of a head's entries
+    that is rotated, from the first one. `rounded`: whether both products are rounded before they are added, so that
+    the rest of a loop does not change bits (`ops.invariant.rounded`).
     """
 
     min_timescale: float
@@ -49,8 +49,8 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians, where d = int(`share` * the entries of
     a head). Pair i is (x[i], x[i + d/2]), or with `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's
-    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty. A
-    `Rotation` is called.
+    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty. If
+    `how` is a `Rotation`, it is called instead.
     """
     if not isinstance(how, Rope):
         return how(x_bthd, position_bt)
@@ -59,7 +59,7 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # The same in every layer. Because of the name, a loop over rematerialized layers computes the tables once, outside.
+    # The same in every layer. The name lets a loop over rematerialized layers compute the tables once, outside.
     cos, sin = _per_entry(cos, cos, how), _per_entry(-sin, sin, how)
     if rest := width - cos.shape[-1]:
         cos, sin = (jnp.pad(it, [*[(0, 0)] * 3, (0, rest)], constant_values=i) for i, it in ((1, cos), (0, sin)))
@@ -95,7 +95,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
     - llama3.1 multiplies by `factor` the wavelengths that fit fewer than `low_freq_factor` times into `original_length`
       tokens, keeps those that fit more than `high_freq_factor` times, and interpolates the frequencies in between by
       that number (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
-    - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the pair's index (Peng et al. 2023,
+    - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the index of the pair (Peng et al. 2023,
       arXiv:2309.00071, and its reference code);
     - longrope multiplies each by one of the `factors` (Ding et al. 2024, arXiv:2402.13753).
     """
@@ -118,7 +118,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
 
 
 def attention_scale(how: Rope) -> float:
-    """Returns the factor on the rotated entries of queries and keys with attention scaling; without it 1.
+    """Returns the factor on the rotated entries of queries and keys; without attention scaling, 1.
 
     YaRN: 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4). LongRoPE: sqrt(1 + ln(factor) / ln(original length)), as
     in the published models.

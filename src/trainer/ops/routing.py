@@ -1,4 +1,4 @@
-"""Routing: which experts each token goes to, and with which weights; and statistics of it.
+"""Routing: each token's experts and their weights, and routing statistics.
 
 Shapes: b rows, t tokens of a row, e experts, k chosen experts of a token. All numbers are float32.
 """
@@ -13,17 +13,17 @@ import jax.numpy as jnp
 class Routing(NamedTuple):
     """The chosen experts of each token, the best first, and the weights with which their results are added."""
 
-    expert: jax.Array  # int32 [..., k], different ones
+    expert: jax.Array  # int32 [..., k], all different
     weight: jax.Array  # float32 [..., k]
 
 
-# (logits [..., e], k) -> the routing; of a router with a bias (logits, k, bias [e])
+# (logits [..., e], k) -> the routing; with a router bias, (logits, k, bias [e])
 Score = Callable[..., Routing]
 
 
 def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
-    """The largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal logits the
-    one of the first expert counts as larger."""
+    """The largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal logits,
+    that of the first expert counts as larger."""
     largest, expert = jax.lax.top_k(logits, chosen)
     return Routing(expert, jax.nn.softmax(largest, axis=-1))
 
@@ -41,24 +41,24 @@ def sigmoid_of_chosen(logits: jax.Array, chosen: int) -> Routing:
 
 
 def _probability(logits: jax.Array, expert: jax.Array) -> jax.Array:
-    """The softmax over all experts of those in `expert` [..., k].
+    """Returns the probabilities of the experts in `expert` [..., k], by a softmax over all experts.
 
-    By exp(logit - log Z) a forward pass alone and one with gradients have different bits: jaxlib 0.12 sums up to 8
-    exponentials in another order if nothing but the sum uses them (docs/decisions/0028).
+    With exp(logit - log Z), a forward pass with gradients would have other bits than one without: jaxlib 0.12 sums up
+    to 8 exponentials in another order if only the sum uses them (docs/decisions/0028).
     """
     return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert, axis=-1)
 
 
 def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> Routing:
-    """`chosen_of_softmax` among the experts of `kept` of the `groups`: those whose best expert has the largest logits
-    (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Experts lie in the order of their groups."""
+    """`chosen_of_softmax` within the best `kept` of the `groups`. The best groups are those that contain the largest
+    logits (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). Experts are ordered by group."""
     _, expert = jax.lax.top_k(_of_best_groups(logits, groups, kept, best=1), chosen)
     return Routing(expert, _probability(logits, expert))
 
 
 def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups: int, kept: int) -> Routing:
-    """The largest probabilities of the softmax over all experts, among those of `kept` of the `groups`: those whose two
-    largest probabilities add up to most (Mistral 4). `normalize`: divide the weights of a token by their sum."""
+    """The largest probabilities, by a softmax over all experts, within the best `kept` of the `groups`: the groups with
+    the largest sums of their two best probabilities (Mistral 4). `normalize`: divide a token's weights by their sum."""
     score = jax.nn.softmax(logits, axis=-1)
     _, expert = jax.lax.top_k(_of_best_groups(score, groups, kept, best=2), chosen)
     weight = _probability(logits, expert)
@@ -66,7 +66,7 @@ def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups
 
 
 def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:
-    """`score` [..., e], -inf for experts outside of the `kept` groups with the largest sum of their `best` scores."""
+    """Returns `score` [..., e] with -inf outside of the `kept` groups with the largest sums of their `best` scores."""
     by_group = score.reshape(*score.shape[:-1], groups, -1)
     of_group = by_group.max(-1) if best == 1 else jax.lax.top_k(by_group, best)[0].sum(-1)
     _, taken = jax.lax.top_k(of_group, kept)
@@ -85,12 +85,12 @@ def by_sigmoid(
 ) -> Routing:
     """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
 
-    Only experts of `kept` of the `groups` can be chosen: of the groups whose two largest sums add up to most. The bias
-    gets no gradient.
+    Only experts in the best `kept` of the `groups` can be chosen. A group is ranked by the total of its two largest
+    sums. The bias gets no gradient.
 
     Args:
       normalize: divide the weights of a token by their sum.
-      groups: of at least two experts each, in the order of the experts.
+      groups: the number of groups, each of at least two consecutive experts.
     """
     score = jax.nn.sigmoid(logits)
     biased = jax.lax.stop_gradient(score if bias is None else score + bias)
@@ -104,7 +104,7 @@ def by_sigmoid(
 
 
 def times(score: Score, factor: float) -> Score:
-    """`score` with weights multiplied by `factor`."""
+    """Returns `score` with weights multiplied by `factor`."""
 
     def scaled(*args: Any) -> Routing:
         routing = score(*args)
@@ -114,24 +114,24 @@ def times(score: Score, factor: float) -> Score:
 
 
 def tokens_per_expert(expert: jax.Array, real: jax.Array, experts: int) -> jax.Array:
-    """How many of the `real` tokens, bool [..., t], chose each expert: int32 [..., e] for choices [..., t, k]."""
+    """Returns how many `real` tokens, bool [..., t], chose each expert: int32 [..., e] for choices [..., t, k]."""
     chose = jax.nn.one_hot(expert, experts, dtype=jnp.int32).sum(-2)
     return jnp.sum(chose * real[..., None], axis=-2)
 
 
 def weight_of_each(routing: Routing, experts: int) -> jax.Array:
-    """The weight of each expert, 0 for those that a token did not choose: float32 [..., e]."""
+    """Returns the weight of each expert, 0 for experts that a token did not choose: float32 [..., e]."""
     chose = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32)
     return jnp.sum(chose * routing.weight[..., None], axis=-2)
 
 
 def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The load-balance loss of each row, [b]: e times the sum over experts of the share of tokens that chose it times
-    its mean probability (Fedus et al. 2021, arXiv:2101.03961), over the real tokens of the row; 0 for a row without.
+    """Returns the load-balance loss of each row, [b], over its real tokens: e times the sum, over experts, of the share
+    of tokens that chose the expert times its mean probability (Fedus et al. 2021, arXiv:2101.03961); 0 without tokens.
 
-    Under sigmoid scores take log_sigmoid(logits): its softmax is the scores divided by their sum (DeepSeek-V3,
-    arXiv:2412.19437, equation 19). The shares sum to k, as in MaxText: balanced experts give k, all tokens at the same
-    k experts up to e. Gradients flow through the probabilities.
+    With sigmoid scores, pass log_sigmoid(logits): its softmax is the scores divided by their sum (DeepSeek-V3,
+    arXiv:2412.19437, equation 19). The shares sum to k, as in MaxText: the loss is k if experts are balanced, and up to
+    e if all tokens choose the same k experts. Gradients flow through the probabilities.
     """
     experts = logits_bte.shape[-1]
     tokens_b = jnp.maximum(real_bt.sum(-1), 1).astype(jnp.float32)
@@ -141,12 +141,12 @@ def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Arra
 
 
 def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The router's z-loss, [b]: the sum over the real tokens of a row of the squared logarithm of the softmax's
-    normalizer (Zoph et al. 2022, arXiv:2202.08906)."""
+    """Returns the router's z-loss, [b]: the squared logarithm of the softmax's normalizer, summed over a row's real
+    tokens (Zoph et al. 2022, arXiv:2202.08906)."""
     return jnp.sum(jnp.where(real_bt, jax.nn.logsumexp(logits_bte, axis=-1) ** 2, 0), axis=-1)
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """The entropy of the softmax over experts in nats, summed over a row's real tokens: [b]. See `load_balance`."""
+    """Returns the entropy of softmax(logits) in nats, summed over a row's real tokens: [b]. See `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

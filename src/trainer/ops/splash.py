@@ -29,12 +29,12 @@ def splash_attention(
 
     The causal mask and the window are static, and the kernel skips blocks of scores that they mask out. They apply by
     index in the row, not by the positions of `mask`: key i must belong to query i, and positions must grow by one along
-    a segment. The residuals of the backward pass are named "context" (`jax.ad_checkpoint.checkpoint_name`), so a
-    rematerialization policy that saves "context" does not run the kernel a second time. `tiles` are adapted to the
-    length. `interpret` runs the kernel on any platform, slowly.
+    a segment. The residuals of the backward pass have the checkpoint name "context"
+    (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not rerun the kernel. `tiles` are
+    adapted to the length. `interpret` runs the kernel on any platform, slowly.
 
-    `among`: inside `shard_mapped`, the mesh axes over which the queries of a row are split, and the order of its tokens
-    (`ops.order`; ""). Keys and values are those of the whole row in this order.
+    `among`: inside `shard_mapped`, the mesh axes over which a row's queries are split, and the order of its tokens
+    (`ops.order`; "" if unchanged). Keys and values are those of the whole row, in this order.
 
     Raises:
       ValueError: dropout, or a length that is not a multiple of 128.
@@ -61,7 +61,7 @@ def splash_attention(
         interpret=interpret,
     )
     kernel = _of_device(kernel, axes, devices)
-    # The kernel itself does not scale the scores.
+    # The kernel does not scale the scores.
     query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
     segments = SegmentIds(mask.query_segment, mask.key_segment)
@@ -105,7 +105,7 @@ def splash_kernel(
 
 
 def _of_device(kernel: Any, axes: tuple[str, ...], devices: int) -> Any:
-    """Returns the kernel for the queries of this device: its part of what the kernel knows about tiles of its mask."""
+    """Returns the kernel for this device's queries, with this device's part of the metadata about tiles of the mask."""
     if devices == 1:
         return kernel
 

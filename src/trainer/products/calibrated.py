@@ -1,11 +1,11 @@
-"""Quantizes a trained kernel, with what calibration says about its inputs. Qwix rounds, scales and compensates.
+"""Quantizes a trained kernel with calibration statistics of its inputs. Qwix rounds, scales and compensates.
 
-- `awq`: of scaled inputs, so that inputs of large activations lose less (Lin et al. 2023, arXiv:2306.00978).
-- `gptq`: one input after another; later inputs compensate the error of earlier ones (Frantar et al. 2022,
-  arXiv:2210.17323).
+- `awq`: scales inputs before rounding, so that inputs with large activations lose less (Lin et al. 2023,
+  arXiv:2306.00978).
+- `gptq`: rounds inputs in order; later ones compensate the error of earlier ones (Frantar et al., arXiv:2210.17323).
 
-Kernels are [in, out], or [groups, in, out] of experts: several axes of inputs are one, and so are several of outputs.
-The results are `qwix.QArray`s whose qvalue has the kernel's shape and whose scale is [*groups, in / block, out].
+Kernels are [in, out], or [groups, in, out] for experts. Several input axes are merged into one, and so are several
+output axes. The results are `qwix.QArray`s: qvalue has the kernel's shape, and scale is [*groups, in / block, out].
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from qwix.contrib import awq_core, gptq_core
 
 from trainer.config.errors import UserError
 
-COLUMNS = 16  # how many columns GPTQ computes in a turn of its loop, at most
-DAMPING = 0.01  # GPTQ adds this part of the mean of the Hessian's diagonal to it, as published
+COLUMNS = 16  # the most columns that GPTQ computes in one iteration of its loop
+DAMPING = 0.01  # GPTQ adds this fraction of the mean of the Hessian's diagonal to the diagonal, as published
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class How:
 
     Attributes:
       dtype: such as "int4", "int8", "float8_e4m3fn" or "nf4".
-      block: the number of inputs that share a scale; 0: all inputs of an output do.
+      block: the number of inputs that share a scale; 0: one scale for all inputs of an output.
       method: Qwix's method of calibration; "minmax": integers also have a zero point for each scale.
     """
 
@@ -58,10 +58,10 @@ class How:
 
 
 def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel") -> tuple[QArray, jax.Array]:
-    """Returns the quantized product of `kernel` and scales of its inputs, and the scales, float32 [*groups, in].
+    """Returns the quantized kernel, multiplied by scales of its inputs, and the scales, float32 [*groups, in].
 
-    Activations are to be divided by the scales. An expert without activations has scales of 1: it is rounded. Qwix
-    tries 20 candidates at once, with temporaries of 41 times a kernel in float32.
+    The caller must divide activations by the scales. An expert without activations has scales of 1, so it is only
+    rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the kernel in float32.
 
     Args:
       mean_abs: the mean magnitude of each input's activations, [*groups, in].
@@ -76,8 +76,8 @@ def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel"
 def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel") -> QArray:
     """Returns the quantized kernel.
 
-    An input whose activations are all zero is rounded, as are all inputs of an expert without activations. (Qwix alone
-    would set their weights to zero.)
+    An input whose activations are all zero is only rounded, and so is an expert without activations. (Qwix alone would
+    set their weights to zero.)
 
     Args:
       hessian: the sum of x x^T over activations x, [*groups, in, in].
@@ -95,13 +95,13 @@ def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel"
 
 
 def values(quantized: QArray, scales: jax.Array | None = None) -> jax.Array:
-    """Returns the kernel that a product multiplies activations with; `scales` are those of `awq`."""
+    """Returns the dequantized kernel, for activations that are not scaled. `scales`: see `awq`."""
     found = dequantize(quantized)
     return found if scales is None else found / scales[..., None]
 
 
 def check(inputs: int, how: How, name: str) -> None:
-    """Refuses a `how` for a kernel with that number of inputs. Raises UserError if the last block would be shorter."""
+    """Raises UserError if `how.block` does not divide the number of inputs of a kernel."""
     if how.block and inputs % how.block:
         raise UserError(
             f"{name}: its {inputs} inputs are no multiple of {how.block}, the number of inputs that share a scale; "
@@ -132,15 +132,15 @@ def _each(fn: Callable[..., Any], kernel: jax.Array, *statistics: jax.Array) -> 
 
 
 def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray, jax.Array]:
-    """Runs Qwix's GPTQ on some columns after another. Also returns whether the Hessian has an inverse.
+    """Runs Qwix's GPTQ on blocks of columns in order. Also returns whether the Hessian has an inverse.
 
-    Qwix unrolls all columns: its program for 256 columns compiles for a minute, and without a program of the whole it
-    compiles one for each index. Here one program for a few columns runs in a loop. The result is that of Qwix's
-    function with blocksize=`columns`, up to the order of sums. Let H^-1 = U^T U, U an upper triangle, and b some
-    columns. Their Hessian, given that later columns compensate, is (U_bb^T U_bb)^-1, and their error moves the matrix
-    by (w - w_quantized) U_bb^-1 U_b.
+    Qwix unrolls all columns: under jit, 256 columns compile for a minute; without jit, it compiles a program for each
+    index. Here one program for a few columns runs in a loop. The result equals that of Qwix's function with
+    blocksize=`columns`, up to the order of sums. Let H^-1 = U^T U, U an upper triangle, and b a block of columns. Its
+    Hessian, given that later columns compensate, is (U_bb^T U_bb)^-1, and its error changes the matrix by
+    (w - w_quantized) U_bb^-1 U_b.
 
-    The columns are divided by their scales first, so that columns of several turns may share a scale.
+    Columns are first divided by their scales, so that columns of several iterations may share a scale.
     """
     inputs = len(hessian)
     block = how.block or inputs
@@ -175,7 +175,7 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
 def _factor(hessian: jax.Array) -> jax.Array:
     """Returns the upper triangle U with U^T U = H^-1, where H is damped as in Qwix's function.
 
-    An input without activations then has the damping alone: no other one compensates its error, nor it theirs.
+    For an input without activations, only the damping remains: its error and the errors of others do not interact.
     """
     mean = jnp.mean(jnp.diag(hessian))
     damped = hessian + jnp.where(mean == 0, 1.0, DAMPING * mean) * jnp.eye(len(hessian))

@@ -1,4 +1,4 @@
-"""What every block of a stack takes in addition to its input and its cache, and every product of its layers."""
+"""The argument `context` of every block of a stack and of every product in its layers."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 
 
 class Context(NamedTuple):
-    """The argument `context` of `block(x, cache, context)`. Blocks read fields by name, because more may be added."""
+    """The argument `context` of `block(x, cache, context)`. Blocks must read fields by name, as more may be added."""
 
     positions: jax.Array  # int [b, t], within the segment
     segments: jax.Array  # int [b, t]; 0 is padding
@@ -16,7 +16,7 @@ class Context(NamedTuple):
 
     # bool [b, t or 1, ranks]: which ranks of its adapters each row or token uses; None: all. See `layers.adapted`.
     ranks: jax.Array | None = None
-    # int [b, n], the documents of each row by their lengths (`ops.documents`); None: there may be any number of them.
+    # int [b, n], the lengths of each row's documents (`ops.documents`); None: there may be any number of documents.
     documents: jax.Array | None = None
 
     def by_row(self) -> dict[str, jax.Array]:
@@ -25,5 +25,5 @@ class Context(NamedTuple):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def at(self, index: int | jax.Array) -> "Context":
-        """Returns the context for a layer, or for a dropout site within a layer: its key is folded with `index`."""
+        """Returns the context of a layer, or of a dropout site within a layer, with the key folded with `index`."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, index))

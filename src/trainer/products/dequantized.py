@@ -1,8 +1,8 @@
-"""Products with kernels that are stored quantized, and the forms in which they are stored. Qwix quantizes.
+"""Products with kernels that are stored quantized, and their storage formats. Qwix quantizes.
 
-A kernel is stored as a `qwix.QArray`, whose parts have the kernel's axes: values [*in, *out] and float32 scales with
-one entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. With the scales of AWQ
-(arXiv:2306.00978) it is a `qwix.contrib.awq.WithAwqScale`. Experts have an axis of groups in front of each part.
+A kernel is stored as a `qwix.QArray`. Its parts have the kernel's axes: values [*in, *out], and float32 scales with
+one entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. A kernel with the scales of AWQ
+(arXiv:2306.00978) is a `qwix.contrib.awq.WithAwqScale`. For experts, each part has a leading axis of groups.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product, grouped_product
 
 NF4 = "nf4"
-_LEAST = 16  # values that share a scale, if a block does not divide an axis
+_LEAST = 16  # the fewest values that may share a scale, if a block does not divide an axis
 
 
 @flax.struct.dataclass
 class Packed:
-    """Codes of 4 bits with their scales, in place of a `QArray` of nf4, which Orbax cannot store.
+    """4-bit codes with their scales, in place of a `QArray` of nf4, which Orbax cannot store.
 
     Attributes:
-      codes: uint8; two codes that follow each other along the packed axis, the first in the lower bits.
+      codes: uint8, each with two consecutive codes along the packed axis, the first in the lower bits.
       scale: see `QArray`.
       axis: the packed axis, counted from the end.
     """
@@ -51,9 +51,9 @@ class Storage:
 
     Attributes:
       dtype: of the values, such as "int8", "float8_e4m3fn" or "nf4".
-      block: the numbers of inputs and of outputs that share a scale; 0: all. Where a block does not divide an axis, the
-        largest part of it that does.
-      method: Qwix's method of calibration; "minmax" stores zero points, too.
+      block: the numbers of inputs and of outputs that share a scale; 0: all. If a number does not divide an axis, its
+        greatest common divisor with the axis is used.
+      method: Qwix's method of calibration; "minmax" also stores zero points.
       awq: whether inputs have the scales of AWQ.
     """
 
@@ -63,7 +63,8 @@ class Storage:
     awq: bool = False
 
     def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
-        """Returns how Qwix quantizes `kernel`, after `stacked` axes. Raises UserError if a block fits an axis badly."""
+        """Returns how Qwix quantizes `kernel` with `stacked` leading axes. Raises UserError if too few values would
+        share a scale."""
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
         tiles: dict[int, int] = {}
@@ -77,7 +78,7 @@ class Storage:
         return qarray.HowToQuantize(qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method)
 
     def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
-        """Returns what is stored for `value` [*stacked, *groups, *in, *out], rounded to nearest. AWQ's scales are 1."""
+        """Returns `value` [*stacked, *groups, *in, *out] in stored form, rounded to nearest. AWQ's scales are 1."""
         found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
         inputs = value.shape[: value.ndim - len(kernel.out_shape)]
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
@@ -94,8 +95,8 @@ class Storage:
         return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape)))
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
-        """Returns what is stored for `value` [*groups, in, out], whose inputs and outputs are merged into one axis
-        each, with a scale for each output. `awq_scale`: [*groups, in]."""
+        """Returns the stored form of `value` [*groups, in, out], which has one merged axis of inputs, one of outputs,
+        and a scale for each output. `awq_scale`: [*groups, in]."""
         groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
         counts = [
             size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))
@@ -128,7 +129,7 @@ def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScal
 
 
 def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
-    """Returns how many entries of each axis share a scale, if `size` consecutive ones of the merged axes do."""
+    """Returns how many entries of each axis share a scale, if `size` consecutive entries of the merged axes do."""
     if prod(shape) <= size:
         return list(shape)
     tiles, left = [], size
@@ -146,7 +147,7 @@ def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
 
 
 def packed(value: qarray.QArray, kernel: Kernel) -> Any:
-    """Returns `value` as it is stored: codes of nf4 as `Packed`."""
+    """Returns `value` in stored form: codes of nf4 as `Packed`."""
     if value.qtype != NF4:
         return value
     axis = -len(kernel.out_shape) - 1  # the last of the inputs
@@ -158,7 +159,7 @@ def packed(value: qarray.QArray, kernel: Kernel) -> Any:
 
 
 def _qarray(stored: Any) -> qarray.QArray:
-    """Returns what is stored, without scales of AWQ, as a `QArray`."""
+    """Returns a stored kernel, which has no scales of AWQ, as a `QArray`."""
     if not isinstance(stored, Packed):
         return stored
     axis = stored.axis % stored.codes.ndim
@@ -175,17 +176,17 @@ def dequantize(stored: Any, dtype: jnp.dtype) -> jax.Array:
 
 
 def is_stored(value: Any) -> bool:
-    """Returns whether `value` is what this module stores for a kernel."""
+    """Returns whether `value` is a kernel in a stored form of this file."""
     return isinstance(value, qarray.QArray | Packed | WithAwqScale)
 
 
 def float_shape(stored: Any) -> tuple[int, ...]:
-    """Returns the shape of the kernel for which `stored` is stored: arrays or ShapeDtypeStructs."""
+    """Returns the shape of the dequantized kernel of `stored`, which has arrays or ShapeDtypeStructs."""
     return jax.eval_shape(partial(dequantize, dtype=jnp.dtype(jnp.float32)), stored).shape
 
 
 def parameter_count(params: Any) -> int:
-    """Returns the number of parameters in a tree. A kernel that is stored counts as its floats, without scales."""
+    """Returns the number of parameters in a tree. A stored kernel counts as if it were float, without scales."""
     return sum(map(_floats, jax.tree.leaves(params, is_leaf=is_stored)))
 
 
@@ -198,25 +199,24 @@ def _floats(kernel: Any) -> int:
 
 
 def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """Returns the product of `kernel`, stored as `storage` says; with `functools.partial`, a `MakeProduct`."""
+    """Returns the product of `kernel`, stored according to `storage`; `partial(dequantized, storage)` is a
+    `MakeProduct`."""
     del rngs
     return _Grouped(storage, kernel) if kernel.groups else _Dense(storage, kernel)
 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A `Product`. Few rows are multiplied with the values, and scales are applied to the results: on a TPU, XLA writes
-    the dequantized kernel to memory before a product, in 3 to 6 times the bytes of the values."""
+    """A `Product`. If there are few rows, they are multiplied with the quantized values, and the scales are applied to
+    the results: on a TPU, XLA would write the dequantized kernel to memory, 3 to 6 times the bytes of the values."""
 
     storage: Storage
     kernel: Kernel
 
     def store(self, kernel: jax.Array) -> Any:
-        """See `Product`."""
         return self.storage.store(self.kernel, kernel)
 
     def array(self, kernel: Any, dtype: jnp.dtype) -> jax.Array:
-        """See `Product`."""
         _check(self.kernel, kernel)
         return dequantize(kernel, dtype)
 
@@ -256,13 +256,12 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. With one scale for each output, it is applied to the results."""
+    """A `GroupedProduct`. If each output has one scale, scales are applied to the results."""
 
     storage: Storage
     kernel: Kernel
 
     def store(self, kernel: jax.Array) -> Any:
-        """See `Product`."""
         return self.storage.store(self.kernel, kernel)
 
     def __call__(self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None) -> jax.Array:

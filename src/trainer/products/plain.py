@@ -23,34 +23,34 @@ EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
 
-    It may have a method `store(kernel)`, which returns what the layer stores in place of the initial kernel: an array
-    or a pytree whose parts have the kernel's shape, lack some of its axes, or have length 1 in them
-    (`sharding.axes_of_parts`). A grouped product may have it, too. With a method `array(kernel, dtype)`, it is the
-    product with that array [*in, *out], up to rounding.
+    It may have a method `store(kernel)` that returns the layer's stored form of the initial kernel: an array, or a
+    pytree whose parts have the kernel's axes, except that some may be absent or have length 1
+    (`sharding.axes_of_parts`). A grouped product may also have it. It may have a method `array(kernel, dtype)` that
+    returns an array [*in, *out]; the product is then that with this array, up to rounding.
     """
 
     def __call__(
         self, x: jax.Array, inputs: int, kernel: Any, reduce_early: EarlyReduction | None, context: Context | None
     ) -> jax.Array:
-        """See above.
+        """Returns the product.
 
         Args:
           inputs: the number of axes of `in`.
-          kernel: the parameter as stored, in its own dtype. It may be a pytree, see above.
+          kernel: the parameter as stored, in its stored dtype. It may be a pytree, see above.
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
-          context: the context of the layer, whose rows are the first axis of `x`; None in the output head. Its key is
-            also that of the layer's dropout: fold it with a number of your own.
+          context: the layer's context; its rows are the first axis of `x`. None in the output head. The layer's dropout
+            uses the same key, so fold it with a number before use.
         """
 
 
 def stored(product: Any, kernel: jax.Array) -> Any:
-    """Returns what a layer stores for the initial `kernel` of a product."""
+    """Returns the form in which a layer stores the initial `kernel` of a product."""
     return product.store(kernel) if hasattr(product, "store") else kernel
 
 
 def in_dtype(kernel: Any, dtype: jnp.dtype) -> Any:
-    """Returns a kernel that is an array in `dtype`, before devices gather it. Other kernels are gathered as stored."""
+    """Casts a kernel that is an array to `dtype`, before it is all-gathered. Others are all-gathered as stored."""
     return kernel.astype(dtype) if isinstance(kernel, jax.Array | np.ndarray) else kernel
 
 
@@ -71,18 +71,18 @@ class MakeProduct(Protocol):
         """Returns a `Product`, or a `GroupedProduct` for a kernel with groups.
 
         It may be an `nnx.Module`. Its parameters then belong to the model, under the name "product" next to the kernel.
-        For a grouped product, their logical names determine which part of them a device gets: "exp" and "mlp" are
-        sharded as in the kernel.
+        For a grouped product, their logical axes determine which part a device gets: "exp" and "mlp" are sharded as in
+        the kernel.
         """
 
 
-# Pairs of a regular expression and what makes the products of the kernels whose canonical name it matches, such as
+# Pairs of a regular expression and the maker of products for kernels with a matching canonical name, such as
 # decoder/layers/mlp/wo/kernel. The first match counts. Other kernels have the plain product.
 Rules = Sequence[tuple[str, MakeProduct]]
 
 
 def maker(rules: Rules, name: str) -> MakeProduct | None:
-    """Returns what makes the product of the kernel `name`; None for the plain product."""
+    """Returns the maker of the product of the kernel `name`; None for the plain product."""
     return next((make for pattern, make in rules if re.search(pattern, whole_name(name))), None)
 
 
@@ -99,11 +99,11 @@ def product(
     """See `Product`. The kernel is cast to the dtype of `x`.
 
     Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
-    operands for the weight gradient. On a TPU, merged axes would need a copy into a common order, and where devices
-    share rows, they would need other tokens (docs/decisions/0004).
+    operands for the weight gradient. On a TPU, merging axes would need a copy into a common layout, and where rows are
+    split over devices, it would need other devices' tokens (docs/decisions/0004).
 
-    `transposed`: `kernel` is a matrix [out, in], of which a CPU would make a transposed copy. `columns`: except on a
-    TPU, other kernels are multiplied as matrices with at least so many columns.
+    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: except on a
+    TPU, a kernel that is not `transposed` is padded to at least this many columns.
     """
     del context
     kernel = kernel.astype(x.dtype)
@@ -124,7 +124,7 @@ def product(
 
 
 class GroupedProduct(Protocol):
-    """Multiplies each group of rows with its own matrix, such as an expert's."""
+    """Multiplies each group of rows with a separate matrix, such as an expert's."""
 
     def __call__(self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None) -> jax.Array:
         """Returns the product in the dtype of `x`.
@@ -133,11 +133,10 @@ class GroupedProduct(Protocol):
         is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
-          kernel: [groups, in, out], in any dtype, or the pytree that is stored for it. If several devices share a
-            product, it is one device's part: its own groups, with only the inputs or the outputs with which this device
-            computes.
-          context: the context of the layer, with the device's rows of the batch. They are not the rows of `x`, which
-            are sorted by group and may come from other devices.
+          kernel: [groups, in, out], in any dtype, or its stored pytree. If several devices share a product, it is one
+            device's shard: some of the groups, and some of the inputs or of the outputs.
+          context: the context of the layer, with the device's rows of the batch. They differ from the rows of `x`,
+            which are sorted by group and may come from other devices.
         """
 
 
@@ -177,9 +176,9 @@ def wide_grouped_product(
 
 
 def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """A `MakeProduct`: returns the plain product of `kernel`, with columns of zeros if it has less than COLUMNS.
+    """A `MakeProduct`: returns the plain product of `kernel`, padded with columns of zeros to at least COLUMNS.
 
-    XLA's CPU backend multiplies a narrow matrix of float32 with up to 80 rows in another way than with more.
+    Otherwise, with a narrow float32 matrix, XLA's CPU backend uses another algorithm for up to 80 rows than for more.
     """
     if prod(kernel.out_shape) >= COLUMNS:
         return make_plain(kernel, rngs=rngs)
@@ -187,6 +186,6 @@ def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
 
 
 def _widened(kernel: jax.Array, columns: int) -> jax.Array:
-    """Returns `kernel` [..., out] with zeros behind its columns, up to `columns`."""
+    """Returns `kernel` [..., out] padded with zero columns, up to `columns`."""
     missing = max(0, columns - kernel.shape[-1])
     return jnp.pad(kernel, [(0, 0)] * (kernel.ndim - 1) + [(0, missing)]) if missing else kernel

@@ -1,7 +1,6 @@
 """Products of quantized operands, in the forward and in the backward pass. Qwix quantizes and multiplies.
 
-Of other modules, only `calibrated` and `sparse` use Qwix. The products have a backward pass of their own
-(docs/decisions/0025).
+The products define their backward pass (docs/decisions/0025).
 """
 
 import functools
@@ -26,19 +25,19 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product
 
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
-MOST_INT8 = (2**31 - 1) // 128**2  # as many products of int8 always fit into int32
+MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
 DEVICES = -1  # `Recipe.parts`: as many as devices share the rows
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the range of each operand is found: Qwix's methods, such as "absmax", "absmax,0.9", "rms,3" or "fixed,-1,1".
+    """Qwix's calibration methods for each operand, such as "absmax", "absmax,0.9", "rms,3" or "fixed,-1,1".
 
     Attributes:
-      activation, weight: of the forward pass.
-      gradient: of the output's gradient in the product that computes the gradient of activations.
-      weight_gradient: of the output's gradient in the product that computes the gradient of the weight.
+      activation, weight: for the forward pass.
+      gradient: for the output's gradient in the product that computes the gradient of activations.
+      weight_gradient: for the output's gradient in the product that computes the gradient of the weight.
     """
 
     activation: str = "absmax"
@@ -55,10 +54,10 @@ class Recipe:
       forward: dtype of activations and weights, such as "int8" or "float8_e4m3fn".
       backward: dtype of the output's gradient.
       per_channel: one scale for each row of activations and each output of the weight; otherwise one for each operand.
-      rounding: "" to the nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's
-        noise of that name. Only for integers.
-      parts: the number of parts of the rows of a batch in which the output's gradient has its own scales, when the
-        gradient of the weight is computed.
+      rounding: "": to nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's noise
+        of that name. Only for integers.
+      parts: the number of parts of the batch's rows; when the gradient of the weight is computed, the output's gradient
+        has separate scales in each part.
     """
 
     forward: str
@@ -70,7 +69,7 @@ class Recipe:
 
 
 def quantized(recipe: Recipe, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """Returns the product of `kernel` by `recipe`; with `functools.partial`, a `MakeProduct`."""
+    """Returns the product of `kernel` by `recipe`; `functools.partial(quantized, recipe)` is a `MakeProduct`."""
     del rngs
     return _Grouped(recipe, kernel) if kernel.groups else _Dense(recipe, kernel)
 
@@ -100,8 +99,8 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. Scales over rows, such as those of the weight's gradient, are over the rows of one product,
-    which are those of a device. The noise of stochastic rounding follows the place of a row among them."""
+    """A `GroupedProduct`. Scales over rows, such as those for the weight's gradient, cover the rows of one product on
+    one device. The noise of stochastic rounding depends on a row's place among them."""
 
     recipe: Recipe
     kernel: Kernel
@@ -114,7 +113,7 @@ class _Grouped:
             self.recipe,
             rows=1,
             grouped=True,
-            # A scale over an axis of which each device has a part is over all parts.
+            # If an axis is sharded over devices, a scale over it covers all shards.
             shared_inputs=_devices_that_share(self.kernel.names[1]),
             shared_outputs=_devices_that_share(self.kernel.names[2]),
             on_tpu=sharding.on_tpu(),
@@ -123,7 +122,7 @@ class _Grouped:
 
 
 def _devices_that_share(name: str | None) -> tuple[str, ...]:
-    """Returns the mesh axes over which the experts' axis `name` is split inside of `shard_mapped`."""
+    """Returns the mesh axes over which the experts' axis `name` is sharded inside `shard_mapped`."""
     return sharding.mesh_axes("activation_mlp") if name == "mlp" else ()
 
 
@@ -138,7 +137,7 @@ def _parts(recipe: Recipe, tokens: int) -> int:
 
 
 def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.Array | None:
-    """Returns a key for each row of the batch; None: gradients are rounded to the nearest."""
+    """Returns a key for each row of the batch; None: gradients are rounded to nearest."""
     if not recipe.rounding or context is None or context.key is None:
         return None
     own = jax.random.fold_in(context.key, zlib.crc32(f"rounding/{kernel.name}".encode()))
@@ -147,16 +146,16 @@ def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.
 
 @dataclass(frozen=True)
 class _How:
-    """What the backward pass needs to know, which is traced later.
+    """Static parameters for the backward pass, which is traced later.
 
-    Shapes: x [*rows, *in], kernel [*in, *out]; of groups, kernel [g, in, out], and x [g, rows, in] or, sorted by group,
-    [rows, in].
+    Shapes: x [*rows, *in], kernel [*in, *out]; with groups, kernel [g, in, out], and x [g, rows, in] or, sorted by
+    group, [rows, in].
 
     Attributes:
-      rows, inputs: the numbers of axes of rows, without that of groups, and of `in`.
+      rows, inputs: the number of axes of rows, without the groups' axis, and of `in`.
       grouped: whether the kernel has groups.
-      shared_inputs, shared_outputs: the mesh axes of devices that have parts of `in` and `out`.
-      parts: see `Recipe`; here always a number.
+      shared_inputs, shared_outputs: the mesh axes over which `in` and `out` are sharded.
+      parts: see `Recipe`; never DEVICES.
       on_tpu: whether the product runs on a TPU.
     """
 
@@ -182,7 +181,7 @@ class _How:
         """Returns `x`, quantized with scales over the axes `over`, and its calibration.
 
         Args:
-          shared: the mesh axes of devices that have parts of `over`.
+          shared: the mesh axes over which `over` is sharded.
           noise: is added before rounding; it lacks the last axes of `x`.
           tiles: the number of entries of an axis that share a scale.
         """
@@ -202,7 +201,7 @@ class _How:
         return qarray.quantize_with_scale_zero_point(x, how.qtype, scale, zero_point, add), found
 
     def multiply(self, left: Any, right: Any, dimensions: Any, sizes: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-        """Returns the product in `dtype`. `dimensions`: those of `jax.lax.dot_general`, or with `sizes` of
+        """Returns the product in `dtype`. `dimensions`: as in `jax.lax.dot_general`, or, with `sizes`, as in
         `ragged_dot_general`."""
         left, right = self._supported(left), self._supported(right)
         self._check_sum(left, right, dimensions if sizes is None else dimensions.dot_dimension_numbers)
@@ -216,10 +215,10 @@ class _How:
         return product(left, right, sizes)
 
     def _check_sum(self, left: Any, right: Any, dimensions: Any) -> None:
-        """Refuses sums of so many products of integers that int32 may overflow.
+        """Refuses sums of so many integer products that int32 may overflow.
 
         Raises:
-          UserError: says how many.
+          UserError: it may; the message names the limit.
         """
         limit = {"int8": MOST_INT8, "int4": MOST_INT8 * 256}.get(self.recipe.forward)
         terms = prod(left.shape[axis] for axis in dimensions[0][0])
@@ -234,7 +233,7 @@ class _How:
             )
 
     def _supported(self, x: Any) -> Any:
-        """Returns int4 as int8 except on a TPU: other compilers of XLA fail on many products of int4. The result is the
+        """Casts int4 to int8, except on a TPU: XLA's other compilers fail on many products of int4. The result is the
         same."""
         if self.on_tpu:
             return x
@@ -242,14 +241,14 @@ class _How:
 
 
 def _of_all(found: Any, method: str, axes: tuple[str, ...]) -> Any:
-    """Returns the calibration over the parts of all devices along mesh `axes`."""
+    """Returns the calibration over the shards of all devices along mesh `axes`."""
     if method.startswith("rms"):
         return jax.tree.map(lambda rms: jnp.sqrt(jax.lax.pmean(rms**2, axes)), found)
     return jax.lax.pmax(found, axes)
 
 
 class _Kept(NamedTuple):
-    """What the forward pass keeps of an operand: quantized; if its method clips, also as it was, and its range."""
+    """The residuals of an operand: quantized; if its method clips, also the original and its range."""
 
     value: qarray.QArray
     clipped: tuple[jax.Array, Any] | None
@@ -260,8 +259,8 @@ def _multiply(
     how: _How, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, noise_keys: jax.Array | None
 ) -> jax.Array:
     """Returns the product of the quantized operands in the dtype of `x`. The backward pass quantizes the gradient of
-    the result twice, for its products with the quantized kernel and with the quantized `x`. Rounding has the gradient
-    of the identity; clipping to a range has gradient 0 outside of it."""
+    the result twice: for its product with the quantized kernel, and for that with the quantized `x`. Rounding has the
+    gradient of the identity; clipping to a range has gradient 0 outside of it."""
     return _forward(how, x, kernel, sizes, noise_keys)[0]
 
 
@@ -284,8 +283,8 @@ def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tup
 
 
 def _named(part: jax.Array) -> jax.Array:
-    """Returns `part` under a name for rematerialization. Floats of 8 bits are kept as bits: JAX rounds floats that a
-    checkpoint keeps, and gets NaN for float8_e4m3fn above 240."""
+    """Returns `part` under a checkpoint name. 8-bit floats are kept as integers with the same bits: JAX rounds floats
+    that a checkpoint keeps, which gives NaN for float8_e4m3fn above 240."""
     if part.dtype.itemsize > 1 or not jnp.issubdtype(part.dtype, jnp.floating):
         return checkpoint_name(part, QUANTIZED)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(part, jnp.uint8), QUANTIZED)
@@ -293,7 +292,7 @@ def _named(part: jax.Array) -> jax.Array:
 
 
 def clips(method: str) -> bool:
-    """Returns whether values may be outside of the range that a calibration method finds."""
+    """Returns whether values may be outside of the range that a calibration method computes."""
     name, *factor = method.split(",")
     return name != "absmax" or bool(factor and float(factor[0]) < 1)
 
@@ -323,7 +322,7 @@ def _inside(gradient: jax.Array, clipped: tuple[jax.Array, Any] | None, method: 
 
 
 def _x_gradient(how: _How, kernel: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
-    """The scales of the kernel's outputs belong to the axis that is contracted here, so they go into the gradient."""
+    """Returns the gradient of `x`. It sums over outputs, so the kernel's output scales multiply `gradient` first."""
     first, ndim = int(how.grouped), gradient.ndim
     outputs = kernel.ndim - first - how.inputs
     out, out_kernel = range(ndim - outputs, ndim), range(first + how.inputs, kernel.ndim)
@@ -346,7 +345,7 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
 
 
 def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
-    """The scales of rows belong to the axis that is contracted here, so they go into the gradient."""
+    """Returns the gradient of the kernel. It sums over rows, so the scales of rows multiply `gradient` first."""
     first = int(how.grouped and sizes is None)
     rows = range(first, first + how.rows)
     scale = x.scale.reshape(x.scale.shape[: first + how.rows] + (1,) * (gradient.ndim - first - how.rows))

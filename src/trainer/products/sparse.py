@@ -1,9 +1,9 @@
-"""Which weights N:M sparsity uses."""
+"""The weights that N:M sparsity keeps."""
 
 from math import prod
 
 import jax
-from qwix._src.core import sparsity  # not in `quantized`, which is about products; Qwix's masks need none
+from qwix._src.core import sparsity  # used here and not in `quantized`, because Qwix's masks need no product
 
 from trainer.products.plain import Kernel
 
@@ -12,7 +12,7 @@ def largest(kernel: Kernel, value: jax.Array, n: int, m: int) -> jax.Array:
     """Returns which entries of `value` are used: bool, true for the `n` of largest magnitude among every `m`
     consecutive ones along the axis that a product sums over. Of equal magnitudes, the first are used.
 
-    Several input axes are one axis, in their order, as a product takes them. `m` divides its length.
+    Several input axes count as one merged axis, in their order. `m` divides its length.
 
     Args:
       value: [*stacked, *groups, *in, *out] of `kernel`, in any floating-point dtype.

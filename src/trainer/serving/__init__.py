@@ -1,5 +1,5 @@
-"""An HTTP API over the scheduler, as clients of OpenAI's API use it.
+"""An HTTP API over the scheduler, compatible with clients of OpenAI's API.
 
-A request goes from `app` (routes, limits, tokens) through `queries` (its JSON) to `front`, which submits it to the
-thread of the scheduler and hands events on to `answers`, where tokens become text (`texts`) and JSON.
+`app` receives a request (routes, limits, tokens), `queries` reads its JSON, and `front` submits it to the scheduler's
+thread and passes events to `answers`, which converts tokens to text (`texts`) and JSON.
 """

@@ -18,7 +18,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_local(host: str) -> bool:
-    """Returns whether only programs of this machine reach an address."""
+    """Returns whether an address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -26,10 +26,10 @@ def is_local(host: str) -> bool:
 
 
 def read_tokens(path: str, host: str) -> list[str]:
-    """Returns the tokens of the file `path`, one in each line, or that of the environment.
+    """Returns the tokens of the file `path`, one per line, or the token of the environment.
 
     Raises:
-      UserError: the file cannot be read, a token is not one, or there is none although others reach `host`.
+      UserError: the file cannot be read, a token is invalid, or there is none although other machines can reach `host`.
     """
     where = f"token_file={path}" if path else VARIABLE
     text = os.environ.get(VARIABLE, "")
@@ -62,7 +62,7 @@ class Access:
         """Returns a name for the token of a request, "" without tokens.
 
         Raises:
-          ApiError: 401 for a wrong token; 403 for a server without tokens to which a page of another site leads.
+          ApiError: 401 for a wrong token; 403 if the server has no tokens and the host name may be another site's.
         """
         if not self._digests:
             name = re.sub(r":\d*$", "", host or "").strip("[]")
@@ -71,7 +71,7 @@ class Access:
             return ""
         scheme, _, token = (authorization or "").partition(" ")
         digest = _digest(token.strip().encode(errors="replace"))
-        # Compared with each one, in a time that does not depend on the characters.
+        # Compared with each token, in constant time.
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or not any(same):
             raise ApiError(

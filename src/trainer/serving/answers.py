@@ -9,7 +9,7 @@ from typing import Any
 from trainer.serving.front import Delta, Generation
 from trainer.serving.texts import Names, Token
 
-_LEAST = -9999.0  # in place of a logarithm of zero, which JSON has not
+_LEAST = -9999.0  # in place of the logarithm of zero, which JSON cannot represent
 
 
 class Answer:
@@ -41,7 +41,7 @@ class Answer:
         return self._of_kind("chat.completion.chunk", [choice]) | usage
 
     def last_chunk(self) -> dict[str, Any]:
-        """Returns the chunk with the usage, which ends a stream that asks for it."""
+        """Returns the chunk with the usage, which ends a stream if the request asked for it."""
         return self._of_kind("chat.completion.chunk", []) | {"usage": self._usage()}
 
     def whole(self, parts: Sequence[Delta]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Answer:
         return {"index": i, **said, **self._details(i, scored, tokens, True), "finish_reason": parts[-1].end}
 
     def _echoed(self, part: Delta) -> tuple[str, list[Token]]:
-        """Returns the text of the first part of a choice; for echo after its prompt, whose tokens come with scores."""
+        """Returns the text of a choice's first part; with echo, after its prompt, and the scored prompt tokens."""
         if not self._query.echo:
             return part.text, []
         row, scores, before = self._generation.prompt_of(part.choice), part.prompt, list[Token]()
@@ -75,7 +75,7 @@ class Answer:
         return self._prompts[choice // self._query.n] if self._query.echo else ""
 
     def _details(self, choice: int, scored: list[Token], tokens: list[Token], first: bool) -> dict[str, Any]:
-        """Returns the fields of a choice about its tokens, and about those of the prompt that have scores."""
+        """Returns the fields of a choice about its tokens, and about prompt tokens that have scores."""
         found: dict[str, Any] = {"logprobs": None}
         tokens = [] if self._query.max_tokens == 0 else tokens
         if self._query.likeliest is not None:

@@ -48,7 +48,7 @@ class Routes:
         self._front, self._access, self._config = front, access, front.model.config
 
     async def page(self, request: Request) -> Response:
-        """A page to try the model with."""
+        """Returns a page for trying the model."""
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": _POLICY})
 
     async def health(self, request: Request) -> Response:
@@ -144,7 +144,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """Returns `app`, which counts its answers, and says nothing about clients that go away while they send."""
+    """Returns `app` with answers counted, and without errors about clients that disconnect while they send."""
     known = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,11 +7,11 @@ INVALID, UNAVAILABLE, TIMEOUT = "invalid_request_error", "unavailable_error", "t
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Attributes:
-      status: the code of HTTP.
-      param: the parameter of the request that is wrong, if it is one.
+      status: the HTTP status code.
+      param: the wrong parameter of the request, if there is one.
       headers: of the answer.
     """
 
@@ -36,10 +36,10 @@ class ApiError(Exception):
 
 
 def timed_out(message: str) -> ApiError:
-    """Returns the error for a request that took too long, which clients should not repeat by themselves."""
+    """Returns the error for a request that took too long. Clients should not repeat it automatically."""
     return ApiError(408, message, kind=TIMEOUT, code="timeout", headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, status: int = 503, after: int = 1) -> ApiError:
-    """Returns the error for a request that may be repeated `after` so many seconds."""
+    """Returns the error for a request that may be repeated in `after` seconds."""
     return ApiError(status, message, kind=UNAVAILABLE, headers={"retry-after": str(after)})

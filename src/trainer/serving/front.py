@@ -1,4 +1,4 @@
-"""Between the event loop and the thread of the scheduler: requests in, parts of texts out."""
+"""Connects the event loop with the scheduler's thread: requests in, parts of texts out."""
 
 import asyncio
 import math
@@ -27,14 +27,14 @@ STARTING, READY, DRAINING, FAILED = "starting", "ready", "draining", "failed"
 
 
 class Model(NamedTuple):
-    """What is served.
+    """The served model.
 
     Attributes:
-      adapters: the names under which requests find the base and its adapters, with their numbers.
-      begin, stop: the tokens before a prompt, and those that end a text.
-      turn_end: those that end an answer in a chat, besides `stop`.
-      default: how tokens are drawn for requests that do not say so.
-      seed: of requests without one; None: each gets another.
+      adapters: the names of the base and its adapters in requests, with their numbers.
+      begin, stop: the tokens before a prompt, and the tokens that end a text.
+      turn_end: further tokens that end an answer in a chat.
+      default: how tokens are drawn if a request does not specify it.
+      seed: of requests without one; None: each gets a different one.
     """
 
     scheduler: Scheduler
@@ -54,11 +54,11 @@ class Model(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What a choice gets at once.
+    """A new part of a choice.
 
     Attributes:
-      end: why it ended; None while it continues.
-      prompt: with the first part, the scores of the prompt's tokens, if they were asked for.
+      end: why the choice ended; None while it continues.
+      prompt: in the first part, the scores of the prompt's tokens, if they were requested.
     """
 
     choice: int
@@ -79,11 +79,11 @@ class Generation:
         self._left = len(self.texts)
 
     def prompt_of(self, choice: int) -> list[int]:
-        """Returns the tokens of the prompt of a choice."""
+        """Returns the prompt's tokens of a choice."""
         return self.prompts[choice // self.query.n]
 
     def begin(self, numbers: list[int]) -> None:
-        """Sets the numbers of its requests to the scheduler."""
+        """Sets the scheduler's numbers of its requests."""
         self._numbers = numbers
 
     def take(self, choice: int, event: Event) -> bool:
@@ -109,7 +109,7 @@ class Generation:
         self._parts.put_nowait(error)
 
     def close(self) -> None:
-        """Frees what it still has."""
+        """Cancels its requests that are still running."""
         self._front.release(self, self._numbers)
 
 
@@ -117,7 +117,7 @@ class Generation:
 class _Running:
     generation: Generation
     choice: int
-    last: float = 0.0  # when its last token came
+    last: float = 0.0  # the time of its last token
 
 
 class Front:
@@ -132,7 +132,7 @@ class Front:
         self._failed, self._loop = failed, asyncio.get_running_loop()
         self._running: dict[int, _Running] = {}
         self._generations: set[Generation] = set()
-        self._seconds = 1.0  # a mean of the time of requests, for Retry-After
+        self._seconds = 1.0  # the mean duration of requests, for Retry-After
         self._pool = ThreadPoolExecutor(2, "requests")
         longest, room = model.scheduler.engine.max_prefill_length, model.config.max_target_length
         self._reader = Reader(model.tokenizer, model.chat, model.begin, model.default, longest, room, model.adapters)
@@ -172,10 +172,10 @@ class Front:
         return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
-        """Returns the choices of a request, which begin as soon as there are slots.
+        """Returns the choices of a request, which begin as soon as slots are free.
 
         Raises:
-          ApiError: too many wait, or a value is not allowed.
+          ApiError: too many requests wait, or a value is not allowed.
         """
         self.check_ready()
         most, count = self.model.config.max_waiting_prompts, len(prompts) * query.n
@@ -206,7 +206,7 @@ class Front:
         return generation
 
     def release(self, generation: Generation, numbers: Sequence[int]) -> None:
-        """Ends what still runs of a request."""
+        """Cancels the parts of a request that are still running."""
         for number in numbers:
             if self._running.pop(number, None):
                 self.service.cancel(number)

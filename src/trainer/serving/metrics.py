@@ -1,4 +1,4 @@
-"""What /metrics shows."""
+"""The metrics at /metrics."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Counts and times of a server, with a registry of its own."""
+    """Counts and times of a server, in a separate registry."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._registry = scheduler, prometheus.CollectorRegistry()

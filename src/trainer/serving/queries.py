@@ -1,4 +1,4 @@
-"""The JSON of a request: what is allowed, and what it asks for."""
+"""Checks and reads the JSON of a request."""
 
 import itertools
 import re
@@ -14,32 +14,32 @@ from trainer.serving.errors import ApiError
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _INT64 = 2**63
-_LEAST_P = 1e-9  # in place of 0; either leaves only the most likely token
+_LEAST_P = 1e-9  # in place of 0; both leave only the most likely token
 
 
 class Parameter(NamedTuple):
     """A parameter of a request.
 
     Attributes:
-      field: the values that the server acts on; None: there are none.
-      neutral: further values, which change nothing: the parameter is then read as if it were left out. Clients send
-        them by default. A Field: all of its values.
+      field: the values that have an effect; None: there are none.
+      neutral: further values, without effect: the parameter is then read as if it were absent. Clients send them by
+        default. If it is a Field, all of its values are neutral.
 
-    With neither, the parameter is checked elsewhere.
+    If both are absent, the parameter is checked elsewhere.
     """
 
     field: Field | None = None
     neutral: tuple[Any, ...] | Field = ()
 
     def leaves_as_is(self, value: Any) -> bool:
-        """Returns whether `value` changes nothing."""
+        """Returns whether `value` has no effect."""
         if isinstance(self.neutral, Field):
             return self.neutral.accepts(value)
         value = _given(value) if isinstance(value, dict) else value
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
     def problem(self, name: str, value: Any) -> str:
-        """Returns what is wrong with a value that changes something; "" if nothing is."""
+        """Returns what is wrong with a value that is not neutral; "" if nothing is."""
         if self.field is not None:
             return "".join(field_problems({name: value}, {name: self.field}))
         if isinstance(self.neutral, Field):
@@ -118,10 +118,10 @@ class Query:
     """A request.
 
     Attributes:
-      prompts: texts or tokens; of a chat, its messages.
+      prompts: texts or tokens; for a chat, its messages.
       max_tokens: None: as many as there is room for.
       most: the number of tokens to generate at most if the room is smaller; None: no limit.
-      likeliest: the number of most likely tokens to show beside each; None: no log-probabilities.
+      likeliest: the number of most likely tokens to show for each token; None: no log-probabilities.
     """
 
     chat: bool
@@ -157,15 +157,15 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of an object that are not null, which means left out."""
+    """Returns the values of an object that are not null. A null value counts as absent."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Returns what a request asks for. `default`: how tokens are drawn if it does not say so.
+    """Returns the query of a request. `default`: how tokens are drawn if the request does not specify it.
 
     Raises:
-      ApiError: names every parameter that is wrong or not supported.
+      ApiError: parameters are wrong or not supported; the message names them.
     """
     given, wrong = _acted_on(given, CHAT if chat else COMPLETIONS)
     if not wrong:
@@ -177,7 +177,7 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns what changes something, and what is wrong, by name."""
+    """Returns the parameters that have an effect, and the problems, by name."""
     given = _given(given)
     kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
@@ -304,5 +304,5 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def as_api_error(error: UserError) -> ApiError:
-    """Returns a mistake that was found later than by `query`."""
+    """Returns the API's error for a mistake that `query` does not detect."""
     return ApiError(400, " ".join(str(error).split()))

@@ -1,8 +1,8 @@
-"""From the body of a request to tokens. Large bodies are read in processes of their own.
+"""Converts the body of a request to tokens. Large bodies are read in separate processes.
 
-A body of megabytes can take seconds: to parse, to render, to encode, and to find out that it does not fit. In a thread,
-this work would hold up the event loop and every other request, because Python runs one thread at a time. Bodies of
-more than HUGE bytes have a second process, so that long conversations do not wait for them.
+A body of megabytes can take seconds to parse, render and encode, even if it turns out not to fit. In a thread, this
+work would delay the event loop and every other request, because Python runs one thread at a time. Bodies of more than
+HUGE bytes have a second process, so that long conversations do not wait for them.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts
 
 
 class Reader(NamedTuple):
-    """How bodies become tokens.
+    """Converts bodies to tokens.
 
     Attributes:
       begin: the tokens before a prompt.
-      default: how tokens are drawn for requests that do not say so.
-      longest: tokens of a prompt, at most.
-      room: tokens of a prompt and of what is generated, at most.
+      default: how tokens are drawn if a request does not specify it.
+      longest: the maximum number of tokens of a prompt.
+      room: the maximum number of tokens of a prompt and generated tokens together.
       adapters: see `Model`.
     """
 
@@ -50,8 +50,8 @@ class Reader(NamedTuple):
         """Returns the request in a body, and the tokens of its prompts.
 
         Raises:
-          ApiError: the body is no request, its model is not there, its prompts cannot be made, or there are no tokens
-            or too many.
+          ApiError: the body is not a request, there is no such model, its prompts cannot be rendered, or there are no
+            tokens or too many.
         """
         found = query(read_json(body), chat=chat, default=self.default)
         self.adapter(found.model)
@@ -90,10 +90,10 @@ class Reader(NamedTuple):
 
 
 class OneAside:
-    """A process that reads one body after another. It starts with the first one."""
+    """A process that reads bodies one by one. It is started for the first body."""
 
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
-        """`seconds`: how long it may read one body. `check`: raises ApiError if no body is read any more."""
+        """`seconds`: how long it may read one body. `check`: raises ApiError if no more bodies are read."""
         self._reader, self._seconds, self._check = reader, seconds, check
         self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
         self._waiting = 0
@@ -150,7 +150,7 @@ class OneAside:
     def close(self) -> None:
         """Ends the process."""
         if (process := self._process) is not None:
-            process.kill()  # whoever waits for it gets the end of the pipe
+            process.kill()  # a thread that waits for it then sees the end of the pipe
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
@@ -158,7 +158,7 @@ class OneAside:
 def _serve(pipe: Any, reader: Reader) -> None:
     """Reads bodies until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
-    pipe.send(None)  # all is loaded
+    pipe.send(None)  # everything is loaded
     with contextlib.suppress(EOFError, OSError):
         while True:
             body, chat = pipe.recv()

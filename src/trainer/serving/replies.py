@@ -1,4 +1,4 @@
-"""Sends the answer to a request, and ends the request if its client goes away or its time is over."""
+"""Sends the answer to a request, and ends the request if its client disconnects or its time is over."""
 
 import asyncio
 import json
@@ -12,14 +12,14 @@ from trainer.serving.answers import Answer
 from trainer.serving.errors import ApiError, timed_out
 from trainer.serving.front import Generation
 
-_LAST_SECONDS = 2.0  # in which a client must take the error that ends its request
+_LAST_SECONDS = 2.0  # the time for a client to receive the error that ends its request
 
 
 class Reply:
-    """Answers with the choices of `generation`, as JSON or as server-sent events. An application of ASGI."""
+    """An ASGI application that answers with the choices of `generation`, as JSON or as server-sent events."""
 
     def __init__(self, generation: Generation, answer: Answer, seconds: float):
-        """`seconds`: after the request was received, in which it must be answered."""
+        """`seconds`: the time limit for the answer, from when the request was received."""
         self._generation, self._answer, self._seconds = generation, answer, seconds
         self._started = False
 
@@ -53,7 +53,7 @@ class Reply:
             await self._json(answer.whole(parts), 200, {}, scope, receive, send)
             return
         async for part in generation.parts():
-            if not self._started:  # errors before the first token have a status of their own
+            if not self._started:  # errors before the first token have their HTTP status
                 self._started = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,4 +1,4 @@
-"""The server: a socket, timeouts of connections, signals, and the end."""
+"""The server: its socket, timeouts of connections, signals, and shutdown."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from trainer.serving.front import FAILED, READY, Front, Model
 from trainer.serving.metrics import Metrics
 
 _KEEP_ALIVE_SECONDS = 30
-_GRACE_SECONDS = 5  # after drain_seconds, for answers that say that the server ends
+_GRACE_SECONDS = 5  # after drain_seconds, for sending errors about the shutdown
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Returns a socket that nobody can connect to yet. Raises UserError if the address is taken or does not exist."""
+    """Returns a bound socket that does not listen yet. Raises UserError if the address is taken or does not exist."""
     with contextlib.ExitStack() as failing:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -49,7 +49,7 @@ def url_of(found: socket.socket) -> str:
 
 class Server:
     """Serves `model` at the bound socket `at`, to requests with one of `tokens`, or to all if there are none. `say`:
-    gets a line for each program that is compiled."""
+    receives a line for each compiled program."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Server:
         self._signals: list[int] = []
 
     def run(self, ready: Callable[[], object]) -> None:
-        """Serves until SIGTERM or Ctrl-C, or `stop`, and then finishes what it has accepted. Calls `ready` when
-        requests are accepted. A second signal ends it at once.
+        """Serves until SIGTERM, Ctrl-C or `stop`, and then finishes accepted requests. Calls `ready` when requests are
+        accepted. A second signal ends it immediately.
 
         Raises:
-          UserError: another program listens there.
+          UserError: another program listens at the address.
           RunStopped: the thread of the scheduler has failed.
-          KeyboardInterrupt: it was Ctrl-C.
+          KeyboardInterrupt: Ctrl-C ended it.
         """
         asyncio.run(self._run(ready))
 
     def stop(self) -> None:
-        """Does what SIGTERM does; nothing if it has ended. Any thread may call it."""
+        """Acts like SIGTERM; does nothing if the server has ended. Any thread may call it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._end, signal.SIGTERM)
 
@@ -133,7 +133,7 @@ class _Inner(uvicorn.Server):
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """Returns a protocol that closes connections on which no whole head of a request arrives within `seconds`."""
+    """Returns a protocol that closes a connection if no complete request header arrives within `seconds`."""
 
     class Protocol(H11Protocol):
         def __init__(self, *, app_state: dict[str, Any], **kwargs: Any):

@@ -1,4 +1,4 @@
-"""The text of a choice as its tokens arrive: whole characters, up to a stop string."""
+"""Converts a choice's tokens to text as they arrive: complete characters, up to a stop string."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Token(NamedTuple):
-    """A token of a text. `start`: where its characters begin in the text of the choice."""
+    """A token of a text. `start`: the index of its first character in the text of the choice."""
 
     id: int
     log_prob: float | None
@@ -25,7 +25,7 @@ class Text:
 
     Attributes:
       stopped: whether a stop string ended it.
-      count: the number of tokens that were generated for it, with the one that ends it.
+      count: the number of generated tokens, including the one that ends it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
@@ -57,7 +57,7 @@ class Text:
         return self._released(size, all_tokens=ended and not self.stopped)
 
     def _uncertain(self) -> int:
-        """Returns how many of the last characters may be the beginning of a stop string."""
+        """Returns how many characters at the end may be the beginning of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         text = self._held[-longest:] if longest else ""
         ends = (text[i:] for i in range(len(text)))
@@ -80,7 +80,7 @@ class Names:
         self.bytes_of = functools.lru_cache(1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
-        """Returns the text of a token; its bytes if they are no characters."""
+        """Returns the text of a token, or its bytes if they are not complete characters."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -93,7 +93,7 @@ class Names:
         return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
 
     def starts(self, tokens: Sequence[int]) -> list[int]:
-        """Returns where the characters of each token begin in the text of all; special tokens have none."""
+        """Returns the index in the whole text of each token's first character. Special tokens have no characters."""
         found, characters = [], 0
         for token in tokens:
             found.append(characters)

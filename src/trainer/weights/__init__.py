@@ -1,1 +1,1 @@
-"""Models in and out: in the formats of Hugging Face, PEFT, MaxText and this trainer."""
+"""Reads and writes models in the formats of Hugging Face, PEFT, MaxText, llama.cpp and this trainer."""

@@ -1,4 +1,4 @@
-"""Reads and writes the files in which a folder says something about its model beside the weights (`leaves.about`)."""
+"""Reads and writes the files of a folder with data about its model other than weights (`leaves.about`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ _BOS, _END, _PAD = TOKENS
 
 
 def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
-    """Returns what the files in `folder`, a path on this machine or in a bucket, say.
+    """Returns the `About` in the files of `folder`, a path on this machine or in a bucket.
 
     Args:
-      fields: those of its config.json; by default, the content of its huggingface.json.
+      fields: of its config.json; by default, the content of its huggingface.json.
 
     Raises:
       UserError: a file is damaged, or a value has the wrong type.
@@ -37,7 +37,7 @@ def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
 
 
 def about_tokenizer(bos: int | None, eos: int | None) -> About:
-    """Returns what a tokenizer alone says, of a model that began without any."""
+    """Returns the `About` that a tokenizer alone determines, for a model that began without one."""
     said = {_BOS: bos, _END: eos}
     return About({**said, _PAD: None}, {name: token for name, token in said.items() if token is not None})
 
@@ -47,7 +47,7 @@ def copy_beside(folder: Any, about: About, target: Path, *, fields: bool) -> Non
 
     Args:
       folder: a path on this machine or in a bucket, or a GGUF file.
-      fields: whether to write huggingface.json: `target` has no config.json.
+      fields: whether to write huggingface.json, because `target` has no config.json.
     """
     files = tokenizer_parts_of(folder)
     files |= {name: data for name, data in about.files().items() if fields or name != FIELDS}

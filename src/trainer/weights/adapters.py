@@ -35,8 +35,8 @@ class Adapters(Protocol):
 
     Attributes:
       path, kind, tokenizer, about, averaged: see `Source`.
-      origin: the parameters that they belong to; without digests, if the checkpoint has none.
-      described: the model's keys that the checkpoint itself states; {} if it states none.
+      origin: the base parameters that they belong to; without digests, if the checkpoint has none.
+      described: the model's keys that the checkpoint contains; {} if it has none.
     """
 
     path: Path
@@ -48,18 +48,18 @@ class Adapters(Protocol):
     described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the keys of LoRA with which a model of `config`, resolved, has these adapters, and trains what was
-        trained with them."""
+        """Returns the keys of LoRA that give a model of `config`, resolved, these adapters and the same trained
+        parameters."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves that were trained: adapters, and others.
+        """Returns the trained leaves: adapters and other parameters.
 
         Args:
           config: resolved, with `lora_keys`.
           shapes: of all weights of a model of `config`.
 
         Raises:
-          UserError: the adapters of `config` are others, or a shape differs.
+          UserError: the adapters of `config` differ from these, or a shape differs.
         """
 
 
@@ -154,8 +154,8 @@ class WithAdapters:
 
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the model: those of the run, in which the base may have computed another function than before
-    (`model_keys.FREE`). Adapters are added to floats. Modules of multi-token prediction are those of the base."""
+    """Returns the keys of the merged model: those of the run, which may have changed the function of the base
+    (`model_keys.FREE`). The merged weights are floats. Modules of multi-token prediction come from the base."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
@@ -163,7 +163,7 @@ def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
     """Returns the leaf of `kernel` + `scale` x a b, added in float32.
 
-    `store`: under QLoRA, returns what is stored for the kernel. The adapter belongs to what that stands for.
+    `store`: under QLoRA, returns the kernel in stored form. The adapter was trained on its dequantized values.
     """
     held: list[Any] = []  # the factors, which are small
 

@@ -1,4 +1,4 @@
-"""Describes the contents of a checkpoint of any kind for people: `contents_of`."""
+"""Describes the contents of a checkpoint of any kind for users: `contents_of`."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ from trainer.weights.params.read import TREE, ParamsSource
 
 SAFETENSORS = ".safetensors"
 PARAMS, REST, ISLANDS = "params", "rest", "inner_state"
-_STRIP = 1 << 22  # the number of values that are squared at once
+_STRIP = 1 << 22  # the number of values to square at once
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tensor:
     """One array of a checkpoint.
 
     Attributes:
-      part: the part of the checkpoint: params, opt_state, step, ...; with DiLoCo also inner_state, the islands.
-      name: the canonical name of a parameter; for other arrays the path below `part`.
+      part: the part of the checkpoint: params, opt_state, step, ...; with DiLoCo also inner_state, the islands' part.
+      name: the canonical name of a parameter; for other arrays, the path below `part`.
       dtype: the NumPy name; several names joined by + if layers are stored in several dtypes.
       read: yields the values in parts, the layers of a stack in their order.
       stacked: whether the first axis is layers.
@@ -95,7 +95,7 @@ class Contents:
 
 
 def contents_of(path: str, *, verify: bool = True) -> Contents:
-    """Returns the contents of the checkpoint at `path`, which it recognizes like `open_source`.
+    """Returns the contents of the checkpoint at `path`. It recognizes the kind of checkpoint like `open_source`.
 
     Args:
       path: a run's folder, checkpoints/N, a parameter-only checkpoint, a MaxText checkpoint, a Hugging Face directory,

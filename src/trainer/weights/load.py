@@ -23,13 +23,12 @@ from trainer.weights.placing import place, place_quantized
 from trainer.weights.stored import OnLoad, quantized_on_load
 
 _SHORT = 2.0  # seconds; loading that takes longer is reported
-_MOST_PATHS = 12  # of a line
-_LONGEST = 2048  # default of max_target_length for a checkpoint of a model with longer texts
+_MOST_PATHS = 12  # paths in a line
+_LONGEST = 2048  # the default of max_target_length if the checkpoint's model supports longer texts
 
 
 def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None = None) -> tuple[Loaded, bool]:
-    """Returns the configuration for generation with the model at `model_path`, and whether to load the average of its
-    parameters.
+    """Returns the configuration for generation with the model at `model_path`, and whether to load averaged parameters.
 
     Args:
       words: further arguments, KEY=VALUE.
@@ -64,17 +63,17 @@ def load_parameters(
     *,
     average: bool = False,
 ) -> Any:
-    """Loads the weights at `path` onto the devices, and adapters from lora_restore_path. Weights that `path` may lack
-    (`models.optional`) and does lack get their initial values, drawn from `init_weights_seed`.
+    """Loads the weights at `path` onto the devices, and adapters from lora_restore_path. Missing optional weights
+    (`models.optional`) get their initial values, drawn from `init_weights_seed`.
 
-    At any time, a host holds one device's slice of one layer of one parameter. For an Orbax tree it holds all chunks of
-    one parameter that overlap its devices' slices.
+    At any time, a host has only one device's slice of one layer of one parameter in memory; for an Orbax tree, all
+    chunks of one parameter that overlap its devices' slices.
 
     Args:
       path: see `open_source`.
-      config: resolved; the checkpoint must hold the same model.
+      config: resolved; the checkpoint must have the same model.
       abstract: the weights that the model needs (`source.joined`), a ShapeDtypeStruct with a sharding at each leaf.
-      say: gets one line if loading takes long, one for each allowed difference, and two if weights are lacking.
+      say: receives one line if loading takes long, one for each allowed difference, and two if weights are missing.
       given: keys of the command line, which may define another function than the checkpoint's; see
         `model_keys.FREE`.
       average: see `open_source`.
@@ -123,7 +122,7 @@ def _say_what_is_read(
     groups: Mapping[str, Any],
     say: Callable[[str], Any],
 ) -> None:
-    """`groups`: the weights that `source` lacks (`models.optional`)."""
+    """Prints notes about the source. `groups`: the weights that `source` lacks (`models.optional`)."""
     stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
     if source.length and config.max_target_length > max(source.length, stretched):
         say(
@@ -173,7 +172,7 @@ def _restored_adapters(
 
 
 def _whole_shapes(kernels: Mapping[str, OnLoad], wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights `wanted`, with those of float `kernels` in place of what is stored for them."""
+    """Returns the shapes of the weights `wanted`, with the float shapes of `kernels` in place of their stored parts."""
     parts = {part for kernel in kernels.values() for part in kernel.parts}
     shapes = {name: leaf.shape for name, leaf in wanted.items() if name not in parts}
     return shapes | {name: kernel.shape for name, kernel in kernels.items()}

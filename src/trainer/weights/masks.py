@@ -13,15 +13,15 @@ from trainer.models.matrices import masked_kernels
 
 
 def masks_of(config: Config) -> dict[str, str]:
-    """Returns the canonical names of the masks of a model of `config`, each with that of its kernel."""
+    """Returns the canonical names of the masks of a model of `config`, each with its kernel's name."""
     return {mask_name(kernel): kernel.name for kernel in masked_kernels(config)}
 
 
 def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
-    """Refuses masks that `source`, of weights with `shapes`, lacks.
+    """Checks that `source` has the masks that a model of `config`, with weights of `shapes`, needs.
 
     Raises:
-      UserError: says which keys ask for them.
+      UserError: it has none; the message names the keys that need them.
     """
     masks = {name: shapes[name] for name in masks_of(config)}
     if masks and not source.held(config, masks):
@@ -29,8 +29,8 @@ def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Returns `leaves` of a model of `config`, with zeros where weight sparsity masks them, and without the masks. They
-    are only to be written."""
+    """Returns `leaves` of a model of `config`, with zeros where weight sparsity masks them, and without the masks. The
+    result is only for writing."""
     found = dict(leaves)
     for mask, kernel in masks_of(config).items():
         (of_mask,), leaf = found.pop(mask).parts, leaves[kernel]

@@ -1,4 +1,4 @@
-"""The keys that define what a model's parameters compute, and the comparison of these keys between two sources."""
+"""The keys that define the function of a model's parameters, and the comparison of these keys between two sources."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -49,8 +49,8 @@ _OF_ROPE = {
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _SPARSITY = ("weight_sparsity_n", "weight_sparsity_m")
-# Learned positions, fused projections, layers without experts between those with, what changes scores, and masks of
-# weights, with the values for models without them.
+# Keys of learned positions, fused projections, dense layers between sparse ones, changed scores, and weight masks, each
+# with its value for models without the feature.
 _SELDOM = {
     **{"trainable_position_size": -1, "fused_qkv": False, "interleave_moe_layer_step": 1},
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
@@ -58,7 +58,7 @@ _SELDOM = {
 }
 _OF_HEADS = ("head_dim",)
 _SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change what the same parameters compute
-# Keys that have an effect only under one value of another key. If that other key differs, they are not compared.
+# Keys that have an effect only with certain values of another key. If that other key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
@@ -88,7 +88,7 @@ MODEL = {
 
 
 def described(config: Config) -> dict[str, Any]:
-    """Returns the keys of `config`, resolved, that define what its parameters compute, without keys without effect."""
+    """Returns the keys of `config`, resolved, that define its parameters' function. Keys without effect are omitted."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _SELDOM if _value(config, name) != _SELDOM[name]]
     names += LATENT if is_latent(config) else _OF_HEADS
@@ -133,11 +133,11 @@ def check_same_model(
 ) -> None:
     """Compares the description of a checkpoint's model with `config`, resolved.
 
-    Keys in both `given` and `FREE` may differ; `say` gets a line for each. With rope_type=yarn, for example, a user
+    Keys in both `given` and `FREE` may differ; `say` receives a line for each. With rope_type=yarn, for example, a user
     extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
-    Quantized weights can be read as floats: without checkpoint_is_quantized, how they are stored is not compared.
+    Quantized weights can be read as floats: without checkpoint_is_quantized, their storage format is not compared.
     `decoder_block` may differ if the family of `config` loads parameters of the other one (`families.loads_from`), and
-    each key that either of them is known to read has one value; `say` gets a line for it.
+    all keys that are known to be read by either have the same value in both; `say` receives a line for this.
 
     Raises:
       UserError: lists every other key that differs, with the checkpoint's value.
@@ -153,7 +153,7 @@ def check_same_model(
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {"decoder_block": trained}
     free = FREE.intersection(given)
-    if keys and not other:  # a description leaves these out where they have these values
+    if keys and not other:  # a description omits these keys if they have these values
         keys = {name: _SELDOM[name] for name in _SCORES if name in ours} | dict(keys)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
     decided = {below for name in counting for below in _BELOW[name]} | {"rope_interleave"}
@@ -174,7 +174,7 @@ def check_same_model(
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
     unread = ours.keys() - keys.keys() - decided - {MODULES, *_SPARSITY}
-    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if it were not read
+    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if not read
     if other and unread:
         raise UserError(
             f"{where} contains parameters of decoder_block={trained}, which does not read "
@@ -189,22 +189,22 @@ def check_same_model(
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
-    """`load_model_keys`, resolved for one device."""
+    """Returns the configuration of `load_model_keys`, resolved for one device."""
     return resolve(load_model_keys(keys, words, where).config, device_count=1, platform="cpu")
 
 
 def load_model_keys(
     keys: Mapping[str, Any], words: Sequence[str], where: str, say: Callable[[str], Any] = print
 ) -> Loaded:
-    """The configuration of a checkpoint with `keys`, and with the arguments `words`.
+    """Returns the configuration of a checkpoint with `keys` and the arguments `words`.
 
-    Quantized weights are read as floats with checkpoint_is_quantized=false among `words`.
+    If `words` contain checkpoint_is_quantized=false, quantized weights are read as floats.
 
-    Parameters are the same in every combination, so a checkpoint has no combination. The first combination is used,
-    unless `words` sets the flags. `say`: see `check_same_model`.
+    Parameters are the same in every combination, so a checkpoint has no combination. The first one is used, unless
+    `words` set the flags. `say`: see `check_same_model`.
 
     Raises:
-      UserError: `keys` contradict each other, or refer to code that no argument names; or an argument, or its preset,
+      UserError: `keys` contradict each other or refer to code that no argument names; or an argument, or its preset,
         contradicts `keys`.
     """
     if asks_for_floats(words):
@@ -221,7 +221,7 @@ def load_model_keys(
     of_model = [word for word in words if word.partition("=")[0] in {*MODEL, "model_name", "max_target_length", *FLAGS}]
     config = resolved_alone([*flags, *as_words(keys), *of_model])
     if "model_name" in given:
-        # A preset does not define modules of multi-token prediction. That does not mean that the checkpoint has none.
+        # A preset does not define modules of multi-token prediction, but the checkpoint may have some.
         of_preset = {name: value for name, value in keys.items() if name != MODULES}
         check_same_model(of_preset, resolved_alone(of_model), where, say=lambda line: None)
     fixed = {name: value for name, value in keys.items() if name != MODULES or name not in given}
@@ -230,8 +230,7 @@ def load_model_keys(
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, where: str) -> None:
-    """Checks that each of `words`, from which `model_config` made `config`, has an effect, and that they define a
-    model.
+    """Checks that each of `words` has an effect, and that they define a model. `model_config` made `config` from them.
 
     Raises:
       UserError: an argument is not a key of a model, or has no effect on this model; or nothing defines the model.
@@ -264,8 +263,7 @@ def model_yaml(config: Config) -> str:
 
 
 def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
-    """Reads the model's keys from a configuration next to a checkpoint, whose data, mesh and platform may not exist
-    here.
+    """Reads the model's keys from a configuration next to a checkpoint. Its data, mesh and platform may be absent.
 
     Returns:
       The keys of `described` and `rope_interleave`; and the sequence length of training, if the file states it.

@@ -1,4 +1,4 @@
-"""The model of a command that names none: that of the checkpoint at load_parameters_path."""
+"""Commands that name no model use that of the checkpoint at load_parameters_path."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,18 +34,18 @@ _ADAPTERS = (
     "lora_alpha",
     "lora_module_path",
     "trainable_parameters_mask",
-)  # which lora_restore_path gives if the user gives none of them
+)  # taken from lora_restore_path if the user gives none of them
 _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # in the line about the model
 
 
 def with_model(begun: Begun) -> Loaded:
-    """Returns the configuration of `begun`, with the model at `begun.path`. Every process calls this first of all that
-    wait for others.
+    """Returns the configuration of `begun`, with the model at `begun.path`. Of all functions that wait for other
+    processes, every process must call this first.
 
-    A run that has a name and a checkpoint continues from it, so its model is that of this checkpoint, and
-    load_parameters_path is not read. Without a name, this holds if load_parameters_path cannot be read.
+    A run with a name and a checkpoint continues from it, so it has this checkpoint's model, and load_parameters_path is
+    not read. A run without a name does so only if load_parameters_path cannot be read.
 
-    Quantized weights are trained as floats, so how they are stored is left out.
+    Quantized weights are trained as floats, so keys of their storage are omitted.
 
     Raises:
       UserError: there is no checkpoint, its model contradicts the user's keys, or it names code that the user does not;
@@ -103,7 +103,7 @@ def _describes_adapters(begun: Begun) -> bool:
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
-    """Returns the keys of the checkpoint's tokenizer, {} if it is not to be used, and lines about it."""
+    """Returns the keys of the checkpoint's tokenizer, {} if it must not be used, and lines about it."""
     config = begun.config
     kind = config.tokenizer_type if "tokenizer_type" in begun.given else "auto"
     if config.dataset_type == "synthetic" or "tokenizer_path" in begun.given or kind == "bytes":
@@ -128,7 +128,7 @@ def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]
 
 
 def keys_of_run(path: str) -> Mapping[str, Any]:
-    """Returns the keys with which the run at `path` made its newest checkpoint; {} if there is no run.
+    """Returns the keys in the newest checkpoint of the run at `path`; {} if there is no run.
 
     Raises:
       UserError: they cannot be read.
@@ -140,8 +140,8 @@ def keys_of_run(path: str) -> Mapping[str, Any]:
 
 
 def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys with which the run that this command continues made its newest checkpoint, and the checkpoint;
-    None without one. A run without a name is one that started from `path`.
+    """Returns the keys in the newest checkpoint of the run that this command continues, and the checkpoint; None
+    without one. If the command names no run, it continues one that started from `path`.
 
     Raises:
       UserError: they cannot be read.
@@ -159,7 +159,7 @@ def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def _of_own_run(begun: Begun) -> Description | None:
-    """Returns the description of that checkpoint."""
+    """Returns the description of the checkpoint of `own_run`."""
     own = own_run(begun.config, begun.path)
     return own and _of_saved(*own, begun)
 
@@ -171,7 +171,7 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     kept = {*MODEL, *(() if "tokenizer_path" in begun.given else ("tokenizer_path",)), "tokenizer_type"}.difference(
         OF_STORED, begun.given
     )
-    # Earlier versions had other defaults, and a run goes on with its own.
+    # Earlier versions had other defaults; a run keeps those that it began with.
     kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
     kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}

@@ -1,4 +1,4 @@
-"""Opens checkpoints, whose kind is recognized by their files."""
+"""Opens checkpoints and recognizes their kind by their files."""
 
 import contextlib
 from pathlib import Path
@@ -36,16 +36,16 @@ from trainer.weights.peft.read import PeftSource, is_peft
 def open_source(
     path: str, decoder_block: str = "", *, average: bool = False, base: str = "", verify: bool = True
 ) -> Source:
-    """Opens the checkpoint at `path`, whose kind is recognized by its files.
+    """Opens the checkpoint at `path`, and recognizes its kind by its files.
 
     Args:
       path: a path on this machine, or of a run in a bucket.
-      decoder_block: the family that the user names, if there is one. Its facts are imported: they say which keys of the
-        checkpoint its parameters depend on.
+      decoder_block: the family that the user names, if any. Its facts are imported, because they determine the keys
+        that its parameters depend on.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
-      base: for a checkpoint of adapters, where the parameters that they belong to are now; by default, where they were.
-      verify: whether to compare the checksums of a run's checkpoint, for which all of it is read, and in which all
-        processes wait for each other.
+      base: for a checkpoint of adapters, the current place of their base parameters; by default, the original place.
+      verify: whether to compare the checksums of a run's checkpoint. This reads all of it, and all processes wait for
+        each other.
 
     Raises:
       UserError: there is no checkpoint, it is damaged, or it has no average; or there is no base.
@@ -84,7 +84,7 @@ def open_source(
 
 
 def _maxtexts_tree(folder: Path) -> Path | None:
-    """Returns the parameter tree of a MaxText checkpoint, for a run's folder of its newest one; None without one."""
+    """Returns the parameter tree of a MaxText checkpoint, or of the newest one in a run's folder; None without one."""
     if (folder / "_METADATA").is_file():
         return folder
     for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
@@ -97,7 +97,7 @@ def open_adapters(path: str, *, average: bool | None = False, verify: bool = Tru
     """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a folder of PEFT.
 
     Args:
-      average: whether to read averages (`ema_decay`); None: if there are any.
+      average: whether to read averages (`ema_decay`); None: yes if there are any.
       verify: see `open_source`.
 
     Raises:
@@ -166,12 +166,12 @@ def _of_run(
 
 
 def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
-    """Returns what the folder says with which a run began that was saved before runs kept this, and a line."""
+    """Returns the `About` of the folder that a run began with, and a line. For runs that were saved without one."""
     place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
     if not place:
         return own, ""
     if "://" not in place and local_path(place).exists():
-        with contextlib.suppress(UserError):  # what is there now may be no model
+        with contextlib.suppress(UserError):  # the folder may have no model now
             own, begun = open_source(place, verify=False).about, place
     return own, (
         f"{checkpoint} was saved by an earlier version, which did not keep what its model's folder says: the tokens "

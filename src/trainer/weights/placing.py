@@ -10,8 +10,8 @@ import numpy as np
 
 from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
 
-SMALL = 1 << 20  # bytes of a leaf whose layers are put together on the host: this compiles nothing
-# Given the shardings of the parts, a function from some layers of a leaf to the parts of these layers.
+SMALL = 1 << 20  # bytes; the layers of smaller leaves are assembled on the host, which compiles nothing
+# Given the shardings of the parts, returns a function from some layers of a leaf to the parts of these layers.
 Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
 
 
@@ -24,12 +24,12 @@ def place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
 def place_quantized(
     name: str, leaf: Leaf, parts: Mapping[str, jax.ShapeDtypeStruct], store: Callable[[jax.Array], Any], tick: Tick
 ) -> dict[str, jax.Array]:
-    """Returns what is stored for the kernel `name`, by the names of its parts (`names_of`), layer by layer.
+    """Returns the stored parts of the kernel `name`, by name (`names_of`), quantized layer by layer.
 
     Args:
       leaf: the float kernel.
-      parts: as shapes with shardings. Each has the axes of the kernel.
-      store: returns what is stored for a kernel, or for a part of its layers.
+      parts: shapes with shardings. Each part has the axes of the kernel.
+      store: returns the stored form of a kernel, or of some of its layers.
     """
     like = next(iter(parts.values()))
     on_device = resharded(like.sharding, len(leaf.shape), lambda axes: axes)
@@ -74,7 +74,7 @@ def _assembled(
         for name, part in parts.items()
     }
     for i, put in enumerate(leaf.puts):
-        # Waits before the next part is read, so that the host memory of this one is free.
+        # Waits before the next part is read, so that this part's host memory is free.
         for name, part in jax.block_until_ready(dict(converted(put(layer)))).items():
             arrays[name] = _with_part(arrays[name], part, i * part.shape[0])
         tick(leaf.nbytes // count)

@@ -1,4 +1,4 @@
-"""Quantized weights in a checkpoint: as the parts that are stored, or as the floats that they stand for."""
+"""Quantized weights in a checkpoint, read as their stored parts or dequantized."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -44,8 +44,8 @@ class OnLoad(NamedTuple):
     """A kernel that is quantized when a float checkpoint is loaded."""
 
     shape: tuple[int, ...]  # of the float kernel
-    parts: tuple[str, ...]  # the names of what is stored for it
-    store: Callable[[jax.Array], Any]  # returns what is stored for it, or for some of its layers
+    parts: tuple[str, ...]  # the names of its stored parts
+    store: Callable[[jax.Array], Any]  # returns the stored form of it, or of some of its layers
 
 
 def quantized_on_load(config: Config) -> dict[str, OnLoad]:
@@ -65,7 +65,7 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
 
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
-    """Returns `config`, resolved, with the form of stored weights that `keys` describe."""
+    """Returns `config`, resolved, with the storage format of weights that `keys` describe."""
     said = {name: keys[name] for name in OF_STORED if name in keys}
     return Config(dict(config.items()) | said)
 
@@ -75,7 +75,7 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
     Args:
       config: resolved.
-      leaves: parts of kernels have one part each, all layers of it.
+      leaves: each leaf of a kernel's part is read as a whole, with all layers.
       heads: the kernels whose heads have another order, with the number of entries of a head.
     """
     found = dict(leaves)
@@ -131,13 +131,13 @@ def as_stored(
     quantize: Callable[[str, np.ndarray], Any],
     made: Callable[[str], Mapping[str, np.ndarray]] = lambda name: {},
 ) -> dict[str, Leaf]:
-    """Returns the leaves of a model that stores `kernels` quantized, given those of a float model. They are only to be
-    written, each once and in their order, and the parts of a kernel one after the other.
+    """Returns the leaves of a model that stores `kernels` quantized, given those of a float model. They are only for
+    writing: each once, in order, and the parts of a kernel consecutively.
 
     Args:
       config: resolved.
-      quantize: returns what is stored for the float values of one layer of a kernel, given its canonical name.
-      made: returns the parts of a kernel that is quantized already; {} for others.
+      quantize: returns the stored form of one layer of a kernel, given the kernel's canonical name and float values.
+      made: returns the parts of a kernel that is already quantized; {} for others.
     """
     found: dict[str, Leaf] = {}
     for name, leaf in leaves.items():
@@ -159,7 +159,7 @@ def as_stored(
 
 
 class _Made:
-    """The parts of one kernel, which exist while they are written."""
+    """The parts of one kernel, which are in memory only while they are written."""
 
     def __init__(
         self, name: str, leaf: Leaf, stacked: bool, quantize: Callable[[np.ndarray], Any], abstract: Mapping[str, Any]
@@ -168,7 +168,7 @@ class _Made:
         self._abstract, self._arrays = abstract, dict[str, np.ndarray]()
 
     def take(self, part: str) -> np.ndarray:
-        """Returns the array of a part, and forgets it. The first call quantizes the kernel layer by layer."""
+        """Returns the array of a part and frees it. The first call quantizes the kernel layer by layer."""
         if not self._arrays:
             self._arrays = {name: np.empty(like.shape, like.dtype) for name, like in self._abstract.items()}
             read = self._leaf.layers if self._stacked else lambda tick: [self._leaf.read(self._leaf.dtype, tick)]

@@ -1,4 +1,4 @@
-"""DeepSeek's blocks: multi-head latent attention, and experts of which some are shared."""
+"""DeepSeek's blocks: multi-head latent attention, and routed and shared experts."""
 
 import functools
 from collections.abc import Mapping
@@ -18,10 +18,9 @@ NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 
 
 class DenseBlock(llama2.Block):
-    """Llama's block with latent attention. Adjacent pairs of entries turn, as in the published weights."""
+    """Llama's block with latent attention. RoPE rotates adjacent pairs of entries, as in the published weights."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         settings: dict[str, Any] = {
             "heads": config.base_num_query_heads,
             "q_rank": config.q_lora_rank,
@@ -60,4 +59,4 @@ class Experts(SharedExpertBlock):
 
 
 class Block(DenseBlock, Experts):
-    """The same with latent attention."""
+    """`Experts` with latent attention."""

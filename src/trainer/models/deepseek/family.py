@@ -1,5 +1,5 @@
-"""The DeepSeek family: multi-head latent attention, and experts of which some are shared (DeepSeek-V2,
-arXiv:2405.04434); with sigmoid scores and a bias DeepSeek-V3 (arXiv:2412.19437)."""
+"""The DeepSeek family: multi-head latent attention, and routed and shared experts (DeepSeek-V2, arXiv:2405.04434).
+DeepSeek-V3 (arXiv:2412.19437) adds sigmoid scores and a bias."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ DENSE, SPARSE = "dense_layers", "moe_layers"
 
 
 def stacks(config: Config, dense: MakeBlock = DenseBlock, sparse: MakeBlock = Block) -> list[Stack]:
-    """The first layers have an MLP, the others experts, or every n-th of them."""
+    """Returns the stacks: the first layers have an MLP; of the others, all or every n-th have experts."""
     first = config.first_num_dense_layers
     others = stack_of(config, SPARSE, dense, sparse, config.base_num_decoder_layers - first)
     return [Stack(DENSE, (dense,), first), others]
@@ -56,7 +56,7 @@ _EXPERTS = {
 
 
 def layouts(block: Mapping[str, Layout]) -> dict[str, Layout]:
-    """The layouts of a model with `stacks`, given those in every block."""
+    """Returns the layouts of a model with `stacks`, given the layouts that all its blocks share."""
     return {
         **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
         **{f"decoder/{DENSE}/{name}": it for name, it in {**block, **_gated("mlp", "mlp")}.items()},
@@ -83,10 +83,10 @@ OF_LATENT = OF_EXPERTS | {
     "v_head_dim": "v_head_dim",
 }
 BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
-# transformers gives the norms of latents this epsilon, whatever rms_norm_eps says.
+# transformers gives the norms of latents this epsilon and ignores rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
-# In GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
+# Keys in GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
 _KEYS, _VALUES = "attention.key_length", "attention.value_length"
 SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
@@ -94,12 +94,12 @@ NORM = "expert_weights_norm"
 
 
 def other_epsilon(said: Callable[..., Any]) -> bool:
-    """Returns whether a file's epsilon of norms is not DeepSeek's; `said`: see `Gguf.when`."""
+    """Returns whether a file's epsilon of norms differs from DeepSeek's. `said`: the argument of `Gguf.when`."""
     return round(said(EPSILON, float) or _ONLY["rms_norm_eps"], 12) != _ONLY["rms_norm_eps"]
 
 
 def fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Files before April 2025 have heads of their own size, not those of the latents."""
+    """See `Gguf.fields`. In files before April 2025, key_length and value_length are the sizes of a head."""
     rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
     return {
         "num_key_value_heads": said.get("num_attention_heads"),
@@ -195,7 +195,7 @@ _V3 = HuggingFace(
     gguf=GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE and not other_epsilon(said)),
 )
 
-# A name by which MaxText's block routes as DeepSeek-V3 does; all of the preset's sizes are given as keys.
+# A preset with which MaxText's block routes as in DeepSeek-V3; all sizes of the preset are overridden by keys.
 _AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 
 
@@ -204,7 +204,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {name: config[name] for name in names}
     if config.rope_type != "yarn":
         keys["rope_factor"] = 1  # MaxText scales the scores of MLA by it under every rope_type
-    if config.rope_type == "default":  # there it rotates halves; YaRN by the factor 1 rotates pairs and changes nothing
+    if config.rope_type == "default":  # rotates halves in MaxText; YaRN with the factor 1 is the same with pairs
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {"routed_score_func": "softmax"}

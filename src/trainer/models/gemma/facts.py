@@ -1,4 +1,4 @@
-"""What the first stage asks about Gemma."""
+"""The facts of Gemma for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from trainer.config.family import Axes, Facts
 from trainer.config.tensors import TENSORS, renamed
 
 _NORM = {"pre_self_attention_layer_norm/scale": "pre_self_attention_norm/scale"}
-# Embeddings are scaled, and not the logits of a tied head.
+# Embeddings are scaled; the logits of a tied head are not.
 FIXES = {"normalize_embedding_logits": False}
 
 

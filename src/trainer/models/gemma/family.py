@@ -1,5 +1,5 @@
-"""Gemma (Google DeepMind 2024, arXiv:2403.08295): Llama's block with norms that multiply by 1 + scale, after embeddings
-that are multiplied by sqrt(width)."""
+"""Gemma (Google DeepMind 2024, arXiv:2403.08295): Llama's block with norms that multiply by 1 + scale. Embeddings are
+multiplied by sqrt(width)."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -27,20 +27,16 @@ class Block(llama2.Block):
 
     @staticmethod
     def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
-        """See `llama2.Block.make_norm`."""
         return Norm(width, epsilon=epsilon, **dtypes)
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `llama2.Block.add_norms`."""
         del config
         self.pre_self_attention_norm, self.pre_ffw_norm = norm(), norm()
 
     def attention_input(self, x_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.attention_input`."""
         return self.pre_self_attention_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.feed_forward_input`."""
         return self.pre_ffw_norm(x_bte)
 
 
@@ -55,14 +51,14 @@ def embedding_scale(config: Config) -> float:
 
 
 def stored(config: Config, name: str) -> tuple[float, float]:
-    """See `MaxText.stored`: it adds 1 to the scales of norms, and multiplies the embedding table by sqrt(width)."""
+    """See `MaxText.stored`: MaxText adds 1 to the scales of norms and multiplies the embedding table by sqrt(width)."""
     if name.endswith("/scale"):
         return 1.0, OFFSET
     return (1 / embedding_scale(config) if name == "token_embedder/embedding" else 1.0), 0.0
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`: it divides the logits by sqrt(width), because the table of a tied head is multiplied."""
+    """See `MaxText.more`: MaxText divides the logits by sqrt(width), because it multiplies the table of a tied head."""
     del config
     return {"normalize_embedding_logits": True}
 
@@ -93,7 +89,7 @@ FAMILY = Family(
                 **{"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
                 "hidden_act": "gelu_pytorch_tanh",
             },
-            # Before its activation had a name of its own: the published files of 2024 say gelu, and mean its tanh form.
+            # In the published files of 2024, gelu means the tanh form, which had no separate name yet.
             activations={"gelu": "gelu"},
             ignored=("hidden_activation",),
             gguf=Gguf("gemma", one=True),

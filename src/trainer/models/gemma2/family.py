@@ -1,5 +1,5 @@
-"""Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with norms after attention and MLP, too. Every other
-layer attends within a window. Scores and logits have soft caps."""
+"""Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with further norms after attention and MLP. Every
+other layer attends within a window. Scores and logits have soft caps."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 
 
 class Block(OuterNorms, gemma.Block):
-    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The outer norms are there with
-    `use_post_attn_norm` and `use_post_ffw_norm`."""
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The keys `use_post_attn_norm`
+    and `use_post_ffw_norm` enable the outer norms."""
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without a window, in turn."""
+    """Returns layers with and without a window, alternating."""
     return alternating(Block, config)
 
 
@@ -42,12 +42,12 @@ DEFAULTS = {
 
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
-    """MaxText's layers are pairs of ours."""
+    """See `MaxText.more`. A layer of MaxText is a pair of our layers."""
     return {**gemma.maxtext_keys(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
 
 
 def _maxtext_names(name: str, where: Place) -> tuple[str, list[str]]:
-    """A pair is one layer there, which has the parts of both under other names."""
+    """See `MaxText.names`. A layer of MaxText has the parts of both layers of a pair, under other names."""
     del name
     part, _, rest = where.path.partition("/")
     path = f"{part}_{('local', 'global')[where.layers[0] % 2]}/{rest}"

@@ -1,5 +1,5 @@
-"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys;
-five layers with a window, which have a RoPE of their own, for each without."""
+"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys.
+After every five layers with a window, which have a separate RoPE, comes one without."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,17 +22,16 @@ class Block(gemma2.Block):
     """Gemma 2's block with norms of each head's queries and keys."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, qk_norm_offset=gemma.OFFSET, **given)
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without a window, in their pattern."""
+    """Returns the layers, in their pattern with and without a window."""
     return alternating(Block, config)
 
 
 def _named(config: Config) -> str:
-    """Returns a name of MaxText's by which its block has the same factor on scores; "" if there is none."""
+    """Returns a MaxText model name whose block has the same factor on scores; "" if none has."""
     scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
     if scalar in (0, head_dim):
         return "gemma3-4b"
@@ -53,7 +52,7 @@ def _refuses(config: Config) -> list[str]:
     return refused
 
 
-# The values of transformers' Gemma3TextConfig, in which 4B to 27B differ in a few fields.
+# The defaults of transformers' Gemma3TextConfig. The models 4B to 27B differ from them in a few fields.
 NESTED = {
     **{"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072},

@@ -1,5 +1,5 @@
-"""GLM 4 (GLM team 2024, arXiv:2406.12793): Llama's block; RoPE rotates adjacent pairs in the first half of each head;
-biases of queries, keys and values. Models since April 2025 have norms after attention and MLP, too."""
+"""GLM 4 (GLM team 2024, arXiv:2406.12793): Llama's block with biases of queries, keys and values. RoPE rotates adjacent
+pairs in the first half of each head. Models since April 2025 also have norms after attention and MLP."""
 
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
@@ -15,8 +15,8 @@ from trainer.models.qwen2 import family as qwen2
 
 
 class Block(OuterNorms, qwen2.Block):
-    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The outer norms are there with
-    `use_post_attn_norm` and `use_post_ffw_norm`, the biases with `attention_bias`."""
+    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The keys `use_post_attn_norm`
+    and `use_post_ffw_norm` enable the outer norms, and `attention_bias` the biases."""
 
 
 def stacks(config: Config) -> list[Stack]:

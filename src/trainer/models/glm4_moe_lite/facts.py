@@ -1,4 +1,4 @@
-"""What the first stage asks about GLM 4.7 Flash: what it asks about DeepSeek."""
+"""The facts of GLM 4.7 Flash for the configuration stage: those of DeepSeek."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""GLM 4.7 Flash (GLM team 2026): DeepSeek-V3's blocks. The norms of latents have an epsilon of their own."""
+"""GLM 4.7 Flash (GLM team 2026): DeepSeek-V3's blocks. The norms of latents have a separate epsilon."""
 
 import functools
 from collections.abc import Mapping
@@ -20,15 +20,14 @@ from trainer.models.huggingface import HuggingFace
 
 
 class DenseBlock(block.DenseBlock):
-    """DeepSeek's block. The norms of latents have the epsilon that they have in transformers."""
+    """DeepSeek's block. The norms of latents have the same epsilon as in transformers."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, norm_epsilon=1e-6, **given)
 
 
 class Block(DenseBlock, block.Block):
-    """The same with experts in place of the MLP."""
+    """`DenseBlock` with experts in place of the MLP."""
 
 
 _KINDS, _FIRST = "mlp_layer_types", "first_k_dense_replace"
@@ -39,7 +38,7 @@ def _kinds(dense: int, layers: int) -> list[str]:
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """transformers reads mlp_layer_types, and without them takes one dense layer."""
+    """See `HuggingFace.read`. Without mlp_layer_types, transformers makes one dense layer."""
     layers = said["num_hidden_layers"]
     kinds = said.get(_KINDS) or _kinds(1, layers)
     dense = kinds.count("dense")

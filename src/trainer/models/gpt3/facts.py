@@ -1,4 +1,4 @@
-"""What the first stage asks about GPT-3."""
+"""The facts of GPT-3 for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def _heads(config: Config) -> str | None:
 
 
 def _tensors(config: Mapping[str, Any]) -> dict[str, Axes]:
-    """One matrix, three times as large, may make queries, keys and values."""
+    """See `Facts.tensors`. With `fused_qkv`, one matrix, three times as large, computes queries, keys and values."""
     own = ("self_attention/query/kernel", "self_attention/key/kernel")
     if not config["fused_qkv"]:
         return TENSORS

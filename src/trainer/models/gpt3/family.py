@@ -1,6 +1,6 @@
 """GPT-3 (Brown et al. 2020, arXiv:2005.14165): layer norm, learned positions, biases, an MLP without a gate.
 
-Attention is dense in every layer. The stored scale of a norm is added to 1, as in MaxText.
+Attention is dense in every layer. Norms multiply by 1 + scale, as in MaxText.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,21 +28,17 @@ class Block(llama2.Block):
 
     @staticmethod
     def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
-        """See `llama2.Block.make_norm`."""
         return LayerNorm(width, epsilon=epsilon, **dtypes)
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `llama2.Block.add_norms`."""
         del config
         self.pre_self_attention_norm = norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         own = {"rope": None, "bias": True, "fused": config.fused_qkv}
         return super().make_attention(config, rngs, dtypes, **{**given, **own})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """See `llama2.Block.add_feed_forward`."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
@@ -55,11 +51,10 @@ class Block(llama2.Block):
         )
 
     def attention_input(self, x_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.attention_input`."""
         return self.pre_self_attention_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """Returns the residual stream unchanged: the MLP normalizes it itself."""
+        """Returns the residual stream unchanged, because the MLP includes the norm."""
         return x_bte
 
 

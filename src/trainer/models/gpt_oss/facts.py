@@ -1,11 +1,11 @@
-"""What the first stage asks about gpt-oss."""
+"""The facts of gpt-oss for the configuration stage."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Axes, Facts
 from trainer.config.keys import Config
 from trainer.config.tensors import TENSORS, of_blocks, renamed
 
-ATTENTION = "GptOssAttention"  # MaxText's name of the layer, and so of its parameters
+ATTENTION = "GptOssAttention"  # MaxText's name of the layer, and so the prefix of its parameters
 _NAMES = {name: name.replace("self_attention/", f"{ATTENTION}/") for name in TENSORS}
 
 

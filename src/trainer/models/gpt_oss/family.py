@@ -26,9 +26,9 @@ NAME = "GptOssMlp"
 ALPHA = 1.702  # makes x sigmoid(x) close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-@functools.cache  # the same function in equal models, which NNX compares
+@functools.cache  # so that equal models have the same function: NNX compares it
 def clamped(limit: float) -> Combine:
-    """Returns what computes the hidden units: (up + 1) gate sigmoid(ALPHA gate), of values clamped at `limit`."""
+    """Returns the function of hidden units: (up + 1) gate sigmoid(ALPHA gate), with gate and up clamped at `limit`."""
 
     def hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -38,28 +38,25 @@ def clamped(limit: float) -> Combine:
 
 
 class Block(ExpertBlock):
-    """Mixtral's block with sinks, biases of experts and routers and, with `attention_bias`, of attention."""
+    """Mixtral's block with sinks, biases in experts and routers and, with `attention_bias`, in attention."""
 
     NAME, ATTENTION = NAME, ATTENTION
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`."""
         del config
         return softmax_of_chosen
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, bias=config.attention_bias, sinks=True, **given)
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `ExpertBlock.make_experts`."""
         own = {"bias": True, "combine": clamped(config.mlp_activations_limit)}
         return super().make_experts(config, rngs, dtypes, **own, **given)
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without a window, in their pattern."""
+    """Returns the layers, in their pattern with and without a window."""
     return alternating(Block, config)
 
 
@@ -89,7 +86,7 @@ LAYOUTS |= {
     **{f"{_OURS}{NAME}/{ours}": Layout(f"{_LAYER}{_EXPERTS}{name}") for ours, name in _OF_EXPERTS.items()},
     **{f"{_OURS}{NAME}/{ours}_bias": Layout(f"{_LAYER}{_EXPERTS}{name}_bias") for ours, name in _OF_EXPERTS.items()},
 }
-_WIDTH = "expert_feed_forward_length"  # in GGUF
+_WIDTH = "expert_feed_forward_length"  # a key in GGUF
 _IN_GGUF = {
     **layouts_in_gguf(f"{_OURS}{NAME}"),
     **layouts_in_gguf(f"{_OURS}{NAME}", end="_bias", file="bias"),
@@ -98,7 +95,7 @@ _IN_GGUF = {
 
 
 def _refuses(data: Mapping[str, Any]) -> str:
-    """llama.cpp needs these tensors."""
+    """See `Gguf.refuses`. llama.cpp requires the biases and a head."""
     if not data["attention_bias"]:
         return "attention_bias=false: it needs the biases"
     return "tie_word_embeddings=true: it needs a head" if data["tie_word_embeddings"] else ""
@@ -129,7 +126,7 @@ FAMILY = Family(
             ],
             window="alternating",
             period=2,
-            ropes=("yarn",),  # without one, transformers takes that of the published models
+            ropes=("yarn",),  # if there is none, transformers uses the RoPE of the published models
             sizes={
                 "num_experts": "num_local_experts",
                 "num_experts_per_tok": "num_experts_per_tok",

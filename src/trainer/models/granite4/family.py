@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025) without Mamba and without experts: Granite 3's function. Its files are those of the models with
-both: they merge gate and up, and name the MLP as an expert that every token goes to."""
+"""Granite 4 (IBM 2025) without Mamba and without experts: the same function as Granite 3. Its files have the format of
+the models with both: they merge gate and up, and name the MLP like a shared expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ GATE_UP = Merged("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Without `layer_types` every layer is one of Mamba, and without "rope" nothing tells positions apart."""
+    """See `HuggingFace.read`. Without `layer_types` every layer is a Mamba layer; without "rope", there is no RoPE."""
     if not (said.get("layer_types") or said.get("layers_block_type")):
         refused.append("layer_types=null: then every layer is one of Mamba")
     if (kind := said.get("position_embedding_type")) != "rope":
@@ -33,7 +33,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 def _write(config: Config) -> dict[str, Any]:
     layers = config.base_num_decoder_layers
-    # transformers checks the sizes of Mamba's layers, whether there are any or not.
+    # transformers checks the sizes of Mamba layers even if the model has none.
     mamba = {"mamba_n_heads": 1, "mamba_d_head": 2 * config.base_emb_dim, "mamba_expand": 2}
     return {"layer_types": ["attention"] * layers, "position_embedding_type": "rope", **mamba}
 
@@ -55,7 +55,7 @@ FAMILY = Family(
             fields=("layer_types", "position_embedding_type"),
             read=_read,
             write=_write,
-            # Of Mamba's layers and of experts, which there are none of; and of initialization.
+            # Fields of Mamba layers and experts, which these models lack, and of initialization.
             ignored=(*(f"mamba_{it}" for it in _MAMBA), "time_step_limit", "num_experts_per_tok", "init_method"),
         )
     ],

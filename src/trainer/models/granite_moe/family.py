@@ -26,7 +26,7 @@ def stacks(config: Config) -> list[Stack]:
     return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
 
 
-# A tensor has the matrices of all experts of a layer; another one has both gate and up.
+# Each tensor has the matrices of all experts of a layer; one of them merges gate and up.
 _OURS, _THERE = f"decoder/layers/{NAME}", "model.layers.{}.block_sparse_moe."
 _EXPERTS = {
     f"{_OURS}/gate/kernel": Layout(_THERE + "router.layer.weight", inputs=1),
@@ -35,7 +35,7 @@ _EXPERTS = {
     f"{_OURS}/wo": Layout(_THERE + "output_linear.weight", swapped=True),
 }
 _GATE_UP = Merged("block_sparse_moe.input_linear", ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"), axis=1)
-SHARED = "expert_shared_feed_forward_length"  # in GGUF
+SHARED = "expert_shared_feed_forward_length"  # a key in GGUF
 FAMILY = Family(
     stacks,
     forward_flops_per_token,

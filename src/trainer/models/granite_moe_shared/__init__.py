@@ -1,1 +1,1 @@
-"""Granite 3 with experts, of which some are shared. It has no presets."""
+"""Granite 3 with routed and shared experts. It has no presets."""

@@ -1,4 +1,4 @@
-"""What the first stage asks about Granite 3 with shared experts."""
+"""The facts of Granite 3 with shared experts for the configuration stage."""
 
 from trainer.config.family import MULTIPLIERS, Facts
 from trainer.config.tensors import of_blocks

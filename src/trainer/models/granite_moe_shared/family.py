@@ -1,4 +1,4 @@
-"""Granite 3 with experts, and an MLP beside them that every token goes to (`granitemoeshared`): as wide as
+"""Granite 3 with routed experts and a shared MLP that processes every token (`granitemoeshared`). The MLP is as wide as
 `shared_experts` experts."""
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
 def make_rope(config: Config, window: int = 0) -> Rope:
-    """Returns the RoPE of the layers with that window (0: none), for a resolved configuration."""
+    """Returns the RoPE of layers with the given `window` (0: none), for a resolved configuration."""
     if window and config.local_rope_max_timescale > 0:
         longest = config.local_rope_max_timescale
         interleave, rounded, share = config.rope_interleave, config.batch_invariant, config.partial_rotary_factor
@@ -57,7 +57,7 @@ def make_rope(config: Config, window: int = 0) -> Rope:
 
 
 def across(config: Config) -> Across:
-    """Returns how attention shares rows among devices, for a resolved configuration."""
+    """Returns how attention splits rows over devices, for a resolved configuration."""
     order = token_order(config)
     return Across(config.context_parallel_strategy, order[0] if order else "")
 
@@ -65,15 +65,15 @@ def across(config: Config) -> Across:
 class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout.
 
-    A family replaces the methods in which its block differs.
+    A family overrides the methods in which its block differs.
     """
 
-    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, and so of its parameters
+    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, so the prefix of its names
     ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
-    PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer, too, reads the block's input
+    PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer also reads the block's input
 
     def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
-        """`window`: that of this layer in a pattern of layers (0: none); None: as `attention_type` says."""
+        """`window`: the window of this layer in a pattern of layers (0: none); None: determined by `attention_type`."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
         self.residual_multiplier = config.residual_multiplier
@@ -89,7 +89,7 @@ class Block(nnx.Module):
         return RMSNorm(width, epsilon=epsilon, **dtypes)
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """Makes the norms of the residual stream, by `norm()`, as attributes with the names of their parameters."""
+        """Makes the norms of the residual stream with `norm()`, as attributes named like their parameters."""
         del config
         self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
 
@@ -114,7 +114,7 @@ class Block(nnx.Module):
         return self.ATTENTION_CLASS(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """Makes the feed-forward layer as an attribute with the name of its parameters."""
+        """Makes the feed-forward layer and sets it as an attribute named like its parameters."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
@@ -129,7 +129,7 @@ class Block(nnx.Module):
         return self.pre_self_attention_layer_norm(x_bte)
 
     def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """Returns what the attention layer's result adds to the residual stream: [b, t, e] -> [b, t, e]."""
+        """Returns the attention layer's addition to the residual stream: [b, t, e] -> [b, t, e]."""
         return h_bte
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ class Block(nnx.Module):
         return self.mlp(x_bte, context.at(HIDDEN))
 
     def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """Returns what the feed-forward layer's result adds to the residual stream: [b, t, e] -> [b, t, e]."""
+        """Returns the feed-forward layer's addition to the residual stream: [b, t, e] -> [b, t, e]."""
         return h_bte
 
     def init_cache(self, rows: int, length: int) -> Any:
@@ -149,7 +149,7 @@ class Block(nnx.Module):
         return getattr(self, self.ATTENTION).init_cache(rows, length)
 
     def cache_axes(self) -> Any:
-        """The logical axes of its arrays."""
+        """Returns the logical axes of the arrays of `init_cache`."""
         return getattr(self, self.ATTENTION).cache_axes()
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
@@ -178,19 +178,16 @@ class Block(nnx.Module):
 
 
 class OuterNorms(Block):
-    """Mixed into a block, normalizes what attention and MLP add to the residual stream, with `use_post_attn_norm` and
-    `use_post_ffw_norm`."""
+    """A mixin for blocks that normalizes the additions of attention and MLP to the residual stream, if
+    `use_post_attn_norm` and `use_post_ffw_norm` are set."""
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `Block.add_norms`."""
         super().add_norms(config, norm)
         self.post_self_attention_norm = norm() if config.use_post_attn_norm else None
         self.post_ffw_norm = norm() if config.use_post_ffw_norm else None
 
     def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `Block.attention_output`."""
         return h_bte if self.post_self_attention_norm is None else self.post_self_attention_norm(h_bte)
 
     def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `Block.feed_forward_output`."""
         return h_bte if self.post_ffw_norm is None else self.post_ffw_norm(h_bte)

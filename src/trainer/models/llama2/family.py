@@ -10,7 +10,7 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.block import Block
 
-# The parameters in the order of the forward pass, with Hugging Face's names.
+# The parameters in the order of the forward pass, with their Hugging Face names.
 _LAYER = "model.layers.{}."
 LAYOUTS = {
     "token_embedder/embedding": Layout("model.embed_tokens.weight"),

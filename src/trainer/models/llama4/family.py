@@ -1,5 +1,5 @@
-"""Llama 4, its text model (Meta 2025; the reference is transformers' modeling_llama4): layers with rotary positions
-attend in chunks, every n-th layer has neither; experts in every layer, or in every second one."""
+"""Llama 4, its text model (Meta 2025; the reference is transformers' modeling_llama4). Layers have RoPE and attend in
+chunks, except for every n-th layer, which has neither. Every layer or every second layer has experts."""
 
 import functools
 import math
@@ -26,15 +26,14 @@ NAME = "Llama4MoEBlock_0"
 
 
 class DenseBlock(llama2.Block):
-    """Llama's block. With rotary positions, attention in chunks and, with `use_qk_norm`, a norm of queries and keys
-    after RoPE; without them, `temperature_tuning`."""
+    """Llama's block. If it rotates: attention in chunks and, with `use_qk_norm`, a norm of queries and keys after RoPE.
+    If not: `temperature_tuning`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, rotates: bool):
         self.rotates = rotates
         super().__init__(config, rngs)
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         chunk, own = config.chunk_attn_window_size, dict[str, Any]()
         if self.rotates:
             norm = config.normalization_layer_epsilon if config.use_qk_norm else None
@@ -46,13 +45,12 @@ class DenseBlock(llama2.Block):
 
 
 class Block(DenseBlock, SharedExpertBlock):
-    """The same with experts in place of the MLP. The sigmoid of an expert's logit multiplies what the expert reads."""
+    """`DenseBlock` with experts in place of the MLP. The sigmoid of an expert's logit multiplies the expert's input."""
 
     NAME, WEIGHS_INPUTS = NAME, True
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`."""
         del config
         return sigmoid_of_chosen
 
@@ -65,7 +63,7 @@ def _pattern(config: Config) -> list[MakeBlock]:
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without rotary positions, and with and without experts, in their pattern."""
+    """Returns the layers, in their pattern with and without RoPE and experts."""
     return repeated(_pattern(config), config.base_num_decoder_layers)
 
 
@@ -92,7 +90,7 @@ LAYOUTS = {
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Lists of layers take precedence over intervals, as in transformers; an empty `no_rope_layers` says nothing."""
+    """See `HuggingFace.read`. As in transformers, lists of layers override intervals; empty `no_rope_layers` do not."""
     layers, step = said["num_hidden_layers"], said["interleave_moe_layer_step"]
     keys = read_unrotated({**said, "no_rope_layers": said.get("no_rope_layers") or None}, refused)
     if (sparse := said.get("moe_layers")) is not None:
@@ -113,7 +111,7 @@ def _kinds(every: int, layers: int, chunk: int | None) -> list[str]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     step = config.interleave_moe_layer_step
-    # Without these fields, transformers takes the tokens of the published vocabulary.
+    # Without these fields, transformers uses the tokens of the published vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {
         "no_rope_layers": rotated(every, layers),
@@ -131,7 +129,7 @@ _DEFAULTS = {
     **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192},
     **{"attn_scale": 0.1, "use_qk_norm": True, "rope_theta": 500_000},
 }
-# The values of transformers' Llama4TextConfig, in which published models differ in a few fields.
+# The defaults of transformers' Llama4TextConfig. Published models differ from them in a few fields.
 NESTED = {
     **{"vocab_size": 202_048, "hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40},
     **{"max_position_embeddings": 131_072, "bos_token_id": 1, "eos_token_id": 2},
@@ -147,7 +145,7 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """llama.cpp has the published values, and a norm of queries and keys in all models but those of 128 experts."""
+    """See `Gguf.fields`. llama.cpp fixes the published values, and norms queries and keys unless experts are 128."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 
@@ -169,7 +167,7 @@ _GGUF = Gguf(
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {"base_mlp_dim": config.base_mlp_dim, "inhomogeneous_layer_cycle_interval": len(_pattern(config))}
-    # There only its RoPE of type llama3.1 rotates pairs.
+    # In MaxText, only RoPE of type llama3.1 rotates pairs.
     return keys | ({"rope_type": "llama3.1", "rope_use_scale": False} if config.rope_type == "default" else {})
 
 

@@ -1,5 +1,5 @@
 """Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. Queries grow with their position, as in
-Llama 4 (arXiv:2501.19399), from the length on from which YaRN scales."""
+Llama 4 (arXiv:2501.19399), from the length at which YaRN starts to scale."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,6 @@ class Block(llama2.Block):
     """Llama's block, whose queries grow with `temperature_tuning`."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, **grown(config), **given)
 
 
@@ -41,7 +40,7 @@ ROPE_SIZES = {"temperature_tuning_scale": "llama_4_scaling_beta"}
 
 
 def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """The length from which queries grow is that from which RoPE is scaled."""
+    """See `HuggingFace.read`. Queries grow from the same length from which RoPE is scaled."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
@@ -51,18 +50,18 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     return {} if original is None else {"temperature_tuning_floor_scale": original}
 
 
-TEMPERATURE = "attention.temperature_scale"  # in GGUF
+TEMPERATURE = "attention.temperature_scale"  # a key in GGUF
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """llama.cpp scales queries and keys by YaRN's factor, unless a file has the factor that it is divided by."""
+    """See `Gguf.fields`. llama.cpp scales queries and keys by YaRN's factor, unless a file has a divisor of it."""
     scale = float(f"{said[LOG]:.7g}") if LOG in said else None
     return {"rope_scaling": {**with_beta(said), **dict.fromkeys(("mscale", "mscale_all_dim"), scale)}}
 
 
 def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
-    """Returns the RoPE object of a GGUF file's values, see `Gguf.fields`, with how queries grow; they are float32.
-    `usual`: the value of files that have none."""
+    """Returns the RoPE object of a GGUF file's values (`Gguf.fields`) with the growth of queries, which GGUF stores as
+    float32. `usual`: the growth if a file has none."""
     beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
     return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
 
@@ -72,7 +71,7 @@ def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
     return {TEMPERATURE: float(rope["llama_4_scaling_beta"]), LOG: 1.0 if "attention_factor" in rope else None}
 
 
-# The values of transformers' Ministral3Config.
+# The defaults of transformers' Ministral3Config.
 _SIZES = {
     **{"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34},
     **{"num_attention_heads": 32, "max_position_embeddings": 262_144, "bos_token_id": 1, "eos_token_id": 2},

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama's block; its first version slides a window over 4096 tokens."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama's block; the first version has a window of 4096 tokens."""
 
 from trainer.models.family import Family
 from trainer.models.flops import forward_flops_per_token
@@ -6,7 +6,7 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.models.llama2.family import LAYOUTS, MAXTEXT, stacks
 
-# The values of transformers' MistralConfig.
+# The defaults of transformers' MistralConfig.
 NESTED = {
     **{"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "max_position_embeddings": 131_072, "bos_token_id": 1, "eos_token_id": 2},

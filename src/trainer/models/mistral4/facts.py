@@ -1,4 +1,4 @@
-"""What the first stage asks about Mistral 4: what it asks about DeepSeek and about Ministral 3."""
+"""The facts of Mistral 4 for the configuration stage: those of DeepSeek and of Ministral 3."""
 
 from trainer.config.family import LATENT, Facts
 from trainer.models.deepseek import facts as deepseek

@@ -24,16 +24,15 @@ class DenseBlock(glm4_moe_lite.DenseBlock):
     """DeepSeek's block, with the epsilon of GLM 4.7 Flash in the norms of latents, and `temperature_tuning`."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, **ministral3.grown(config), **given)
 
 
 class Block(DenseBlock, block.Experts):
-    """The same with experts in place of the MLP."""
+    """`DenseBlock` with experts in place of the MLP."""
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`. Groups count as in DeepSeek-V3."""
+        """See `ExpertBlock.score`. Groups are ranked as in DeepSeek-V3."""
         groups, kept = config.n_routing_groups, config.topk_routing_group
         if groups <= 1:
             return block.Experts.score(config)
@@ -41,14 +40,14 @@ class Block(DenseBlock, block.Experts):
         return times(score, config.routed_scaling_factor)
 
 
-# A tensor has the matrices of all experts of a layer; another one has both gate and up.
+# Each tensor has the matrices of all experts of a layer; one of them merges gate and up.
 _OURS, _THERE = f"decoder/{deepseek.SPARSE}/{block.NAME}/{block.ROUTED}/", "model.layers.{}.mlp.experts."
 _EXPERTS = {
     f"{_OURS}{name}": Layout(f"{_THERE}{it}", swapped=True)
     for name, it in {"wi_0": "gate_proj", "wi_1": "up_proj", "wo": "down_proj"}.items()
 }
 _LAYOUTS = {name: it for name, it in deepseek.LAYOUTS.items() if name != f"{_OURS}gate/bias"}
-# The values of transformers' Mistral4Config.
+# The defaults of transformers' Mistral4Config.
 _DEFAULTS = {
     **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     **{"num_key_value_heads": 32, "routed_scaling_factor": 1.0},
@@ -63,7 +62,7 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """llama.cpp's converter leaves out how queries grow, so they do as in the published model."""
+    """See `Gguf.fields`. llama.cpp's converter omits the growth of queries, so it is that of the published model."""
     own = deepseek.fields(said)
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
@@ -81,7 +80,7 @@ def _gguf_values(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_LENGTH = "attention.temperature_length"  # in GGUF
+_LENGTH = "attention.temperature_length"  # a key in GGUF
 FAMILY = Family(
     functools.partial(deepseek.stacks, dense=DenseBlock, sparse=Block),
     forward_flops_per_token,

@@ -21,7 +21,6 @@ class Block(ExpertBlock):
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`."""
         del config
         return softmax_of_chosen
 

@@ -1,4 +1,4 @@
-"""What the first stage asks about OLMo 2."""
+"""The facts of OLMo 2 for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any

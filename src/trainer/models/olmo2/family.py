@@ -1,5 +1,5 @@
-"""OLMo 2 (Ai2 2024, arXiv:2501.00656): norms after attention and MLP and not before them, and norms of all queries of a
-token and of all its keys."""
+"""OLMo 2 (Ai2 2024, arXiv:2501.00656): norms after attention and MLP instead of before them. A token's queries are
+normalized over all heads, and so are its keys."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,12 +24,10 @@ class Block(llama2.Block):
     ATTENTION = "attention"
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """See `llama2.Block.add_norms`."""
         del config
         self.post_self_attention_layer_norm, self.post_mlp_layer_norm = norm(), norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, qk_norm_over_heads=True, **given)
 
     def attention_input(self, x_bte: jax.Array) -> jax.Array:
@@ -37,7 +35,6 @@ class Block(llama2.Block):
         return x_bte
 
     def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.attention_output`."""
         return self.post_self_attention_layer_norm(h_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
@@ -45,7 +42,6 @@ class Block(llama2.Block):
         return x_bte
 
     def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """See `llama2.Block.feed_forward_output`."""
         return self.post_mlp_layer_norm(h_bte)
 
 

@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block, three layers with a window for each without."""
+"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block; after every three layers with a window comes one without."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +19,12 @@ PERIOD = 4
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without a window, in their pattern."""
+    """Returns the layers, in their pattern with and without a window."""
     return alternating(Block, config)
 
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
-    """By this name its norms of queries and keys are over all heads."""
+    """See `MaxText.more`. With this model_name, MaxText normalizes queries and keys over all heads."""
     named = {"model_name": "olmo3-7b", "override_model_config": True} if config.use_qk_norm else {}
     return {**named, "inhomogeneous_layer_cycle_interval": PERIOD}
 
@@ -35,7 +35,7 @@ def _refuses(config: Config) -> list[str]:
     return [*other_period(config, PERIOD), *([uneven] if layers % PERIOD else [])]
 
 
-_WINDOWS = "attention.sliding_window_pattern"  # in GGUF: whether each layer has one
+_WINDOWS = "attention.sliding_window_pattern"  # a key in GGUF: whether each layer has a window
 _KINDS = ("full_attention", "sliding_attention")
 
 

@@ -1,1 +1,1 @@
-"""The Phi 3 family, which Phi 4 belongs to. Sizes: `phi3*.yml` and `phi4*.yml` in config/models/."""
+"""The Phi 3 family, which includes Phi 4. Sizes: `phi3*.yml` and `phi4*.yml` in config/models/."""

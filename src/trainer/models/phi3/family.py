@@ -1,6 +1,6 @@
 """Phi 3 and Phi 4 (Abdin et al. 2024, arXiv:2404.14219, arXiv:2412.08905; Phi-4-mini: arXiv:2503.01743): Llama's block.
-In config.json the wavelengths of long texts have factors of their own (LongRoPE), RoPE may rotate a part of each head,
-and tensors merge queries, keys and values, and gate and up."""
+RoPE may have separate factors of wavelengths for long texts (LongRoPE) and may rotate a part of each head. Tensors in
+Hugging Face's format merge queries, keys and values, and gate and up."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.models.llama2.family import LAYOUTS, stacks
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Long texts of the published models are shorter than the window, which therefore hides nothing."""
+    """See `HuggingFace.read`. Published models with LongRoPE have a window as long as their texts: it has no effect."""
     del refused
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
@@ -23,7 +23,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def no_tokens(config: Config) -> dict[str, Any]:
-    """Returns fields without which transformers takes the tokens of the published vocabulary."""
+    """Returns null token fields. If they were absent, transformers would use the tokens of the published vocabulary."""
     del config
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 

@@ -1,5 +1,5 @@
-"""Qwen2 and Qwen2.5 (Qwen team 2024, arXiv:2407.10671, arXiv:2412.15115): Llama's block, and biases of queries, keys
-and values."""
+"""Qwen2 and Qwen2.5 (Qwen team 2024, arXiv:2407.10671, arXiv:2412.15115): Llama's block with biases of queries,
+keys and values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,6 @@ class Block(llama2.Block):
     """Llama's block. With `attention_bias`, queries, keys and values have a bias."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, bias=BIASED if config.attention_bias else (), **given)
 
 
@@ -50,7 +49,7 @@ FAMILY = Family(
             implies={"attention_bias": True},
             off=("use_mrope",),
             gguf=Gguf("qwen2"),
-            # CodeQwen1.5; and what only other libraries read, for texts above 262,144 tokens.
+            # Fields of CodeQwen1.5, and one that only other libraries read, for texts above 262,144 tokens.
             ignored=("seq_length", "rotary_emb_base", "dual_chunk_attention_config"),
         )
     ],

@@ -15,14 +15,13 @@ NAME = "moe_block"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are their probabilities. With `norm_topk_prob`, they are divided by their sum,
-    which makes them the softmax over the chosen experts."""
+    """The weights of a token's experts are their probabilities. With `norm_topk_prob`, these are divided by their sum
+    and thus equal the softmax over the chosen experts."""
 
     NAME = NAME
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`."""
         return softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
 
 
@@ -82,7 +81,7 @@ FAMILY = Family(
                 fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},
             ),
             off=("qkv_bias", "shared_expert_intermediate_size"),  # of Qwen2 with experts; false and 0 in Qwen3-Coder
-            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # the windows: without use_sliding_window
+            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # windows: if use_sliding_window is false
         )
     ],
     maxtext=MaxText(norms_heads=True, refuses=_maxtext_refuses),

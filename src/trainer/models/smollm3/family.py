@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama's block; every fourth layer has no rotary positions (arXiv:2501.18795)."""
+"""SmolLM3 (Hugging Face 2025): Llama's block; every fourth layer has no RoPE (arXiv:2501.18795)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,14 @@ from trainer.models.patterns import read_unrotated, repeated, rotated
 
 
 class Unrotated(llama2.Block):
-    """Llama's block without rotary positions."""
+    """Llama's block without RoPE."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """See `llama2.Block.make_attention`."""
         return super().make_attention(config, rngs, dtypes, **{**given, "rope": None})
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers with and without rotary positions, in their pattern."""
+    """Returns the layers, in their pattern with and without RoPE."""
     every = config.nope_layer_interval
     blocks = [llama2.Block] if every == -1 else [*[llama2.Block] * (every - 1), Unrotated]
     return repeated(blocks, config.base_num_decoder_layers)
@@ -34,7 +33,7 @@ def stacks(config: Config) -> list[Stack]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     interval = {} if every == -1 else {"no_rope_layer_interval": every}
-    # Without these fields, transformers takes the tokens of the published vocabulary.
+    # Without these fields, transformers uses the tokens of the published vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"no_rope_layers": rotated(every, layers), **interval, **tokens}
 
@@ -53,7 +52,7 @@ FAMILY = Family(
             },
             only={"use_sliding_window": False},
             fields=("no_rope_layers", "no_rope_layer_interval"),
-            ignored=("sliding_window", "max_window_layers"),  # without use_sliding_window
+            ignored=("sliding_window", "max_window_layers"),  # use_sliding_window is false
             read=read_unrotated,
             write=_write,
             gguf=Gguf("smollm3", pairs=True, fields=lambda said: {"no_rope_layer_interval": 4}),

@@ -14,11 +14,11 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf import ATTENTION, EPSILON, LOG, USED
 from trainer.models.huggingface import HuggingFace
 
-# The factors of RoPE, tensors: of type llama3, and of longrope for long and for short texts.
+# The tensors with factors of RoPE: of type llama3, and of longrope for long and for short texts.
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
-# The rest of the numbers of RoPE of type llama3, which a GGUF file does not have: those of all published models.
+# The parameters of RoPE of type llama3 that a GGUF file lacks, with the values of all published models.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1: of Llama 4
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
@@ -33,8 +33,8 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
     """Returns the content of a config.json.
 
     Args:
-      hf: the family's declaration, which has one for GGUF.
-      factors: the values of those of `FACTORS` that there are.
+      hf: the family's declaration, including `gguf`.
+      factors: the values of the tensors in `FACTORS` that the file has.
 
     Raises:
       UserError: a value has the wrong type, or its meaning is not known.
@@ -80,7 +80,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
 
 
 def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    """Returns the fields of the sizes of a head."""
+    """Returns the fields with sizes of a head."""
     heads, width = said.get("num_attention_heads", 0), said.get("hidden_size", 0)
     head = said.get("head_dim", width // max(heads, 1))
     rotated = header.get(f"{prefix}{_ROTATED}", int, head)
@@ -91,7 +91,7 @@ def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bo
 
 
 def _of_latents(header: GgufHeader, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how YaRN scales the scores of latent attention. llama.cpp also multiplies RoPE without it."""
+    """Returns YaRN's fields that scale the scores of latent attention. Without LOG, llama.cpp would also scale RoPE."""
     scale = round(10 * more.get(LOG, 0), 6)
     if scale <= 0 or more.get(ATTENTION, 1) != 1:
         raise UserError(f"{header.path}: YaRN with latent attention is read with {LOG} and without {ATTENTION} only")
@@ -145,11 +145,11 @@ def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, orig
 
 
 def llama3_frequencies(rope: Mapping[str, Any], theta: float, head: int) -> np.ndarray:
-    """Returns by what RoPE of type llama3 divides each frequency of a head, float32 [head / 2].
+    """Returns the divisor of each frequency of a head in RoPE of type llama3, float32 [head / 2].
 
     Source: transformers, `_compute_llama3_parameters`.
     """
-    lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)  # of the waves
+    lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)  # wavelengths
     original, low, high = (rope[name] for name in (_POSITIONS, "low_freq_factor", "high_freq_factor"))
     smooth = np.clip((original / lengths - low) / max(high - low, 1e-9), 0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
@@ -188,7 +188,7 @@ def written_fields(hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_factors(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the values of `FACTORS` for `data`, the same, float32 [n]."""
+    """Returns the values of `FACTORS`, float32 [n], for `data`, a config.json as this trainer writes it."""
     rope = data.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
         return {FREQUENCIES: llama3_frequencies(rope, data["rope_theta"], data["head_dim"])}
@@ -197,5 +197,5 @@ def written_factors(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def shortest(value: float | None) -> float | None:
-    """Returns the shortest decimal number that is `value` in float32: 1e-5, not 9.999999747e-06."""
+    """Returns the shortest decimal number that equals `value` in float32: 1e-5, not 9.999999747e-06."""
     return None if value is None else float(str(np.float32(value)))

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: a folder of Hugging Face in one file."""
+"""GGUF files as checkpoints. They are read like a Hugging Face folder in one file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ _MOST_EXPERTS = 1 << 17  # of all layers together; DeepSeek-V3 has 15 thousand
 
 
 class GgufSource(HuggingFaceSource):
-    """See `Source`. The tensors have their names, shapes and order of Hugging Face."""
+    """See `Source`. The tensors have Hugging Face's names, shapes and order of entries."""
 
     kind = "GGUF"
 
@@ -69,12 +69,11 @@ class GgufSource(HuggingFaceSource):
         return super()._declared(config)._replace(layouts=self._layouts)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        """Copies that are quantized in another type differ, and are not compared."""
+        """Skips the comparison if the two are quantized in different types, because their values then differ."""
         if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
             super()._check_copy(name, of, otherwise)
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`."""
         return [f"{self.path}: {self._types}"] if self._types else []
 
 
@@ -93,10 +92,10 @@ def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Hug
 
 
 def read_as(header: GgufHeader, name: str) -> HuggingFace:
-    """Returns the declaration as which a file with the architecture `name` is read.
+    """Returns the declaration for a file with the architecture `name`.
 
     Raises:
-      UserError: there is none.
+      UserError: no declaration applies.
     """
     declared = [(hf, hf.gguf) for block in FAMILIES for hf in family(block).hugging_face if hf.gguf]
     own = [(hf, it) for hf, it in declared if it.name == name]
@@ -131,7 +130,7 @@ def _types(stored: Mapping[str, GgufTensor]) -> str:
 def _renamed(
     stored: Mapping[str, GgufTensor], hf: HuggingFace, data: Mapping[str, Any]
 ) -> dict[str, GgufTensor | KeysAndValues]:
-    """Returns the tensors by their names in Hugging Face; those that the family does not have by their own names."""
+    """Returns the tensors by their Hugging Face names. Tensors that the family lacks keep their names."""
     rest = {name: tensor for name, tensor in stored.items() if name not in FACTORS}
     it, found = hf.gguf, dict[str, GgufTensor | KeysAndValues]()
     assert it

@@ -1,4 +1,4 @@
-"""Tensors in GGUF files: their names, and their values under the names and in the order of Hugging Face."""
+"""Tensors in GGUF files: their names, and their values with Hugging Face's names and order of entries."""
 
 import functools
 import math
@@ -18,20 +18,20 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import EXPERT
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# What gguf 0.19 dequantizes, all in blocks of a row. NVFP4 has a second scale, in another tensor.
+# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 has a second scale, in another tensor.
 QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _STRIP = 1 << 22  # values to dequantize at once
-OF_LATENTS = "self_attn.kv_b_proj.weight"  # keys and values of latents; a file has two tensors, or one as Hugging Face
+OF_LATENTS = "self_attn.kv_b_proj.weight"  # latents to keys and values: in a file two tensors, or one as here
 MERGED = "self_attn.qkv_proj"
 _LAYER = re.compile(r"model\.layers\.(\{\}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
 
 
 def package() -> Any:
-    """Returns the package gguf, of llama.cpp's authors.
+    """Returns llama.cpp's package gguf.
 
     Raises:
       UserError: it is not installed.
@@ -45,14 +45,14 @@ def package() -> Any:
 
 @functools.cache
 def kinds() -> Mapping[int, tuple[str, int, int]]:
-    """Returns the name of each type by number, and how many values are stored together in how many bytes."""
+    """Returns, by type number: the name, the number of values in a block, and the number of bytes of a block."""
     found = package().GGML_QUANT_SIZES.items()
     return {int(kind): (kind.name, *sizes) for kind, sizes in found}
 
 
 def name_there(it: Gguf, name: str) -> str | None:
-    """Returns the name in a GGUF file of the tensor `name` of Hugging Face, with {} where that has it; None if the
-    architecture has no such tensor. The experts of a layer are one tensor there."""
+    """Returns the GGUF name of Hugging Face's tensor `name`, with {} in the same place; None if the architecture has no
+    such tensor. In GGUF, the experts of a layer are one tensor."""
     gguf, number = package(), _LAYER.match(name)
     whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
@@ -70,7 +70,7 @@ class GgufTensor(NamedTuple):
 
     Attributes:
       type: the name of its type in ggml.
-      block: how many values are stored together, and in how many bytes.
+      block: the number of values in a block, and of bytes.
       shape: as in Hugging Face.
       head: the number of entries of a head whose halves are stored as pairs; 0 if the order is the same.
       one: whether 1 is added to what is stored.
@@ -86,7 +86,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values that are read."""
+        """The dtype of the values that are read."""
         return _FLOATS[self.kind]
 
     @property
@@ -100,12 +100,12 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
     def rows(self, first: int, count: int) -> "GgufTensor":
-        """Returns `count` rows from the one with the number `first`."""
+        """Returns the tensor of `count` rows from row `first` on."""
         each = self.nbytes // self.shape[0]
         return self._replace(shape=(count, *self.shape[1:]), start=self.start + first * each)
 
     def expert(self, i: int) -> "GgufTensor":
-        """Returns the `i`-th of the tensors along the first axis."""
+        """Returns entry `i` along the first axis, without that axis."""
         return self.rows(i, 1)._replace(shape=self.shape[1:])
 
     def read(self, box: Box) -> np.ndarray:
@@ -135,12 +135,12 @@ class GgufTensor(NamedTuple):
             raise UserError(f"{self.path}: the file ends within its tensors")
         if self.type in _FLOATS:
             return data.view(_FLOATS[self.type]).reshape(count, columns)
-        with np.errstate(all="ignore"):  # scales may be anything
+        with np.errstate(all="ignore"):  # scales in a file may be any number
             return package().dequantize(data.reshape(count, row), package().GGMLQuantizationType[self.type])
 
 
 class KeysAndValues(NamedTuple):
-    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], as llama.cpp has it since April 2025.
+    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], in the form of llama.cpp since April 2025.
 
     Attributes:
       keys: [heads, latent, keys].
@@ -152,12 +152,10 @@ class KeysAndValues(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """See `GgufTensor`."""
         return self.keys.kind if self.keys.kind == self.values.kind else "F32"
 
     @property
     def dtype(self) -> np.dtype:
-        """See `GgufTensor`."""
         return _FLOATS[self.kind]
 
     @property
@@ -181,12 +179,12 @@ class KeysAndValues(NamedTuple):
 
 
 def latent_names(name: str) -> tuple[str, str]:
-    """Returns the names of the two tensors that hold `name`, which ends with `OF_LATENTS`, if Hugging Face had them."""
+    """Returns Hugging Face-style names of the two GGUF tensors for `name`, which ends with `OF_LATENTS`."""
     return name.replace("kv_b", "k_b"), name.replace("kv_b", "v_b")
 
 
 def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
-    """Takes the two tensors that hold `name` from `stored`, and returns them as one; {} if they do not fit."""
+    """Removes the two tensors for `name` from `stored`, and returns them as one; {} if they do not fit together."""
     places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
     parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
     if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
@@ -197,13 +195,13 @@ def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor
 
 
 def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndarray:
-    """Returns the part of `OF_LATENTS` that `name` has, the first or second of `latent_names`."""
+    """Returns the part of `OF_LATENTS` for `name`, the first or second of `latent_names`."""
     heads = value.reshape(-1, keys + values, value.shape[-1])
     return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)
 
 
 def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """Returns `stored` with queries, keys and values in place of tensors of all three, as files of older GLM have them.
+    """Returns `stored` with separate queries, keys and values in place of merged ones, which files of older GLM have.
 
     Args:
       data: the content of a config.json.
@@ -221,10 +219,10 @@ def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[s
 
 
 def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
-    """Returns the tensors of a file by their names there.
+    """Returns the tensors of a file by their GGUF names.
 
     Raises:
-      UserError: lists those of types that are not read, or that are not in the file or in each other's place.
+      UserError: lists tensors that have unsupported types, lie outside of the file or overlap.
     """
     found, problems, free = dict[str, GgufTensor](), [], 0
     for name, (kind, shape, start) in sorted(header.tensors.items(), key=lambda it: it[1].start):
@@ -245,13 +243,13 @@ def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
 
 
 def as_hugging_face(tensor: GgufTensor, it: Gguf, name: str, head: int) -> GgufTensor:
-    """Returns `tensor` as the one called `name` in Hugging Face, with heads of `head` entries."""
+    """Returns `tensor` as Hugging Face's tensor `name`, with heads of `head` entries."""
     permuted = it.pairs and name.endswith(_PERMUTED) and head > 1 and tensor.shape[0] % head == 0
     return tensor._replace(head=head if permuted else 0, one=it.one and name.endswith("norm.weight"))
 
 
 def as_gguf(values: np.ndarray, it: Gguf, name: str, head: int) -> np.ndarray:
-    """Returns the values of the tensor `name` of Hugging Face as a GGUF file has them; the inverse of reading."""
+    """Returns the values of Hugging Face's tensor `name` in the order of a GGUF file; the inverse of reading."""
     if it.pairs and name.endswith(_PERMUTED):
         heads = values.reshape(-1, 2, head // 2, *values.shape[1:])
         return heads.swapaxes(1, 2).reshape(values.shape)

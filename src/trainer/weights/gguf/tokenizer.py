@@ -34,7 +34,7 @@ from trainer.leaves.about import About
 from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf_words import WORDS, words_of
 
-_OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers made from sentencepiece's models
+_OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers converted from sentencepiece
 # A text in ten scripts, whose tokens are compared.
 _SAMPLE = (
     " It's   12345 + 6.78e-9 items,\tHe'LL say:\r\n\n  \u201cna\u00efve caf\u00e9\u201d <|x|> </s>; "
@@ -48,9 +48,9 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
     """Returns the keys and values of the tokenizer at `place`, a folder or a GGUF file.
 
     Args:
-      about: what the model's folder says; the tokens that end a text are in it.
-      rows: the number of tokens of the model. llama.cpp wants a name for each.
-      say: gets a line if something cannot be written.
+      about: the model's `About`, which has the tokens that end a text.
+      rows: the number of tokens of the model. llama.cpp requires a name for each.
+      say: receives a line if something cannot be written.
 
     Raises:
       UserError: GGUF has no such tokenizer.
@@ -113,7 +113,7 @@ def _byte_level(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: Path) -> dict[str, Any]:
-    """Returns the values of a tokenizer that was made from a sentencepiece model. `kinds` are completed."""
+    """Returns the values of a tokenizer that was converted from a sentencepiece model. Completes `kinds`."""
     model, normalizer = spec["model"], spec.get("normalizer") or {}
     steps = [*normalizer.get("normalizers", [normalizer]), spec.get("pre_tokenizer") or {}]
     first = [it for it in steps if it.get("type") in ("Prepend", "Metaspace")]
@@ -148,7 +148,7 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
 
 
 def _check(values: Mapping[str, Any], tokenizer: JsonTokenizer, place: Path) -> None:
-    """Compares the tokens of a text with those of the tokenizer that reading `values` gives."""
+    """Checks that the tokenizer, and the one that is read back from `values`, give the same tokens for a text."""
     import tokenizers
 
     held = {**values, f"{OWN}token_type": np.array(values[f"{OWN}token_type"], np.int32)}

@@ -35,20 +35,20 @@ from trainer.weights.model_keys import check_same_model
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # general.file_type
 _FILE_TYPES = {"F32": "ALL_F32", **{it: f"MOSTLY_{it}" for it in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}}
-_TABLES = ("token_embd.weight", "output.weight")  # in eight bits where the matrices have four, as in llama.cpp's files
+_TABLES = ("token_embd.weight", "output.weight")  # 8-bit if other matrices are 4-bit, as in llama.cpp's files
 _ROUTER = "ffn_gate_inp.weight"
 _VERSION = 2  # of the quantized types
 _WORDS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
 
 
 class _Written(NamedTuple):
-    """The tensors of one or several leaves, one for each layer.
+    """The tensors of one leaf, or of several merged leaves: one tensor for each layer.
 
     Attributes:
-      leaves: which, by canonical name; several are merged.
-      names: of the tensors in the file.
-      shape: of each.
-      kind: the name of the type of each.
+      leaves: the canonical names of the leaves.
+      names: the names of the tensors in the file.
+      shape: of each tensor.
+      kind: the name of each tensor's type.
       of: the name in Hugging Face; see `Layout`.
       how: how the leaves are merged.
     """
@@ -75,9 +75,9 @@ def write_gguf(
     Args:
       config: resolved.
       dtype: of the matrices, `export.GGUF_DTYPES`; None: as stored.
-      about: what the model's folder says of ends and lengths.
+      about: the model's `About`, with ends and lengths of texts.
       tokenizer: the place of its tokenizer.
-      say: gets a line for each thing that is written in another way than asked.
+      say: receives a line for each deviation from what was requested.
 
     Raises:
       UserError: llama.cpp has no such model or tokenizer; or a value does not fit into float16.
@@ -118,7 +118,7 @@ def write_gguf(
 
 
 def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list[_Written]:
-    """Returns all tensors, those of the table of tokens first."""
+    """Returns all tensors, beginning with the embedding table."""
     hf, places = hugging_face(config).in_gguf(), places_of(config, leaves)
     assert hf.gguf
     layouts = layouts_of(config, places, hf)
@@ -149,7 +149,7 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
 
 
 def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the tensors that hold the one called `of` in Hugging Face, with their shapes."""
+    """Returns the tensors that correspond to Hugging Face's tensor `of`, with their shapes."""
     if not of.endswith(OF_LATENTS):
         return [(of, shape)]
     keys, values = latent_names(of)
@@ -170,7 +170,7 @@ def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *r
 
 
 def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: Tick) -> Iterator[np.ndarray]:
-    """Yields the tensor of each layer as the file has it, those of experts together."""
+    """Yields each layer's tensor in the file's form, with all experts in one."""
     hf = hugging_face(config).in_gguf()
     layouts = layouts_of(config, places_of(config, leaves), hf)
     assert hf.gguf
@@ -193,7 +193,7 @@ def _header(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> Any:
-    """Returns a writer of the package with all keys and the places of all tensors. `most`: the type of most values."""
+    """Returns gguf's writer with all keys and the places of all tensors. `most`: the type of most values."""
     gguf = package()
     writer = gguf.GGUFWriter(None, it.name)
     writer.add_type("model")
@@ -221,7 +221,7 @@ def _check(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> None:
-    """Compares the model with the one that reading the file will give. The file's numbers are float32.
+    """Checks that reading the file will give the same model. The file's numbers are float32.
 
     Raises:
       UserError: they differ.
@@ -252,7 +252,7 @@ def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None
 
 
 def _matrices(leaf: Leaf, layout: Layout, head: int, tick: Tick) -> Iterator[np.ndarray]:
-    """Yields the tensor of each layer as Hugging Face stores it, those of experts together."""
+    """Yields each layer's tensor in Hugging Face's form, with all experts in one."""
     for layer in leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]:
         if layout.of_experts:
             yield np.stack([layout.to_theirs(value, head) for value in layer])

@@ -1,7 +1,7 @@
 """The layout of compressed-tensors (0.20) for quantized matrices, which transformers and vLLM read. Pure functions.
 
-int4 and int8 become `pack-quantized`: symmetric, per output or in groups of inputs; float8_e4m3fn becomes
-`float-quantized`: with one scale, per output, or in blocks. Only weights are quantized. `packed` reads them back.
+int4 and int8 become `pack-quantized`: symmetric, with scales per output or per group of inputs. float8_e4m3fn becomes
+`float-quantized`: with one scale, or scales per output or per block. Only weights are quantized. `packed` reads them.
 """
 
 import collections
@@ -23,14 +23,14 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def scheme_of(kind: str, block: tuple[int, int]) -> Scheme:
-    """Returns how matrices of this kind are written.
+    """Returns the scheme for writing matrices of this kind.
 
     Args:
       kind: "int4", "int8" or "fp8" (e4m3).
       block: the number of outputs and of inputs that share a scale; 0: all of them.
 
     Raises:
-      UserError: there is no such layout.
+      UserError: compressed-tensors has no such layout.
     """
     if kind not in _CODES:
         raise UserError(f"compressed-tensors: kind {kind} is not written; known: {', '.join(_CODES)}")
@@ -47,13 +47,13 @@ def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dty
     """Returns shape and dtype of the tensors that store a matrix.
 
     Args:
-      name: of the matrix in a folder that is not quantized, such as "model.layers.0.mlp.up_proj.weight".
+      name: the matrix's name in a folder that is not quantized, such as "model.layers.0.mlp.up_proj.weight".
       shape: [out, in].
       scheme: of `scheme_of`.
       scales: the dtype of the scales: float32, bfloat16 or float16.
 
     Raises:
-      UserError: other programs cannot read such a matrix, because groups do not divide its inputs.
+      UserError: the size of a group does not divide the inputs, so other programs could not read the matrix.
     """
     out, into = shape
     if scheme.block[1] and into % scheme.block[1]:
@@ -91,13 +91,13 @@ def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) 
 
     Args:
       schemes: how each quantized matrix is stored, by its name.
-      others: the names of float matrices of linear layers, such as "lm_head.weight". A table of embeddings is none.
+      others: the names of float matrices of linear layers, such as "lm_head.weight", but not embedding tables.
     """
     counts = collections.Counter(schemes.values()).most_common()
     groups = {}
     for i, (scheme, _) in enumerate(counts):
         own = [name.removesuffix(_SUFFIX) for name, each in schemes.items() if each == scheme]
-        # A name takes precedence over a class, so that the most frequent scheme needs no names.
+        # A name takes precedence over a class, so the most frequent scheme needs no names.
         targets = own if i else ["Linear"]
         groups[f"group_{i}"] = {
             **{"targets": targets, "weights": _weights(scheme), "format": _FORMATS[scheme.layout]},

@@ -10,9 +10,9 @@ from trainer.leaves.about import IMAGES, LONGEST, TOKENS
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
-# Names of the number of experts. transformers reads each of them for every family, and versions write different ones.
+# Fields with the number of experts. transformers reads all of them for every family; versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Fields of multi-head latent attention and of groups of experts that have no key of the same value.
+# Fields of multi-head latent attention and of groups of experts without a key of the same value.
 _LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
 # The fields of a model's sizes, with our keys.
 SIZES = {
@@ -37,7 +37,7 @@ _FIELDS = {
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, high=MODULES, null=True)),
     **{"is_causal": Field(bool)},
     **{"rms_norm_eps": _EPSILON, "initializer_range": Field(float, low=0, null=True)},
-    # 0 where there are none: of a family with experts, the number of them is refused.
+    # 0 means no experts; in a family with experts, it is refused later.
     **dict.fromkeys((*COUNTS, "num_experts_per_tok"), Field(int, low=0, high=EXPERTS)),
     "n_shared_experts": Field(int, low=1, high=EXPERTS),
     **dict.fromkeys(("moe_intermediate_size", "kv_lora_rank", "qk_nope_head_dim"), _SIZE),
@@ -69,7 +69,7 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
     **dict.fromkeys(("short_factor", "long_factor"), Field(list, null=True, item=float)),
-    **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one such object for each
+    **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one RoPE object for each kind
 }
 # RoPE fields that may also be at the top level of config.json.
 _FIELDS_OF_BOTH = {
@@ -80,7 +80,7 @@ _FIELDS_OF_BOTH = {
 # Numbers that transformers declares as floats.
 _FLOATS = {name for name, field in (_FIELDS | _FIELDS_OF_BOTH).items() if field.kind is float}
 _FLOATS -= {"query_pre_attn_scalar"}
-# How to sample, and which tokenizer: without a generation_config.json, transformers reads all of these in config.json.
+# Fields of sampling and of the tokenizer. Without a generation_config.json, transformers reads them from config.json.
 _OF_GENERATION = (
     *("tokenizer_class", "use_cache", "cache_implementation", "prefix", "sep_token_id", "decoder_start_token_id"),
     *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
@@ -89,7 +89,7 @@ _OF_GENERATION = (
     *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
     *("suppress_tokens", "begin_suppress_tokens"),
 )
-# Fields of config.json that do not affect what the model computes, and that an export writes again.
+# Fields of config.json that do not affect the model's results, and that an export copies.
 NEUTRAL = (*TOKENS, *IMAGES, "initializer_range", LONGEST, *_OF_GENERATION)
 
 
@@ -128,8 +128,8 @@ _OF_LIBRARY = frozenset(
 
 
 def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
-    """Returns FIELD=VALUE for each field of config.json that has a value and that is not known to be harmless: it may
-    change the function."""
+    """Returns FIELD=VALUE for each field of config.json that has a value and is not known to be harmless, so that it
+    may change the function."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
     known |= {field for field, _ in hf.powers.values()}
     known |= {hf.activation, hf.epsilon, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
@@ -139,7 +139,7 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
-    """Returns the same of a config.json that has a `text_config`."""
+    """Returns the `unknown_fields` of a config.json with a `text_config`, outside of that."""
     known = {"model_type", "text_config", "tie_word_embeddings", *outer.fields, *outer.tokens}
     return _unknown({*known, *NEUTRAL, *QUANTIZED, *_OF_LIBRARY}, data)
 
@@ -152,7 +152,7 @@ def _unknown(known: Collection[str], data: Mapping[str, Any]) -> list[str]:
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of `NEUTRAL` that have a value in `data`, a config.json. A token may be null: there is none.
+    """Returns the fields of `NEUTRAL` with a value in `data`, a config.json. Tokens may be null: the model has none.
 
     Raises:
       UserError: a value has the wrong type.
@@ -170,12 +170,12 @@ def as_typed(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def power_of(value: float | None, power: float) -> float | None:
-    """Returns `value` to the `power`, with 15 digits, so that the inverse power gives the same value; None of None."""
+    """Returns `value` to the `power`, with 15 digits, so that the inverse power restores it; None if it is None."""
     return None if value is None else float(f"{value**power:.15g}")
 
 
 def mistyped(data: Mapping[str, Any], hf: HuggingFace | None = None) -> list[str]:
-    """Returns a line for each value that is not allowed in config.json; in the fields of `hf`, if it is given."""
+    """Returns a line for each value that is not allowed in config.json. `hf`: also checks this declaration's fields."""
     own = {**dict.fromkeys((field for field, _ in hf.powers.values()), _POWER), hf.epsilon: _EPSILON} if hf else {}
     wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH | own)
     for name in ("rope_scaling", "rope_parameters"):

@@ -29,7 +29,7 @@ from trainer.weights.huggingface.config_fields import (
 from trainer.weights.huggingface.quantization_config import recipe
 from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys, rope_types
 
-# Hugging Face's names of activations and ours. Its "gelu" is the exact GELU, which no key here can represent.
+# Maps Hugging Face's names of activations to ours. Its "gelu" is the exact GELU, which no key here can represent.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -58,7 +58,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     _check_types(data, where)
     block, hf = _declaration(data, where, decoder_block)
     _check_types(data, where, hf)
-    # A base of RoPE that is null is as good as absent.
+    # A null base of RoPE counts as absent.
     bases = (THETA, hf.local_rope)
     stated = {name: value for name, value in data.items() if value is not None or name not in bases}
     said = {hf.epsilon: 1e-6, hf.activation: "silu", **hf.defaults, **stated}
@@ -92,7 +92,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
 def _block_keys(
     hf: HuggingFace, said: Mapping[str, Any], sizes: Mapping[str, str], refused: list[str]
 ) -> dict[str, Any]:
-    """Returns the keys of heads, norms, activations and the output. `sizes`: what `_sizes` returned."""
+    """Returns the keys of heads, norms, activations and the output. `sizes`: the result of `_sizes`."""
     heads = said["num_attention_heads"]
     keys: dict[str, Any] = {
         "base_num_kv_heads": said.get("num_key_value_heads") or heads,
@@ -115,8 +115,8 @@ def _block_keys(
 
 
 def _drop_idle(keys: dict[str, Any], hf: HuggingFace) -> None:
-    """Removes keys that have no effect beside the others."""
-    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may say so
+    """Removes keys that have no effect given the other keys."""
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may set this
         keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
@@ -164,7 +164,7 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
 
 
 def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
-    """Returns FIELD=VALUE for each field that switches on what no key of base.yml represents."""
+    """Returns FIELD=VALUE for each field that enables a feature that no key of base.yml represents."""
     names = [name for name in ("attention_bias", "mlp_bias") if said.get(name) and name not in hf.sizes.values()]
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
@@ -179,8 +179,8 @@ def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns our keys of sizes, each with the field of `said` that gives it: `data`, config.json, with its defaults.
-    With experts there is no other MLP."""
+    """Returns our keys of sizes, each with the field of `said` that has its value. `said` is `data`, config.json, with
+    defaults. A family with experts has no dense MLP."""
     own = dict(hf.sizes)
     if "num_experts" in own and own["num_experts"] not in data:
         own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
@@ -189,7 +189,7 @@ def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) ->
 
 
 def _or_default(key: str, value: Any) -> Any:
-    """Returns `value`; without one, the default of our key, with its type."""
+    """Returns `value`, or our key's default if it is None, with the type of the default."""
     default = schema().keys[key].default
     return default if value is None else float(value) if isinstance(default, float) else value
 
@@ -229,7 +229,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         return _alternating(said, hf, refused)
     if given:
         kinds = set(given)
-        if hf.window == "given" and window and kinds != {_SLIDING}:  # there transformers ignores layer_types
+        if hf.window == "given" and window and kinds != {_SLIDING}:  # transformers ignores layer_types here
             refused.append(f"layer_types of {shortened(' and '.join(sorted(kinds)))} with sliding_window={window}")
     else:
         kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
@@ -244,7 +244,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 
 def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of layers of which every n-th has no window. layer_types take precedence, as in transformers."""
+    """Returns the keys if every n-th layer has no window. layer_types take precedence, as in transformers."""
     layers, given = said["num_hidden_layers"], said.get("layer_types")
     every = said.get(hf.period_field, hf.period)
     if given and _FULL in given:
@@ -311,7 +311,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window not in ("", "chunked"):
         data["sliding_window"] = window
     if hf.window == "alternating":
-        # transformers makes a mask with this window even if no layer uses it
+        # transformers makes a mask with this window even if no layer uses it.
         data["sliding_window"] = window or hf.defaults["sliding_window"]
         every = period(config)
         kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
@@ -329,7 +329,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
 
 
 def _context_length(config: Config) -> int:
-    """Returns the maximum text length of the model if its keys define it, otherwise the length of a row."""
+    """Returns the maximum text length of the model if its keys define it, and otherwise the length of a row."""
     if config.rope_type == "default":
         return config.max_target_length
     return round(config.rope_factor * config.original_max_position_embeddings)
@@ -353,7 +353,7 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# Keys of which 0 means none, for which config.json has null.
+# Keys for which 0 means none; config.json has null.
 _CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
 _NONE = (*_CAPS, "chunk_attn_window_size")
 
@@ -370,7 +370,7 @@ def _their_size(config: Config, key: str) -> Any:
 
 
 def _group_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    """Returns the inverse of `_group_keys`."""
+    """Inverts `_group_keys`."""
     grouped = config.n_routing_groups > 1
     return {
         "topk_method": hf.methods[grouped],

@@ -1,4 +1,4 @@
-"""Writes the weights of a text model into a copy of a directory of Hugging Face that has towers beside it."""
+"""Writes the weights of a text model into a copy of a Hugging Face directory of a multimodal model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ _TABLE = "token_embedder/embedding"
 
 
 class Like:
-    """A directory that is written again with the weights of another text model.
+    """A directory to copy with the weights of another text model.
 
     Attributes:
-      others: the tensors that are copied, by name; `shapes`: their shapes and dtypes.
+      others: the tensors to copy, by name. `shapes`: their shapes and dtypes.
     """
 
     def __init__(self, path: str, config: Config, shapes: Shapes):
         """
         Args:
           path: the directory.
-          config: of the text model whose weights are written, resolved; `shapes`: of its weights.
+          config: of the text model to write, resolved. `shapes`: of its weights.
 
         Raises:
-          UserError: the directory has no towers, or its text model is another one.
+          UserError: the directory's model is not multimodal, or its text model differs from `config`.
         """
         source = open_source(path, config.decoder_block)
         if not isinstance(source, HuggingFaceSource) or source.text is None:
@@ -54,7 +54,7 @@ class Like:
                 f"like={path}: another text model: it has {', '.join(theirs) or 'none of the following'}; the weights "
                 f"have {', '.join(given) or 'none of these'}"
             )
-        self._table = source.leaves(config, shapes)[_TABLE].dtype  # compares names and shapes, too
+        self._table = source.leaves(config, shapes)[_TABLE].dtype  # also compares names and shapes
         self.path, self._text, self._about = source.path, source.text, source.about
         buffers = {name: tensor for name, tensor in self._text.tensors.items() if name.endswith(BUFFER)}
         self.others = {**buffers, **self._text.others}
@@ -65,11 +65,11 @@ class Like:
             self.shapes[name] = (tensor.shape, dtype)
 
     def here(self, name: str) -> str:
-        """Returns the name in the directory of a tensor of the text model alone."""
+        """Returns the name in the directory of a tensor, given its name in the text model alone."""
         return self._text.here(name)
 
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
-        """Returns lines on what is copied, and on the dtype if `leaves`, cast to `dtype`, have another one."""
+        """Returns lines about the copied tensors, and about the dtype if `leaves`, cast to `dtype`, have another."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
         lines = [f"like={self.path}: copied as they are: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:
@@ -77,7 +77,7 @@ class Like:
         return lines
 
     def config(self, about: About) -> dict[str, Any]:
-        """Returns config.json of the directory, with the tokens that end a text and the longest text of `about`."""
+        """Returns config.json of the directory, with the tokens and the longest text of `about`."""
         data, said = read_object(self.path / CONFIG), self._about.fields
         new = {name: about.fields[name] for name in (*TOKENS, LONGEST) if name in about.fields}
         for name in [name for name in new if new[name] != said.get(name)]:
@@ -86,7 +86,7 @@ class Like:
         return data
 
     def copy_files(self, target: Path) -> None:
-        """Copies into `target` how images are prepared; and the tokenizer, if there is none."""
+        """Copies the files about image preparation into `target`, and the tokenizer if `target` has none."""
         names = [path.name for path in sorted(self.path.glob("*processor_config.json"))]
         names += [] if tokenizer_parts(target) else tokenizer_parts(self.path)
         check_folder(self.path, names)

@@ -1,6 +1,6 @@
 """Tensors that merge several parameters (`models.huggingface.Merged`): their names, shapes and parts.
 
-A part's tensor has the name that a `Layout` gives it. No file has a tensor of this name.
+A part has the tensor name in its `Layout`, but no file has a tensor with this name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Whole(NamedTuple):
-    """A tensor that is merged of parts.
+    """A merged tensor and one of its parts.
 
     Attributes:
-      name: in the checkpoint.
+      name: the tensor's name in the checkpoint.
       how: its declaration.
-      part: the number of a part.
+      part: the number of the part.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Whole(NamedTuple):
 
 
 def whole_of(tensor: str, merged: Sequence[Merged]) -> Whole | None:
-    """Returns the tensor of which `tensor`, by the name in a Layout, is a part; None if it is no part."""
+    """Returns the merged tensor that contains `tensor`, a name in a Layout; None if none does."""
     for how in merged:
         if found := how.find(tensor):
             return Whole(found[0], how, found[1])
@@ -38,14 +38,14 @@ def whole_of(tensor: str, merged: Sequence[Merged]) -> Whole | None:
 
 
 def stored_name(tensor: str, merged: Sequence[Merged]) -> str:
-    """Returns the name in a checkpoint of the tensor that has `tensor`, by the name in a Layout."""
+    """Returns the checkpoint's name of the tensor that is or contains `tensor`, a name in a Layout."""
     whole = whole_of(tensor, merged)
     return whole.name if whole else tensor
 
 
 def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
-    """Returns the names of the tensors of a checkpoint, each with those of its parts in their order. A tensor that
-    merges nothing is its only part.
+    """Returns the names of a checkpoint's tensors, each with the names of its parts in order. A tensor that merges
+    nothing is its only part.
 
     Raises:
       UserError: parts are missing, or parts of an interleaved tensor have different sizes: the declaration is wrong.
@@ -69,7 +69,7 @@ def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
 
 
 def whole_shapes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of a checkpoint, given those of their parts."""
+    """Returns the shapes of a checkpoint's tensors, given the shapes of their parts."""
     found = {}
     for name, parts in wholes(shapes, merged).items():
         whole = whole_of(parts[0], merged)
@@ -81,8 +81,8 @@ def whole_shapes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, tuple[in
 
 
 def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merged]) -> dict[str, Any]:
-    """Returns `tensors`, by name, with the parts of `shapes` in place of those that merge them. A tensor that does not
-    have the size of its parts stays.
+    """Returns `tensors`, by name, with merged tensors replaced by the parts in `shapes`. A tensor whose size is not
+    that of its parts stays.
 
     Raises:
       UserError: a quantized matrix cannot be divided.
@@ -104,8 +104,8 @@ def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merg
 
 
 def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], interleaved: bool) -> Scheme | None:
-    """Returns how a tensor is quantized, given for each of its parts how that is, and its number of outputs; None: it
-    is not.
+    """Returns the scheme of a merged tensor, given the scheme and the number of outputs of each part; None if it is not
+    quantized.
 
     Raises:
       UserError: the parts cannot be one matrix.

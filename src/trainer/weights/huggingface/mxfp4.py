@@ -1,5 +1,5 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), as transformers stores experts of gpt-oss: read as bfloat16, which has all
-of its values."""
+"""MXFP4 (OCP Microscaling Formats 1.0), in which transformers stores experts of gpt-oss. It is read as bfloat16, which
+represents all of its values exactly."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from trainer.leaves.source import Box
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 CODES, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
-BYTES = 16  # of a block: 32 codes, two in a byte, the first one in the lower bits
+BYTES = 16  # bytes of a block: 32 codes, two per byte, the first in the lower bits
 _HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_HALF, -_HALF])
 _BIAS = 127
@@ -20,29 +20,27 @@ _BIAS = 127
 
 class Blocks(NamedTuple):
     """The matrices [experts, in, out] of codes [experts, out, blocks, BYTES] and scales [experts, out, blocks], with
-    the interface of `StoredTensor`. A block is 32 neighbours of `in`; its scale is 2 ** (stored - 127)."""
+    the interface of `StoredTensor`. A block is 32 consecutive inputs; its scale is 2 ** (stored - 127)."""
 
     codes: StoredTensor
     scales: StoredTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         experts, out, blocks, _ = self.codes.shape
         return experts, 2 * BYTES * blocks, out
 
     @property
     def kind(self) -> str:
-        """See `StoredTensor`: of the values."""
+        """The kind of the values; see `StoredTensor`."""
         return "BF16"
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return np.dtype(ml_dtypes.bfloat16)
 
     def read(self, box: Box) -> np.ndarray:
-        """See `StoredTensor.read`. Reads expert by expert: the values of one are float32 and indices on the way."""
+        """See `StoredTensor.read`. Reads expert by expert, because each needs temporary indices and float32 values."""
         experts, inputs, out = box
         values = np.empty([cut.stop - cut.start for cut in box], self.dtype)
         for i, value in enumerate(values):
@@ -61,10 +59,10 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Returns `tensors`, each pair of codes and scales replaced by its matrices, under the name of the floats.
+    """Returns `tensors` with each pair of codes and scales replaced by its matrices, under the float tensor's name.
 
     Raises:
-      UserError: lists pairs that are not complete or do not fit.
+      UserError: lists pairs that are incomplete or do not fit together.
     """
     found: dict[str, Any] = {}
     problems = []

@@ -1,6 +1,6 @@
-"""Quantized matrices in folders of Hugging Face: `PackedMatrix`, which several stored tensors make up.
+"""Quantized matrices in Hugging Face folders: a `PackedMatrix` is stored as several tensors.
 
-The tensors of the matrix [out, in] of a module, by `Scheme.layout`. A word is an int32 with 32 / bits integers.
+The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 with 32 / bits integers.
 
 | layout | codes | scales | zero points |
 |---|---|---|---|
@@ -27,7 +27,7 @@ from trainer.weights.huggingface.quantization_config import Recipe, Scheme
 from trainer.weights.huggingface.safetensors_file import DTYPES, FLOAT8, StoredTensor
 
 _LARGEST = 20  # the maximum number of lines in a message
-# The tensors of a module, by what they are; of several names the first one that is there.
+# The names of a module's tensors, by role. Of several names, the first one that exists counts.
 _CODES = {
     **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
     **{"gptq": ("qweight",), "awq": ("qweight",)},
@@ -39,7 +39,7 @@ _SCALES = {
 _ZEROS, _GROUPS, _SHAPE = ("weight_zero_point", "qzeros"), ("weight_g_idx", "g_idx"), "weight_shape"
 _NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
 _PARTS = {name for names in _NAMES for name in names} - {"weight"}
-# The last words of names of tensors that only programs with quantized activations read.
+# The last words of the names of tensors that are read only by programs that quantize activations.
 _OF_ACTIVATIONS = {"activation_scale"} | {
     f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")
 }
@@ -48,8 +48,8 @@ _OF_ACTIVATIONS = {"activation_scale"} | {
 def with_matrices(
     tensors: Mapping[str, StoredTensor], recipe: Recipe, where: Path
 ) -> dict[str, StoredTensor | PackedMatrix]:
-    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under the name that it has in
-    a folder that is not quantized. Scales of activations are left out.
+    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under its name in a folder
+    that is not quantized. Scales of activations are omitted.
 
     Raises:
       UserError: lists tensors that are missing or do not fit, and matrices that no target of `recipe` matches.
@@ -104,10 +104,10 @@ class _Parts(NamedTuple):
     tensors: Mapping[str, StoredTensor]
 
     def find(self, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, StoredTensor]:
-        """Returns the first of these tensors that is there, and its name.
+        """Returns the first tensor in `names` that exists, and its full name.
 
         Raises:
-          UserError: there is none, or its dtype is not of `kinds`.
+          UserError: none exists, or its dtype is not in `kinds`.
         """
         last = next((name for name in names if name in self.tensors), None)
         if last is None:
@@ -118,12 +118,12 @@ class _Parts(NamedTuple):
         return self.full(last), tensor
 
     def full(self, last: str) -> str:
-        """Returns the name of a tensor."""
+        """Returns the full name of a tensor."""
         return shortened(f"{self.module}.{last}")
 
 
 def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> PackedMatrix:
-    """Returns the matrix that the tensors of a module make up.
+    """Returns the matrix that consists of a module's tensors.
 
     Raises:
       UserError: a tensor is missing or does not fit.
@@ -189,7 +189,7 @@ def _zeros(parts: _Parts, scheme: Scheme, tiles: tuple[int, int]) -> Readable | 
 
 
 def _with_axes(tensor: StoredTensor) -> StoredTensor:
-    """Returns scales with two axes; a list of them has one for each output."""
+    """Returns scales with two axes. If they have one axis, it is that of outputs."""
     return tensor if len(tensor.shape) > 1 else tensor._replace(shape=((*tensor.shape, 1, 1))[:2])
 
 

@@ -1,4 +1,4 @@
-"""A quantized matrix in a folder of Hugging Face. See `packed` for its tensors."""
+"""A quantized matrix in a Hugging Face folder. See `packed` for its tensors."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class PackedMatrix(NamedTuple):
       name: the name of the float tensor in a folder that is not quantized.
       codes: reads int8 or float8_e4m3fn [out, in].
       scales, zeros: read a value for each block; zeros are in the range of the codes.
-      groups: the group of each input, if inputs of a group need not be neighbours: integers [in].
+      groups: integers [in], the group of each input; None if groups are consecutive inputs.
       block: the number of outputs and of inputs that share a scale.
       scheme: how it is stored.
       where: its folder.
@@ -36,17 +36,14 @@ class PackedMatrix(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """See `StoredTensor`."""
         return "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         return self.codes.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return np.dtype(np.float32)
 
     @property
@@ -82,13 +79,13 @@ class PackedMatrix(NamedTuple):
         overlap with `box`. Zero points are None if all of them are 0.
 
         Raises:
-          UserError: a file was truncated, or inputs that share a scale are not neighbours.
+          UserError: a file was truncated, or inputs that share a scale are not consecutive.
         """
         scales, zeros = self.scales_and_zeros(box)
         return self.codes.read(box), scales, zeros
 
     def scales_and_zeros(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the last two of `parts`. Reads no codes."""
+        """Returns the scales and zero points of `parts`, without reading codes."""
         if not self.in_order:
             raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
         tiles = self._tiles(box)
@@ -101,7 +98,7 @@ class PackedMatrix(NamedTuple):
         """Returns the matrix of the outputs in `cut`.
 
         Raises:
-          UserError: outputs that share a scale are not all inside or outside.
+          UserError: `cut` divides outputs that share a scale.
         """
         (out, _), (rows, columns), step = self.shape, self.block, cut.step or 1
         count = len(range(*cut.indices(out)))
@@ -121,14 +118,14 @@ class PackedMatrix(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether inputs that share a scale are neighbours."""
+        """Whether inputs that share a scale are consecutive."""
         into = slice(0, self.shape[1])
         columns = self._groups(into)
         return columns is None or bool((columns == np.arange(into.stop) // self.block[1]).all())
 
     @property
     def has_zeros(self) -> bool:
-        """Whether a zero point is not 0."""
+        """Whether any zero point is not 0."""
         if self.zeros is None:
             return False
         return bool(self._zero_points(tuple(slice(0, size) for size in self.zeros.shape)).astype(np.float32).any())
@@ -137,7 +134,7 @@ class PackedMatrix(NamedTuple):
         return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
 
     def _groups(self, cut: slice) -> np.ndarray | None:
-        """Returns the group of each input in `cut`; None if that is a matter of order."""
+        """Returns the group of each input in `cut`; None if groups are consecutive inputs."""
         if self.groups is None:
             return None
         found = self.groups.read((slice(0, self.shape[1]),))
@@ -158,7 +155,7 @@ class PackedMatrix(NamedTuple):
         found = self.zeros.read(tiles)
         if not self.scheme.symmetric or not found.astype(np.float32).any():
             return found
-        # GPTQ: stored as the other format has them, all are off by one.
+        # GPTQ: if the file has the other format's zero points, all of them are off by one.
         other = {1: "gptq_v2", -1: "gptq"}.get(int(found[0, 0])) if self.scheme.layout == "gptq" else None
         if other and (found == found[0, 0]).all():
             raise UserError(

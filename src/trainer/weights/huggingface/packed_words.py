@@ -1,4 +1,4 @@
-"""Integers of 4 or 8 bits, several in an int32, and matrices stored as their transpose."""
+"""4-bit or 8-bit integers that are packed into int32, and matrices that are stored transposed."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ from trainer.models.huggingface import transposed
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 WORD = 32  # bits
-# AWQ: the place in a word of each of eight neighbours (kernels unpack words in pairs). The inverse is 0 2 4 6 1 3 5 7.
+# AWQ: the place in a word of each of eight consecutive integers (kernels unpack pairs). Its inverse is 0 2 4 6 1 3 5 7.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -18,7 +18,7 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in], or the tiles of these."""
+        """[out, in], or the numbers of tiles of these."""
 
     def read(self, box: Box) -> np.ndarray:
         """Returns the values in `box`."""
@@ -31,25 +31,23 @@ class Turned(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `Readable`."""
         return self.tensor.shape[::-1]
 
     def read(self, box: Box) -> np.ndarray:
-        """See `Readable`."""
         return transposed(self.tensor.read(box[::-1]))
 
 
 class Words(NamedTuple):
-    """Integers of 4 or 8 bits in int32, the first one in the lowest bits. The stored value of an integer q is
+    """4-bit or 8-bit integers packed into int32, the first in the lowest bits. An integer q is stored as
     q + 2**(bits - 1).
 
     Attributes:
       tensor: int32, two axes.
-      shape: of the result, [out, in] or tiles of these. The end of the last word may be unused.
+      shape: of the result, [out, in] or the numbers of their tiles. The end of the last word may be unused.
       bits: 4 or 8.
-      axis: the axis of `tensor` along which a word's integers are neighbours.
+      axis: the axis of `tensor` along which words are unpacked.
       turned: whether `tensor` is stored as the transpose of the result.
-      order: the place in a word of each of its integers.
+      order: the place in a word of each integer.
       less_one: see `Scheme.less_one`.
     """
 

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json: how a folder of Hugging Face stores its quantized matrices."""
+"""Reads `quantization_config` of config.json: how a Hugging Face folder stores its quantized matrices."""
 
 import itertools
 import re
@@ -11,14 +11,14 @@ from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITION_DIGITS
 
-FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors
+FIELDS = ("quantization_config", "compression_config")  # the second in folders of early compressed-tensors
 ADVICE = "load the folder with transformers, dequantize the model and save it"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
-_LINEAR = "Linear"  # the class of modules that all matrices count as
+_LINEAR = "Linear"  # the class of modules; all matrices count as linear
 _REGEX = "re:"
-# An assertion at the beginning of a regular expression; and the units in which its closing parenthesis is found: an
-# escape, a class of characters, a character.
+# An assertion at the beginning of a regular expression; and the tokens for finding its closing parenthesis: an escape,
+# a class of characters, a character.
 _ASSERTION = re.compile(r"\^?\(\?([=!])")
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")
@@ -47,14 +47,14 @@ class Scheme(NamedTuple):
     """How a matrix [out, in] is stored.
 
     Attributes:
-      kind: "int4", "int8" or "fp8" (e4m3): the type of its codes. Codes of int4 that take a byte each count as int8.
+      kind: "int4", "int8" or "fp8" (e4m3): the type of its codes. int4 codes with one byte each count as int8.
       block: the number of outputs and of inputs that share a scale; 0: all of them.
       layout: the names and the order of its tensors, see `packed`.
-      zeros: whether there must be zero points.
-      less_one: GPTQ, whether zero points are stored minus 1: "each" for itself, or "word" by word, where a 0 borrows
-        from the next one.
+      zeros: whether zero points are required.
+      less_one: for GPTQ, whether zero points are stored minus 1: "each" separately, or "word" by word, where a 0
+        borrows from the next one.
       symmetric: whether all zero points, if there are any, are 0.
-      ordered: whether there must be the group of each input.
+      ordered: whether the group of each input is required.
     """
 
     kind: str
@@ -90,8 +90,8 @@ class Recipe(NamedTuple):
       schemes: by target: the name of a module, "re:" with a regular expression that matches the beginning of names, or
         "Linear".
       ignore: targets without quantized matrices.
-      activations: whether the folder's programs quantize activations, too.
-      mxfp4: whether matrices of experts are stored so, which are always read as floats.
+      activations: whether programs for this folder also quantize activations.
+      mxfp4: whether matrices of experts are stored as MXFP4; they are always read as floats.
     """
 
     schemes: Mapping[str, Scheme]
@@ -100,8 +100,8 @@ class Recipe(NamedTuple):
     mxfp4: bool = False
 
     def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
-        """Returns the scheme of each module; None if no target matches it or it is ignored. A name takes precedence
-        over regular expressions, in alphabetic order, and these over the class, as in compressed-tensors."""
+        """Returns the scheme of each module; None if no target matches it or it is ignored. As in compressed-tensors,
+        names take precedence over regular expressions (in alphabetic order), and these over the class."""
         found = [self.schemes.get(_LINEAR)] * len(modules)
         for target in sorted(filter(_is_regex, self.schemes), reverse=True):
             for i in _matching(target, modules):
@@ -118,7 +118,7 @@ class Recipe(NamedTuple):
 
 def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
     """Returns how the folder with the config.json `data` stores its matrices; None if they are not quantized. Appends
-    to `refused` what cannot be read."""
+    to `refused` a line for each value that cannot be read."""
     field = next((field for field in FIELDS if data.get(field)), None)
     if field is None:
         return None
@@ -136,7 +136,7 @@ def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
 
 
 def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3, in blocks, or with one scale for each matrix."""
+    """Reads float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3: scales per block, or one for each matrix."""
     if said.get("fmt") not in (None, "e4m3"):
         problems.append(f"fmt={shown(said['fmt'])} (known: e4m3)")
     if said.get("expert_dtype") not in (None, "fp8"):
@@ -147,13 +147,13 @@ def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _mxfp4(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """The names of tensors show which are MXFP4, so nothing else is read."""
+    """Reads no fields, because the names of tensors show which are MXFP4."""
     del said, problems
     return Recipe({}, mxfp4=True)
 
 
 def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """GPTQ as AutoGPTQ and GPTQModel write it. The latter subtracts 1 from complete words."""
+    """Reads GPTQ as AutoGPTQ and GPTQModel write it. The latter subtracts 1 from complete words."""
     form = said.get("checkpoint_format") or said.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
@@ -167,7 +167,7 @@ def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _overrides(dynamic: Any) -> bool:
-    """Returns whether GPTQModel's settings of single modules do more than leave modules out, which "-:" does."""
+    """Returns whether GPTQModel's settings of single modules do more than exclude modules (prefix "-:")."""
     return bool(dynamic) and not (isinstance(dynamic, Mapping) and all(name.startswith("-:") for name in dynamic))
 
 
@@ -241,7 +241,7 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
     elif strategy not in ("tensor", "channel"):
         problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
     packed = form == _FORMATS[0]
-    # Without groups or channels the zero point is not packed, and it may be left out.
+    # Without groups or channels, the zero point is not packed, and it may be absent.
     symmetric = weights.get("symmetric", True)
     zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
@@ -258,7 +258,7 @@ def _block(said: Any, problems: list[str], name: str) -> tuple[int, int]:
 
 
 def _unusable(targets: Sequence[str]) -> list[str]:
-    """Returns a line for each regular expression of `targets` that is none, or that could take long to match."""
+    """Returns a line for each regular expression of `targets` that is invalid or may take long to match."""
     patterns = list(filter(_is_regex, targets))
     if len(patterns) > PATTERNS:
         return [f"{len(patterns):,} regular expressions, more than {PATTERNS}"]
@@ -283,12 +283,11 @@ def _is_regex(target: str) -> bool:
 
 
 def _matching(target: str, modules: Sequence[str]) -> list[int]:
-    """Returns the indices of the modules whose beginning a regular expression matches, in linear time: Arrow has RE2.
-
-    RE2 has no assertions about what follows. Here they may be at the beginning.
+    """Returns the indices of the modules with a beginning that matches a regular expression. Arrow's RE2 takes linear
+    time. RE2 has no lookahead; here, one may be at the beginning.
 
     Raises:
-      ValueError: it is not such an expression.
+      ValueError: it is not a valid expression.
     """
     import pyarrow
     import pyarrow.compute
@@ -307,7 +306,7 @@ def _matching(target: str, modules: Sequence[str]) -> list[int]:
 
 
 def _closed(pattern: str, start: int) -> tuple[str, str]:
-    """Returns what is between `start` and the parenthesis that closes there, and what follows it."""
+    """Returns the text from `start` to its closing parenthesis, and the text after that."""
     depth, end = 1, -1
     for token in _TOKEN.finditer(pattern, start):
         depth += (token[0] == "(") - (token[0] == ")")

@@ -1,6 +1,6 @@
-"""Stored weights in folders of Hugging Face: kernels as `products.dequantized` stores them, and quantized matrices.
+"""Converts between kernels as `products.dequantized` stores them and quantized matrices in Hugging Face folders.
 
-Where a kernel is [*in, *out], with a scale for each tile of both, the matrix is [out, in] with a scale for each block.
+A kernel is [*in, *out] with a scale for each tile of both; the matrix is [out, in] with a scale for each block.
 """
 
 import functools
@@ -28,8 +28,8 @@ _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
 
 
 def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
-    """Returns the keys of a model that stores its weights as a folder does; {} if none are quantized, or if they are
-    not all quantized alike, so that the model has to read them as floats.
+    """Returns the keys of a model that stores its weights like a folder; {} if none are quantized, or if they are not
+    all quantized alike, so that the model must read them as floats.
 
     Args:
       config: of the float model, resolved.
@@ -42,7 +42,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
         return {}
     kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
     block = blocks.pop() if blocks else None
-    # A matrix with one scale for each output has one block of inputs, if they are few.
+    # A matrix with one scale for each output fits if all its inputs are within one block.
     fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
     asymmetric = any(it.has_zeros for it in packed)
     alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)
@@ -69,8 +69,8 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
 
 
 def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
-    """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. One scale for a
-    whole matrix is that of each output."""
+    """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. A single scale for
+    a whole matrix counts as one for each output."""
     rows, columns = matrix.block
     return None if columns == matrix.shape[1] and rows in (1, matrix.shape[0]) else (columns, rows)
 
@@ -78,17 +78,17 @@ def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
 def stored_leaves(
     name: str, kernel: Any, layout: Layout, layers: Sequence[Sequence[PackedMatrix]], stacked: bool, head: int
 ) -> dict[str, Leaf]:
-    """Returns the leaves of the parts of a kernel, whose values are read layer by layer.
+    """Returns the leaves of a kernel's parts. Their values are read layer by layer.
 
     Args:
       name: canonical.
-      kernel: as it is stored, a pytree of ShapeDtypeStructs.
-      layers: the matrices of each layer, one or that of each expert.
+      kernel: in stored form, a pytree of ShapeDtypeStructs.
+      layers: the matrices of each layer: one, or one for each expert.
       stacked: whether the kernel has an axis of layers.
       head: see `Layout.to_ours`.
 
     Raises:
-      UserError: its scales are those of other blocks.
+      UserError: its scales are for other blocks.
     """
     found = {}
     for path, like in names_of(nested({name: kernel})).items():
@@ -151,10 +151,10 @@ def _part(
 
 
 def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> Scheme:
-    """Returns how a stored kernel is written.
+    """Returns the scheme for writing a stored kernel.
 
     Raises:
-      UserError: there is no such layout.
+      UserError: compressed-tensors has no such layout.
     """
     if not layout.inputs or not hasattr(kernel, "qvalue"):
         form = "codes of nf4 or scales of AWQ" if layout.inputs else "a matrix that is not of a linear layer"
@@ -194,7 +194,7 @@ def codes_and_scales(
 
 
 def stored_matrices(config: Config) -> list[str]:
-    """Returns the canonical names of the matrices whose products can be chosen; [] if the blocks' are their own."""
+    """Returns the canonical names of the matrices whose products can be chosen; [] if blocks define their products."""
     try:
         return matrix_names(config)
     except UserError:

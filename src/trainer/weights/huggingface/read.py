@@ -57,15 +57,15 @@ class Values(Readable, Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """As stored."""
+        """The stored dtype."""
 
 
 class HuggingFaceSource:
     """See `Source`.
 
     Attributes:
-      text: the part of the directory that is read, if it has towers, too.
-      quantized: whether config.json says that matrices are quantized.
+      text: for a multimodal model, the part of the directory that is read.
+      quantized: whether matrices are quantized according to config.json.
     """
 
     kind = "Hugging Face"
@@ -98,12 +98,12 @@ class HuggingFaceSource:
 
     @functools.cached_property
     def keys(self) -> Mapping[str, Any]:
-        """See `Source`. Found on use: whoever needs the tokenizer alone traces no model."""
+        """See `Source`. Computed on first use, so that callers that need only the tokenizer trace no model."""
         packed = any(isinstance(tensor, PackedMatrix) for tensor in self._tensors.values())
         return {**self._float_keys, **(self._stored_keys() if packed else {})}
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. Notes which weights are not read, and how quantized matrices are."""
+        """See `Source.notes`. Notes which weights are not read, and how quantized matrices are read."""
         matrices = (
             note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
         )
@@ -170,7 +170,7 @@ class HuggingFaceSource:
             del found[head]
         copies = {name: layouts[of].name for name, of in hugging_face_copies(config).items()}
         copies = {name: of for name, of in copies.items() if name in found and found[name] == found.get(of)}
-        # Some files also hold buffers, which follow from config.json.
+        # Some files also contain buffers, which follow from config.json.
         found = {
             name: it
             for name, it in found.items()
@@ -217,7 +217,7 @@ class HuggingFaceSource:
         return stored_leaves(name, kernel, layout, layers, where is not None, head)
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Returns whether a tensor is a bias of zeros beside a matrix of GPTQ. AutoGPTQ gave one to every matrix."""
+        """Returns whether a tensor is a zero bias of a GPTQ matrix. AutoGPTQ gave every matrix one."""
         module, _, last = name.rpartition(".")
         matrix, bias = self._tensors.get(f"{module}.weight"), self._tensors[name]
         if last != "bias" or not isinstance(matrix, PackedMatrix) or matrix.scheme.layout != "gptq":
@@ -230,10 +230,10 @@ class HuggingFaceSource:
 
 
 def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
-    """Returns the leaf of a canonical parameter with `shape`, which is read layer by layer.
+    """Returns the leaf of a canonical parameter with `shape`. It is read layer by layer.
 
     Args:
-      tensors: those that `tensors_of` names, in their order.
+      tensors: the tensors in the order of `tensors_of`.
       where: its position in the stacks.
       head: see `head_to_reorder`.
     """
@@ -294,8 +294,8 @@ def layouts_of(
 
 
 def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
-    """Returns the number of entries of a head whose order differs between the tensor and our parameter with `shape`; 0
-    if the order is the same."""
+    """Returns the number of entries of a head if their order differs between the tensor and our parameter with `shape`;
+    0 if the order is the same."""
     return layout.head(config, shape) if config.rope_interleave else 0
 
 

@@ -13,7 +13,7 @@ from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
 
 _FULL, _SLIDING = KINDS_OF_LAYERS
 THETA = "rope_theta"
-# Its kinds and ours. "su" is the first name of longrope.
+# Maps Hugging Face's types of RoPE to ours. "su" is the first name of longrope.
 _TYPES = {
     **{"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"},
     **{"longrope": "longrope", "su": "longrope"},
@@ -29,7 +29,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of RoPE. transformers 5 writes one object for each kind of layers, if these rotate
+    """Returns the keys of RoPE. transformers 5 writes one RoPE object for each kind of layers if these rotate
     differently."""
     each = said.get("rope_parameters") or {}
     if not {_FULL, _SLIDING}.intersection(each):
@@ -61,7 +61,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
 
 
 def rope_types(hf: HuggingFace) -> list[str]:
-    """Returns our names of the kinds of RoPE that a family has in transformers."""
+    """Returns our names of the types of RoPE that a family has in transformers."""
     return [_TYPES[kind] for kind in hf.ropes or [kind for kind in _TYPES if _TYPES[kind] != "longrope"]]
 
 
@@ -144,8 +144,8 @@ def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, r
 
 
 def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
-    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) and not
-    by 1."""
+    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) rather
+    than by 1."""
     usual = _yarn_scale(rope["factor"])
     factor = rope.get("attention_factor")
     if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -164,8 +164,8 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    """Returns the inverse of `rope_keys`, for a resolved configuration: for each kind of layers, if the family has a
-    base for each; and in the form that every version of transformers reads."""
+    """Inverts `rope_keys` for a resolved configuration, in a form that every version of transformers reads. If the
+    family has a base for each kind of layers, there are fields for each."""
     theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
     if scaling and hf.rope_sizes:
         scaling |= {field: config[ours] for ours, field in hf.rope_sizes.items()}
@@ -207,7 +207,7 @@ def _rope_scaling(config: Config) -> dict[str, Any] | None:
 
 
 def can_rotate(hf: HuggingFace, config: Config) -> bool:
-    """Returns whether config.json can say how layers with a window rotate."""
+    """Returns whether config.json can represent the RoPE of layers with a window."""
     if not has_window(config):
         return True
     local, theta = config.local_rope_max_timescale, config.rope_max_timescale

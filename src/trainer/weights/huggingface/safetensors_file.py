@@ -19,7 +19,7 @@ from trainer.leaves.source import Box
 
 # The dtypes that can be read and written, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Can be read, but only as parts of quantized matrices; see `packed`.
+# A dtype that can be read only as a part of quantized matrices; see `packed`.
 FLOAT8 = "F8_E4M3"
 _READ = {
     **DTYPES,
@@ -27,7 +27,7 @@ _READ = {
     **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
     "U8": np.dtype(np.uint8),
 }
-# The dtypes that can be shown; the file may come from any program.
+# The dtypes that can be shown; any program may have written the file.
 _SHOWN = {
     **_READ,
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -53,7 +53,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its values. The dtype must be one that can be read."""
+        """The dtype of its values, which must be one that can be read."""
         return _READ[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
@@ -98,8 +98,8 @@ class TensorPart(NamedTuple):
     """Some entries of a tensor along an axis, with the interface of `StoredTensor`.
 
     Attributes:
-      tensor: with the same interface.
-      cut: the entries: from a start to an end, in steps.
+      tensor: the whole tensor, with the same interface.
+      cut: the entries: start, end and step.
     """
 
     tensor: Any
@@ -108,23 +108,19 @@ class TensorPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         shape = list(self.tensor.shape)
         shape[self.axis] = len(range(*self.cut.indices(shape[self.axis])))
         return tuple(shape)
 
     @property
     def kind(self) -> str:
-        """See `StoredTensor`."""
         return self.tensor.kind
 
     @property
     def dtype(self) -> np.dtype:
-        """See `StoredTensor`."""
         return self.tensor.dtype
 
     def read(self, box: Box) -> np.ndarray:
-        """See `StoredTensor.read`."""
         step, asked = self.cut.step or 1, box[self.axis]
         whole = range(*self.cut.indices(self.tensor.shape[self.axis]))[asked]
         read = slice(whole.start, whole[-1] + 1 if whole else whole.start)
@@ -198,8 +194,7 @@ class SafetensorsFile:
         self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
     def copy(self, name: str, tensor: StoredTensor) -> None:
-        """Writes the bytes of a tensor in another file, in strips. It must have the shape and dtype that the header
-        states.
+        """Copies a tensor from another file, in strips. It must have the shape and dtype that the header states.
 
         Raises:
           UserError: that file was truncated after it was opened.

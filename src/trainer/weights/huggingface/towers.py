@@ -1,6 +1,6 @@
-"""Directories of Hugging Face whose model has towers beside its text model, such as one for images (`Outer`).
+"""Hugging Face directories of multimodal models (`Outer`), which have towers for other data, such as images.
 
-Of such a directory, the text model is read: what config.json and the tensors would be if it had been saved alone.
+Only the text model is read, as if it had been saved alone, with its config.json and its tensors.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# What the names of the text model's tensors begin with if it is saved alone, and in such a directory: as published and
-# as transformers 4 and 5 save it, and as the module of transformers 5 has them. It reads both.
+# The prefixes of the text model's tensors if it is saved alone, each with the prefixes in such a directory: those in
+# published models and as saved by transformers 4 and 5, and those of the module in transformers 5, which reads both.
 _BODY, _HEAD = "model.", "lm_head."
 _PREFIXES = {
     _BODY: ("language_model.model.", "model.language_model."),
@@ -30,13 +30,13 @@ _MOST = 20  # lines of a message
 
 
 class TextModel(NamedTuple):
-    """The text model in a directory that has more.
+    """The text model in the directory of a multimodal model.
 
     Attributes:
       config: its config.json, as if it had been saved alone.
       tensors: its tensors, by their names in the directory.
       others: all other tensors.
-      prefixes: what the names of `tensors` begin with, by what they begin with if the model is saved alone.
+      prefixes: the prefixes of the names of `tensors`, by the prefixes if the model is saved alone.
     """
 
     outer: Outer
@@ -46,17 +46,17 @@ class TextModel(NamedTuple):
     prefixes: Mapping[str, str]
 
     def alone(self, name: str) -> str:
-        """Returns the name that one of `tensors` has if the model is saved alone."""
+        """Returns the name of one of `tensors` if the model is saved alone."""
         own, here = next(pair for pair in self.prefixes.items() if name.startswith(pair[1]))
         return own + name.removeprefix(here)
 
     def here(self, name: str) -> str:
-        """Returns the inverse of `alone`. A head that is not stored gets the name that transformers gives it."""
+        """Inverts `alone`. A head that is not stored gets its name in transformers."""
         own = next((own for own in _PREFIXES if name.startswith(own)), "")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
     def note(self) -> str:
-        """Returns a line on what is left out."""
+        """Returns a line about the tensors that are not read."""
         towers = dict[str, list[StoredTensor]]()
         for name, tensor in self.others.items():
             towers.setdefault(name.removeprefix("model.").partition(".")[0], []).append(tensor)
@@ -71,7 +71,7 @@ def _bytes(tensors: list[StoredTensor]) -> str:
 def text_model(
     data: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: Path, decoder_block: str = ""
 ) -> TextModel | None:
-    """Returns the text model of a directory; None if no family declares that it is part of another.
+    """Returns the text model of a directory; None if no family declares the directory's model as an `Outer`.
 
     Args:
       data: config.json, parsed.
@@ -80,7 +80,7 @@ def text_model(
       decoder_block: see `config_json.model_keys`.
 
     Raises:
-      UserError: there is no text model, or none that the declaration allows; or a field or tensor is not known.
+      UserError: there is no text model, the declaration does not allow it, or a field or tensor is not known.
     """
     known = [hf for _, hf in declarations(decoder_block)]
     outer = next((it for hf in known for it in hf.outers if it.model_type == data.get("model_type")), None)
@@ -114,7 +114,7 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str
     """Returns `TextModel.prefixes`.
 
     Raises:
-      UserError: there is no text model, or a part of it under two names.
+      UserError: there is no text model, or a part of it occurs under two names.
     """
     found = dict[str, str]()
     for own, forms in _PREFIXES.items():
@@ -128,15 +128,15 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str
 
 
 def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of the text model alone. What belongs to the whole model stands above `text_config`; how it
-    is quantized may also stand in it, if nothing above says so, as in transformers."""
+    """Returns config.json of the text model alone. Fields of the whole model are outside of `text_config`. As in
+    transformers, fields of quantization may be in `text_config` if they are absent outside."""
     whole = {name: data[name] for name in NEUTRAL if data.get(name) is not None and name != LONGEST}
     quantized = {name: data[name] for name in QUANTIZED if data.get(name)}
     return {**hf.nested, **data[_TEXT], **outer.tokens, **whole, **quantized}
 
 
 def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:
-    """Returns whether the head is the embedding table. transformers 4 reads this in `text_config`, 5 above it; where
-    they contradict each other, 5 ties no head that is another tensor."""
+    """Returns whether the head is the embedding table. transformers 4 reads this from `text_config`, 5 from outside. If
+    the two contradict each other, 5 does not tie a head that has a separate tensor."""
     above, below = bool(data.get(_TIED, outer.tied)), bool(data[_TEXT].get(_TIED, hf.nested.get(_TIED, False)))
     return above if above == below else not has_head

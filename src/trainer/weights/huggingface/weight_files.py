@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory hold the weights of the model, and which tensors are in them."""
+"""The files with the model's weights in a Hugging Face directory, and the tensors in them."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,17 +10,16 @@ from trainer.config.paths import path_problem
 from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PEFT_WEIGHTS = "adapter_model.safetensors"  # of PEFT, which may lie beside its base
-BUFFER = "rotary_emb.inv_freq"  # follows from config.json; old folders hold it
-_FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may hold weights
+PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in the folder of its base
+BUFFER = "rotary_emb.inv_freq"  # old folders contain it; it follows from config.json
+_FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may contain weights
 _MOST = 20  # lines of a message, and names in a line
 _STRIP = 1 << 25  # bytes to compare at once
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files with the model's weights: model.safetensors, the files of the index, or the only
-    file, in this order, which is that of transformers; [] if there is none. An index that names model.safetensors
-    comes first.
+    """Returns the safetensors files with the model's weights: model.safetensors, else the files of the index, else the
+    only file, as in transformers; [] if there is none. An index that names model.safetensors takes precedence.
 
     Raises:
       UserError: there are several files and no index, or the index has names that are not files of the directory.
@@ -37,7 +36,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def other_forms(path: Path) -> str:
-    """Returns a line on files that may hold weights and are not read; "" if there are none."""
+    """Returns a line about files that may contain weights and are not read; "" if there are none."""
     read = [file.name for file in weight_files(path)]
     names = sorted({file.name for form in _FORMS for file in path.glob(form)} - set(read))
     if not names:
@@ -49,8 +48,8 @@ def other_forms(path: Path) -> str:
 
 
 def model_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors in `weight_files(path)` by name, without reading them. Of copies in several files, it is the
-    one in the file that the index names. Copies are read, to compare them.
+    """Returns the tensors in `weight_files(path)` by name, without reading them. If several files have copies of a
+    tensor, it is that of the file in the index; copies are read, to compare them.
 
     Raises:
       UserError: a file is damaged, or the index and the files contradict each other.
@@ -62,7 +61,7 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
     problems = []
     for name, file in index.items():
         other = next((other for other, tensors in found.items() if name in tensors), "")
-        if other and name not in found[file]:  # one that no file has may be a tied head; what is needed is missed later
+        if other and name not in found[file]:  # one in no file may be a tied head; the rest is reported later
             problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor; it is in {other}")
     for file, tensors in found.items():
         for name, tensor in tensors.items():
@@ -102,7 +101,7 @@ def _by_file(path: Path, files: Iterable[Path]) -> dict[str, dict[str, StoredTen
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
-    """Returns the names of files by tensor, as the index has them; {} without an index."""
+    """Returns the index's file names by tensor; {} without an index."""
     if not (path / INDEX).is_file():
         return {}
     found = read_object(path / INDEX).get("weight_map")

@@ -27,7 +27,7 @@ from trainer.weights.params.write import target_dtypes
 from trainer.weights.stored import stored_kernels
 
 SHARD_BYTES = 4_000_000_000
-_TIED_HEAD = ("lm_head.weight",)  # a tied head is a linear layer, too
+_TIED_HEAD = ("lm_head.weight",)  # a tied head is also a linear layer
 
 
 def write_huggingface(
@@ -39,15 +39,15 @@ def write_huggingface(
     shard_bytes: int = SHARD_BYTES,
     like: Like | None = None,
 ) -> None:
-    """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Weights that are
-    stored quantized are written in the layout of compressed-tensors.
+    """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Quantized
+    weights are written in the layout of compressed-tensors.
 
     Args:
       config: resolved.
       dtype: the dtype to cast to; None keeps the stored dtype of each tensor.
-      about: whose fields are written into config.json.
+      about: provides further fields of config.json.
       shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
-      like: the directory whose other tensors and config.json are written, too. `leaves` are no quantized weights.
+      like: a directory whose config.json and other tensors are also written. `leaves` must then be floats.
 
     Raises:
       UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the
@@ -89,14 +89,14 @@ def write_huggingface(
 
 
 class _Target(NamedTuple):
-    """A tensor to write, which may merge those of several parameters.
+    """A tensor to write, which may merge several parameters.
 
     Attributes:
       names, layouts: of its parameters.
       where, layer: their place, and the number of their layer; 0 outside of the stacks.
       shape, dtype: of the tensor; if it is quantized, of the matrix.
-      scheme: how it is quantized, if it is.
-      merged: how its parts are merged, if they are.
+      scheme: how it is quantized; None for floats.
+      merged: how its parts are merged; None for a single part.
     """
 
     names: tuple[str, ...]
@@ -109,14 +109,14 @@ class _Target(NamedTuple):
     merged: Merged | None
 
     def files(self, tensor: str) -> Tensors:
-        """Returns what is written for it, under its name `tensor`."""
+        """Returns the tensors to write for it, given its name `tensor`."""
         if self.scheme is None:
             return {tensor: (self.shape, self.dtype)}
         out, into = self.shape
         return quantized_tensors(tensor, (out, into), self.scheme)
 
     def arrays(self, tensor: str, parts: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-        """Returns the values of `files`. `parts`: the value of each part; codes and scales, if it is quantized."""
+        """Returns the values of `files`. `parts`: the value of each part, or codes and scales if it is quantized."""
         whole = [self.merged.joined(each) if self.merged else each[0] for each in zip(*parts, strict=True)]
         return {tensor: whole[0]} if self.scheme is None else arrays_of(tensor, whole[0], whole[1], self.scheme)
 
@@ -167,7 +167,7 @@ def _stream(
     part: int,
     tick: Tick,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the parts of tensors that a parameter has, layer by layer: values, or codes and scales."""
+    """Yields a parameter's parts of tensors, layer by layer: values, or codes and scales."""
     layout, stacked = target.layouts[part], target.where is not None
     if name in kernels:
         own = {it.rpartition("/")[2]: leaves[it] for it in names_of(nested({name: kernels[name]}))}

@@ -1,1 +1,1 @@
-"""MaxText's checkpoints, and what its command line says of a model."""
+"""MaxText's checkpoints, and its command-line arguments for a model."""

@@ -25,9 +25,9 @@ _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
-    """Returns MaxText's keys for the model that `config`, resolved, describes.
+    """Returns MaxText's keys for the model of `config`, which is resolved.
 
-    Its `model_name` stays the default, except where a family's block derives something from that name.
+    `model_name` stays the default, unless MaxText's block depends on it.
 
     Raises:
       UserError: lists every key whose value MaxText's block cannot compute.
@@ -52,7 +52,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type == "yarn":
         keys |= {name: int(config[name]) for name in _WHOLE_YARN}
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
-        # Adjacent pairs, see `read.in_pairs`; and the length of MaxText's cos/sin table.
+        # Whether pairs are adjacent, see `read.in_pairs`; and the length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
         keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
     return keys
@@ -69,7 +69,7 @@ def maxtext_notes(config: Config) -> list[str]:
 
 
 def _other_rotation(config: Config, there: MaxText) -> list[str]:
-    """Returns why layers with a window rotate in another way there."""
+    """Returns why layers with a window rotate differently in MaxText."""
     if not period(config):
         return ["its block has no layers with a window"]
     if config.rope_type != "default":

@@ -1,12 +1,12 @@
 """MaxText's checkpoints: Orbax trees, of which only the parameters are read.
 
-A run of MaxText has the tree in checkpoints/N/items, next to it _CHECKPOINT_METADATA, and sometimes the position in the
+A run of MaxText has the tree in checkpoints/N/items, _CHECKPOINT_METADATA next to it, and sometimes the position in the
 data. In the tree, the parameters are under params/params. If MaxText's NNX model wrote them, they are at the root, each
 as {"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...,
-  and those that are left after whole repetitions of a pattern in decoder/layers_remainder/layers_0, ...;
+  and layers after the whole repetitions of a pattern are in decoder/layers_remainder/layers_0, ...;
 - some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`), store
-  other parameters multiplied or shifted (`MaxText.stored`), or name layers in another way (`MaxText.names`);
+  other parameters multiplied or shifted (`MaxText.stored`), or name layers differently (`MaxText.names`);
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
@@ -31,11 +31,11 @@ from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rot
 from trainer.models.patterns import LAYERS, REMAINDER
 from trainer.weights.about_files import about_in
 
-# Keys of the custom metadata: MaxText's own key, and a key that this trainer adds: whether RoPE rotates adjacent pairs.
+# Keys of the custom metadata: one of MaxText, and one that this trainer adds: whether RoPE rotates adjacent pairs.
 PAIRS = "rotary_pairs"
 ROOT = "params/params/"
-# Where MaxText 0.2.5 has the biases of routers, which are not parameters there: in a state, and in parameters alone.
-# Their layers are stacked on axis 0, whatever param_scan_axis is.
+# The places of router biases in MaxText 0.2.5, where they are not parameters: in a state, and in parameters alone.
+# Their layers are always stacked on axis 0, with any param_scan_axis.
 _BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
 BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
@@ -46,13 +46,13 @@ _AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
 UNCHANGED = (1.0, 0.0)
-# How a tensor becomes ours: the axis of its layers, or -1 if it holds one layer; the number of entries of heads that
-# are reordered, and whether to pairs (`reordered`); factor and offset, see `conversion`.
+# How to convert a tensor to ours: the axis of its layers, or -1 if it is a single layer; the number of entries of heads
+# to reorder, and whether to pairs (`reordered`); factor and offset, see `conversion`.
 _How = tuple[int, int, bool, tuple[float, float]]
 
 
 class MaxTextSource:
-    """See `Source`. It states no keys of the model: the configuration defines them."""
+    """See `Source`. It has no keys of the model: the configuration defines them."""
 
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
@@ -78,7 +78,7 @@ class MaxTextSource:
         if not found:
             raise UserError(f"{path}: {_not_maxtexts(headers)}")
         root, end = found[0]
-        # For each parameter its name in the tree and its header.
+        # For each parameter, its name in the tree and its header.
         self._headers = {
             name.removeprefix(root).removesuffix(end): (name, header)
             for name, header in headers.items()
@@ -101,12 +101,12 @@ class MaxTextSource:
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """The path in the tree of each parameter, by its name without the tree's root. Layers are as stored."""
+        """Each parameter's path in the tree, by its name without the tree's root. Layers are as stored."""
         return {name: path for name, (path, _) in self._headers.items()}
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
-        contradictions between the metadata and the arrays; and modules that are left out."""
+        contradictions between the metadata and the arrays; and modules that are not read."""
         lines = []
         if PAIRS not in self._said and not no_effect_of(config, "rope_interleave"):
             order = "adjacent pairs" if in_pairs(config) else "halves"
@@ -211,7 +211,7 @@ class MaxTextSource:
         return 0 if fits[0] > fits[1] else 1
 
     def _shares_norm(self, name: str) -> bool:
-        """Returns whether `name` is the final norm of a module that ends with the model's, as before MaxText 0.2.5."""
+        """Returns whether `name` is the final norm of a module that shares the model's, as before MaxText 0.2.5."""
         return is_final_norm(name) and name not in self._headers
 
     def _axis(self, name: str, axis: int) -> int:
@@ -223,7 +223,7 @@ class MaxTextSource:
         """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
             return {_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name: shape}
-        # If there are more layers than tensors, one is missing. It can be found without generating that many names.
+        # If there are more layers than tensors, one is missing. This shows without generating that many names.
         few = where._replace(layers=where.layers[: len(self._headers) + 1])
         stacked, each = names_of(config, name, few)
         if each[0] in self._headers or left_over(where):
@@ -242,7 +242,7 @@ class MaxTextSource:
         return (value.astype(np.float32) - np.float32(offset)) * np.float32(factor)
 
     def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
+        """Reads like `_read`, but onto devices, which also convert the tensor. Each process reads its devices'
         slices."""
         axis, head, _, changed = how
         stored, header = self._headers[tensor]
@@ -281,7 +281,7 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def left_over(where: Place) -> bool:
-    """Returns whether the layers are those after whole repetitions of a pattern, which MaxText does not stack."""
+    """Returns whether the layers follow the whole repetitions of a pattern. MaxText does not stack these."""
     return where.stack == REMAINDER
 
 
@@ -318,11 +318,11 @@ def in_pairs(config: Config) -> bool:
 
 
 def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) -> Mapping[str, int]:
-    """Returns the parameters of `shapes` whose heads are in another order if MaxText rotates `pairs`, with the sizes of
-    a head.
+    """Returns the parameters of `shapes` whose heads must be reordered, given whether MaxText rotates `pairs`, with the
+    sizes of a head.
 
     Raises:
-      UserError: the family does not say which these are.
+      UserError: the family does not declare which these are.
     """
     if pairs == config.rope_interleave:
         return {}

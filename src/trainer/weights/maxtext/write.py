@@ -45,7 +45,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     """
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
-    # The files fit the keys of `maxtext_keys`, whose rope_type and rope_interleave determine the order.
+    # The files match the keys of `maxtext_keys`: its rope_type and rope_interleave determine the order.
     pairs = config.rope_type != "default" or is_latent(config)
     pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
     heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
@@ -77,7 +77,7 @@ def _stored(
     stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
     for i, layer in enumerate(leaf.layers(tick)):
         stacked[:, i] = theirs(layer)
-    # MaxText 0.2.5 has the biases of routers in another collection, with their layers on axis 0.
+    # MaxText 0.2.5 has router biases in another collection, with layers on axis 0.
     more = {BIASES + name: np.moveaxis(stacked, 1, 0)} if name.endswith(BIAS) else {}
     return {ROOT + stacked_name: stacked} | more
 

@@ -1,1 +1,1 @@
-"""Parameters in this trainer's own format."""
+"""Parameters in this trainer's format."""

@@ -1,4 +1,4 @@
-"""Writes parameters in this trainer's own format; the layout is in `read`."""
+"""Writes parameters in this trainer's format; see `read` for the layout."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def target_dtypes(leaves: Mapping[str, Leaf], dtype: str | None) -> dict[str, np
     """Returns the dtype in which each of `leaves` is written.
 
     Raises:
-      UserError: `dtype` is None and layers of one leaf are stored in several dtypes; names all such leaves.
+      UserError: `dtype` is None and layers of a leaf are stored in several dtypes; the message names all such leaves.
     """
     if not dtype and (mixed := [f"{name}: {', '.join(leaf.mixed)}" for name, leaf in leaves.items() if leaf.mixed]):
         head = "layers are stored in several dtypes; give dtype=float32, which loses nothing, or dtype=bfloat16:"

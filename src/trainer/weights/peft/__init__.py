@@ -1,1 +1,1 @@
-"""Folders of Hugging Face's PEFT: adapters."""
+"""Adapters in folders of Hugging Face's PEFT."""

@@ -26,7 +26,7 @@ _FIELDS = {
     "rank_pattern": Field(dict, null=True),
     "alpha_pattern": Field(dict, null=True),
 }
-# Fields that may say how the adapter began or which matrices have one, but not what its tensors compute. Products of
+# Fields that may affect the initial adapter or the choice of matrices, but not the function of its tensors. Products of
 # all known models are torch.nn.Linear, for which peft ignores fan_in_fan_out.
 _WITHOUT_EFFECT = (
     *("alora_config", "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
@@ -52,10 +52,10 @@ _REFUSED = {
     "megatron_config": "layers of Megatron",
     "enable_lora": "adapters of parts of a matrix, of the first versions of peft",
 }
-# These leave the base as it is. The others subtract the initial adapter from it.
+# With these initial adapters, the base is unchanged. For the others, peft subtracts the initial adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# What peft writes for experts of transformers 5 whose adapters were asked for by the names of transformers 4: those of
-# gate_proj and up_proj, which are one matrix now, are one adapter of twice the rank and the same scale.
+# Written by peft for experts in transformers 5 if adapters were requested by the names of transformers 4: gate_proj and
+# up_proj, which are now one matrix, have one adapter of twice the rank and the same scale.
 _FUSED = r".*\.gate_up_proj"
 
 
@@ -63,14 +63,14 @@ class PeftConfig:
     """An adapter_config.json.
 
     Attributes:
-      rank: of every adapter; matrices of adapters with a smaller one, `least`, are filled up with zeros.
+      rank: of every adapter; adapters of a smaller rank, `least`, are padded with zeros.
       alpha: the scale of the product times `rank`.
       base: base_model_name_or_path, or "".
       modules: modules_to_save.
       targets: the names of target_modules; () if it is a pattern, or if the file names other modules.
       biases: whether biases were trained.
       multiples: rank_pattern, if only modules that merge parameters may have it.
-      notes: lines about what is not kept.
+      notes: lines about settings that are not kept.
     """
 
     def __init__(self, path: Path):
@@ -118,8 +118,8 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
 
 
 def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
-    """Returns whether ranks that differ are multiples of `rank`, and their adapters have the scale of the others: as
-    this trainer writes modules that merge parameters. Tensors of other modules do not have the shape of the model's."""
+    """Returns whether all differing ranks are multiples of `rank`, with the same scale as the others. This trainer
+    writes modules that merge parameters in this way. For other modules, the check of tensor shapes would fail later."""
     ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
     whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
     alpha = data.get("lora_alpha", 8)
@@ -150,7 +150,7 @@ def _problems(data: Mapping[str, Any], ignored: Sequence[str]) -> list[str]:
 
 
 def _unknown(data: Mapping[str, Any]) -> list[str]:
-    """Returns the fields with a value that peft's version `_CHECKED` does not have. It ignores such fields, too."""
+    """Returns the fields with a value that peft's version `_CHECKED` does not know. peft ignores such fields, too."""
     return [name for name, value in data.items() if value and name not in {*_FIELDS, *_WITHOUT_EFFECT, *_REFUSED}]
 
 
@@ -168,14 +168,14 @@ def config_fields(
     saved: Sequence[str],
     tied: bool,
 ) -> dict[str, Any]:
-    """Returns an adapter_config.json with fields that peft knows since 0.7, except those for `parameters` and `tied`.
+    """Returns an adapter_config.json. All fields but those for `parameters` and `tied` exist since peft 0.7.
 
     Args:
       base: base_model_name_or_path.
       targets: target_modules.
       parameters: target_parameters.
       saved: modules_to_save.
-      tied: whether the table and the head are among them, and one.
+      tied: whether `saved` has the table and the head, and they are tied.
     """
     return {
         "peft_type": "LORA",

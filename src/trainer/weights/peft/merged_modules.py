@@ -1,11 +1,11 @@
 """Adapters of modules that merge several parameters (`models.huggingface.Merged`), in files of Hugging Face's PEFT.
 
-Here every parameter has an adapter of its own: a_i [r, in] and b_i [out_i, r], as PEFT stores them. The adapter of a
+Here every parameter has a separate adapter: a_i [r, in] and b_i [out_i, r], as PEFT stores them. The adapter of a
 module that merges k parameters has one of two forms:
 
-- all a_i are equal: a is that one, and b is b_1 above b_2 and so on. So peft trains it, with the rank r;
-- otherwise a is a_1 above a_2 and so on, [k r, in], and b is [out, k r] with b_i in the columns of a_i and zeros
-  elsewhere, which computes the same. Its rank and its alpha are k times those of other adapters (`rank_pattern`).
+- if all a_i are equal, a is that matrix, and b stacks b_1, b_2, ... along outputs. peft trains this form, with rank r;
+- otherwise a stacks a_1, a_2, ..., [k r, in], and b is [out, k r], with b_i in the columns of a_i and zeros elsewhere,
+  which computes the same. Its rank and its alpha are k times those of other adapters (`rank_pattern`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,10 +68,10 @@ def merged_modules(config: Config, tables: Tables) -> list[MergedModule]:
 
 
 def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: int) -> dict[str, Named]:
-    """Returns `found`, tensors of a file by `below`, with those of parts in place of those of merged modules.
+    """Returns `found`, tensors of a file by `below`, with merged modules' tensors replaced by their parts' tensors.
 
     Args:
-      rank: of the file's other adapters.
+      rank: the rank of the file's other adapters.
 
     Raises:
       UserError: a file has tensors of a part of a merged module.
@@ -89,7 +89,7 @@ def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[
     """Replaces the tensors of one module in `result`, if they have its size.
 
     Raises:
-      UserError: a part has tensors of its own.
+      UserError: a part has separate tensors.
     """
     above, stems = name.removesuffix(".weight"), [part.removesuffix(".weight") for part in parts]
     for key in [*parts, *(stem + half for stem in stems for half in (A, B))]:
@@ -132,8 +132,8 @@ def _columns(name: str, rows: TensorPart, columns: slice) -> Callable[[], np.nda
 def with_whole_modules(
     config: Config, tables: Tables, leaves: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, int]]:
-    """Returns `leaves` with those of merged modules in place of those of their parts, and by the end of a module's name
-    how many times the rank of other adapters is that of its adapter. Changes `tables` alike.
+    """Returns `leaves` with parts replaced by merged modules; and, by the end of a module's name, the ratio of its
+    adapter's rank to other adapters' rank. Changes `tables` accordingly.
 
     Raises:
       UserError: some parameters of a module are trained, and others are not.
@@ -176,7 +176,7 @@ def _theirs(config: Config, tables: Tables, name: str, leaf: Leaf) -> list[np.nd
 
 
 def _leaf(layers: Sequence[np.ndarray], tables: Tables, name: str) -> Leaf:
-    """Returns a leaf of tensors that are stored as they are, one for each layer of the parameter `name`."""
+    """Returns a leaf of unchanged tensors, one for each layer of the parameter `name`."""
     stacked = (len(layers),) if tables.place(name) else ()
     return Leaf((*stacked, *layers[0].shape), layers[0].dtype, [lambda it=it: it for it in layers])  # type: ignore[misc]
 
@@ -194,7 +194,7 @@ def _adapter(
     leaves: dict[str, Leaf],
     shared: bool,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns a and b of a merged module, by layer. Takes those of its parts from `leaves`."""
+    """Returns a and b of a merged module, by layer. Removes those of its parts from `leaves`."""
     found: list[Any] = [
         tuple(_theirs(config, tables, name, leaves.pop(name)) for name in pair) if pair[0] in leaves else None
         for pair in pairs

@@ -29,30 +29,30 @@ TABLE, HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
 
 def is_peft(folder: Path) -> bool:
-    """Returns whether a folder is one of PEFT."""
+    """Returns whether a folder is PEFT's."""
     return (folder / CONFIG).is_file()
 
 
 class PeftSource:
-    """A `Source` of adapters, and of parameters that were trained beside them (modules_to_save).
+    """A `Source` of adapters, and of parameters that were trained with them (modules_to_save).
 
     Attributes:
       rank, alpha: the product of an adapter is alpha / rank x a b.
       base: the name or path of the model that it adapts, or "".
-      origin: the same, see `Adapters`.
+      origin: the same as a `Base`, see `Adapters`.
     """
 
     kind = "PEFT"
     averaged = False
     length = None
-    keys: Mapping[str, Any] = {}  # the base says what the model is
+    keys: Mapping[str, Any] = {}  # the base defines the model
     described: Mapping[str, Any] = {}
 
     def __init__(self, path: Path):
         """Reads the configuration and the header of the weights.
 
         Raises:
-          UserError: a file is missing, damaged, leads out of the folder or cannot be represented.
+          UserError: a file is missing, damaged, a link out of the folder, or cannot be represented.
         """
         check_folder(path, (CONFIG, PEFT_WEIGHTS, FIELDS, GENERATION))
         self.path = self.tokenizer = path
@@ -79,7 +79,7 @@ class PeftSource:
         return [*self._said.notes, f"{self.path}: {PEFT_WEIGHTS} has no adapter of target_modules: {shown}"]
 
     def lora_keys(self, config: Config) -> dict[str, Any]:
-        """Returns the keys with which a model of `config` has the adapters of this folder, and trains what it trains.
+        """Returns the keys that give a model of `config` this folder's adapters and the same trained parameters.
 
         Raises:
           UserError: see `pattern`.
@@ -97,7 +97,7 @@ class PeftSource:
         """Returns the lora_module_path of the matrices that have an adapter, in any of their layers.
 
         Raises:
-          UserError: there is none; or it is one of a head that `config` ties to the table.
+          UserError: there is no adapter, or there is one of a head that `config` ties to the table.
         """
         groups = dict[str, list[str]]()
         for name in self._adapted(config, self._in(config)):
@@ -107,7 +107,7 @@ class PeftSource:
         return "|".join(each)
 
     def trained(self, config: Config) -> tuple[str, ...]:
-        """Returns trainable_parameters_mask for the parameters that were trained beside the adapters."""
+        """Returns trainable_parameters_mask for the parameters that were trained with the adapters."""
         found = self._in(config)
         names = dict.fromkeys(found.owners[key] for key, it in found.tensors.items() if self._is_trained(it.name))
         tied = (HEAD,) if config.logits_via_embedding else ()
@@ -121,14 +121,14 @@ class PeftSource:
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the adapters in `shapes`, and the other parameters in it that the folder has.
 
-        In layers without an adapter a and b are zero, and stay zero in training.
+        In layers without an adapter, a and b are zero, and stay zero in training.
 
         Args:
           config: resolved.
           shapes: of all weights of the model, by canonical name.
 
         Raises:
-          UserError: the model's adapters are others, or tensors are missing, unexpected or have a wrong shape.
+          UserError: the model has other adapters, or tensors are missing, unexpected or have a wrong shape.
         """
         found = self._in(config)
         tables = found.tables
@@ -187,7 +187,7 @@ class PeftSource:
         raise UserError(f"{self.path}: the adapters of the configuration are others; to load these, give: {words}")
 
     def _is_trained(self, name: str) -> bool:
-        """Returns whether a tensor of the file is a trained one, as the configuration says, and not a copy of the
+        """Returns whether a tensor of the file was trained, according to the configuration, and is not a copy of the
         base's."""
         if name.endswith(".bias") and self._said.biases:
             return True
@@ -211,8 +211,8 @@ class PeftSource:
 
 
 class _Found(NamedTuple):
-    """The tensors of a folder for one model, by the names of its tensors (`below`), with the parameter that has each;
-    None: the model has no such parameter."""
+    """The tensors of a folder by name (`below`), and, for one model, the parameter that owns each; None: the model has
+    no such parameter."""
 
     tables: Tables
     tensors: dict[str, Named]
@@ -222,7 +222,7 @@ class _Found(NamedTuple):
 def _lacking(
     tables: Tables, wanted: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]], found: Collection[str]
 ) -> set[str]:
-    """Returns the tensors of adapters that are absent together with their other half."""
+    """Returns the tensors of adapters of which both halves are absent."""
     absent = set[str]()
     for pair in tables.adapters.values():
         for half, other in zip(*(wanted.get(name, ()) for name in pair), strict=True):

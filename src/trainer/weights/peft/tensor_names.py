@@ -22,12 +22,12 @@ from trainer.models.mtp_names import hugging_face_layouts
 from trainer.weights.huggingface.read import tensors_of
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
-# Words before the name of a tensor in the base: of peft, of a model of several kinds of input, of wrappers of torch.
-# A base without a head has no "model." either.
+# Prefixes of a tensor's name in the base: of peft, of multimodal models, of torch's wrappers. "model." is one of them,
+# because a base without a head lacks it.
 _ABOVE = re.compile(r"^(?:(?:base_model|model|module|language_model|_orig_mod)\.)+")
 _ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # peft inserts the name of the adapter in memory
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_BASE = ".original_module."  # the base's own parameter beside a trained one
+_BASE = ".original_module."  # the base's parameter, in addition to the trained one
 _EXPERT_NUMBER = re.compile(r"\.\d+\.(?=[^.]+\.(?:lora_[AB]\.)?\w+$)")
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -41,27 +41,26 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """Values that are made of those of a file. See `Values`."""
+    """Values that are computed from those of a file. See `Values`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
     def read(self, box: Box) -> np.ndarray:
-        """See `Values`."""
         return self.make()[box]
 
 
 def below(name: str) -> str:
-    """Returns the name of a tensor without the words before the model's own."""
+    """Returns the name of a tensor without prefixes (`_ABOVE`)."""
     return _ABOVE.sub("", name)
 
 
 def by_base_name(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, Named]:
-    """Returns the tensors of a file by the names that they have below the base (`below`).
+    """Returns the tensors of a file by their names without prefixes (`below`).
 
     Raises:
-      UserError: two tensors have one name, such as those of two adapters.
+      UserError: two tensors have the same name, such as those of two adapters.
     """
     found = dict[str, Named]()
     for name, tensor in tensors.items():
@@ -80,7 +79,7 @@ class Tables:
 
     Attributes:
       layouts: by canonical name.
-      base: those of the parameters alone.
+      base: the layouts of the parameters without adapters.
       adapters: the names of a and b, by the canonical name of the matrix.
       experts: the number of experts.
       merged: see `HuggingFace`; layouts name the parts.
@@ -102,7 +101,7 @@ class Tables:
         return place(self._stacks, name)
 
     def layers(self, layout: Layout, name: str) -> list[str]:
-        """Returns the names in a layout, which may have `EXPERT`, of the canonical parameter `name` in its layers."""
+        """Returns the layout's names, which may have `EXPERT`, for each layer of the canonical parameter `name`."""
         where = self.place(name)
         return [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
 
@@ -112,7 +111,7 @@ class Tables:
         return [(below(tensor), its) for tensor, its in found]
 
     def owner(self, key: str) -> str | None:
-        """Returns the canonical parameter that has the tensor `key`, a name by `below`; None if there is none."""
+        """Returns the canonical parameter that owns the tensor `key`, a name by `below`; None if none does."""
         return self._owners.get(key) or self._owners.get(_EXPERT_NUMBER.sub(f".{EXPERT}.", key))
 
     @functools.cached_property
@@ -120,7 +119,7 @@ class Tables:
         return {below(tensor): name for name, layout in self.layouts.items() for tensor in self.layers(layout, name)}
 
     def renamed(self, found: Mapping[str, Named]) -> dict[str, Named]:
-        """Returns `found` under the names of tensors where modules have other names."""
+        """Returns `found` with names of modules replaced by the names of their tensors, where they differ."""
 
         def one(key: str) -> str:
             words = key.split(".")
@@ -130,8 +129,8 @@ class Tables:
         return {one(key): it for key, it in found.items()}
 
     def in_memory(self, tensor: str) -> str:
-        """Returns the name that transformers 5 gives in memory to a tensor of the base, "model." included. It renames
-        those of adapters itself."""
+        """Returns transformers 5's name in memory of a tensor of the base, including "model.". transformers renames the
+        tensors of adapters itself."""
         words = tensor.split(".")
         names = {theirs: own for own, theirs in self._words.items()}
         if ".lora_" in tensor or len(words) < 4 or words[3] not in names:
@@ -139,10 +138,10 @@ class Tables:
         return ".".join([*words[:3], names[words[3]], *words[4:]])
 
     def unstacked(self, found: Mapping[str, Named]) -> dict[str, Named]:
-        """Returns `found` with the adapters of each expert in place of those of stacked experts.
+        """Returns `found` with adapters of stacked experts replaced by the adapters of each expert.
 
-        Stacked are `gate_up_proj` [e, 2 x mlp, embed] and `down_proj` [e, embed, mlp] of transformers 5. a is [e x r,
-        in], and b is [out, r x e]. The adapters of gate and up have the same a.
+        transformers 5 stacks `gate_up_proj` [e, 2 x mlp, embed] and `down_proj` [e, embed, mlp]. a is [e x r, in], and
+        b is [out, r x e]. The adapters of gate and up have the same a.
         """
         result = dict(found)
         for name, layout in self.base.items():
@@ -157,7 +156,7 @@ class Tables:
         part = name.rpartition("/")[2]
         sizes = (width, embed) if part == "wo" else (embed, 2 * width)
         rows = {"wi_0": slice(0, width), "wi_1": slice(width, None)}.get(part, slice(None))
-        for module in (container, f"{container}.base_layer"):  # the second is below the first one of two
+        for module in (container, f"{container}.base_layer"):  # of two adapters, the second is below the first
             a, b = found.get(module + A), found.get(module + B)
             if a is None or b is None or (a.tensor.shape[1], b.tensor.shape[0]) != sizes:
                 continue
@@ -193,7 +192,7 @@ def _values(tensor: StoredTensor) -> np.ndarray:
 
 
 def filled_up(key: str, it: Named, least: int, rank: int) -> Named:
-    """Returns a tensor `key` of an adapter of the rank `least` with zeros up to `rank`; other tensors as they are."""
+    """Returns the tensor `key` of an adapter of rank `least`, padded with zeros up to `rank`; others are unchanged."""
     axis, old = (0, it.tensor) if key.endswith(A) else (1, it.tensor)
     if least == rank or not key.endswith((A, B)) or len(old.shape) != 2 or old.shape[axis] != least:
         return it

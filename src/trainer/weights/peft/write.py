@@ -37,8 +37,8 @@ def write_peft(
 ) -> None:
     """Writes adapters, and other parameters as modules_to_save, into `folder`, which must exist.
 
-    A layer in which a and b are zero has no adapter in the file. A trained matrix or bias beside an adapter is that of
-    a base_layer, as peft writes heads and biases.
+    A layer in which a and b are zero has no adapter in the file. In a module with an adapter, a trained matrix or bias
+    belongs to base_layer, as peft writes heads and biases.
 
     Args:
       config: resolved.
@@ -48,7 +48,7 @@ def write_peft(
       dtype: see `write_huggingface`.
 
     Raises:
-      UserError: lists the parameters that PEFT has no place for; or see `target_dtypes`.
+      UserError: lists the parameters that PEFT cannot store; or see `target_dtypes`.
     """
     tables = Tables(config)
     leaves, times = with_whole_modules(config, tables, leaves)
@@ -98,8 +98,8 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
     """Returns the parameters of modules_to_save: of modules that are trained completely and have no adapter.
 
     Raises:
-      UserError: lists the parameters that PEFT has no place for. It has one for those of a module with an adapter, and
-        for biases.
+      UserError: lists the parameters that PEFT cannot store. It can store parameters of a module with an adapter, and
+        biases.
     """
     saved, problems = set[str](), []
     for name in leaves:
@@ -120,14 +120,14 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
 
 
 def _wrapped(tensor: str, targets: Collection[str]) -> str:
-    """Returns the name in the file of a base's tensor; `targets`: the modules with an adapter."""
+    """Returns the file's name of a tensor of the base. `targets`: the modules with an adapter."""
     module, _, last = tensor.rpartition(".")
     return f"{module}.base_layer.{last}" if module in targets else tensor
 
 
 def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
-    """Returns `leaves` with adapters of zeros for the other matrices of experts whose gate or up has one: peft 0.21
-    reads these with transformers 5 only if gate, up and down have one."""
+    """Returns `leaves` with zero adapters added for experts of which only some matrices, including gate or up, have
+    one: with transformers 5, peft 0.21 reads them only if gate, up and down all have one."""
     more = dict[str, Leaf]()
     for name, layout in tables.base.items():
         layer, _, last = name.rpartition("/")
@@ -142,7 +142,7 @@ def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[s
 
 
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
-    """Returns in which layers the halves of each adapter are written; those of experts are written together."""
+    """Returns in which layers the halves of each adapter are written. All matrices of experts are written together."""
     kept, groups = dict[str, list[bool]](), dict[str, list[str]]()
     for name, pair in tables.adapters.items():
         if pair[0] in leaves:
@@ -164,7 +164,7 @@ def _layers(tables: Tables, name: str, leaf: Leaf, tick: Tick) -> Iterator[np.nd
 def _tensors(
     tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns name and shape of the tensors to write of a parameter."""
+    """Returns name and shape of the tensors to write for a parameter."""
     tensors = tensors_of(tables.layouts[name], tables.place(name), leaf.shape)
     count = len(tensors) // len(kept[name]) if name in kept else 1
     return [it for i, it in enumerate(tensors) if name not in kept or kept[name][i // count]]
@@ -182,11 +182,11 @@ def _values(
 def _ends_of(
     tables: Tables, members: Mapping[str, set[str]], targets: set[str], saved: set[str]
 ) -> tuple[list[str], list[str], list[str]]:
-    """Returns target_modules, target_parameters and modules_to_save: short ends of names, which no other module has.
+    """Returns target_modules, target_parameters and modules_to_save: short, unambiguous suffixes of names.
 
-    A target is one or more words of a name; a module to save is any end of it. Where experts have gate_proj, peft 0.21
-    takes every target of this name for theirs. Other modules of this name are therefore targets by their parameter. So
-    are routers, which are no plain linear modules in transformers 5, unless peft knows their name.
+    A target is one or more words of a name; a module to save is any suffix of it. If experts have gate_proj, peft 0.21
+    applies every target of this name to experts, so other modules of this name are targeted by their parameters. So are
+    routers, which are not plain linear modules in transformers 5, unless peft knows their name.
     """
     every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
