@@ -3,8 +3,8 @@
     python scripts/compare_with_base.py [--base COMMIT] [--write]
 
 For each of a few small configurations that cover the paths of the step, `trainer.parity record=FILE` runs in a worktree
-of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). A change of bits
-is printed. It is an error unless docs/changed-bits.md has a new line that names the configuration. The base is
+of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). A change of
+bits is printed. It is an error unless docs/changed-bits.md has a new line that names the configuration. The base is
 `--base`, otherwise the commit where this branch left origin/main, otherwise the first parent of HEAD.
 
 tests/goldens/programs.json has what does not depend on the machine: names and shapes of the state, FLOPs, and bytes.
