@@ -32,15 +32,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fault_inside import ANY_TIME, MOMENTS
+from fault_inside import ANY_TIME, DAMAGES, FULL, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
 EVERYWHERE = (ANY_TIME, *MOMENTS)
+WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
+DAMAGING = ("restore", "step", "evaluation", "save", "retention")
+SUPERVISED = ("supervise=true", "hang_timeout_seconds=10", "hang_grace_seconds=60")
 # The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "kill": (EVERYWHERE, 0),
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
+    "stop": (EVERYWHERE, 0),
+    FULL: (WRITING, 2),
+    **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
 LIMIT = 600  # seconds after which a launcher must have ended
 DELAY = 0.1  # seconds; the longest from a call to the fault
@@ -89,10 +95,13 @@ def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Call
         fault["delay"] = draw.uniform(0, known(count).seconds)
     if moment == "preparation of data":
         fault["process"] = None  # whichever comes first prepares
+    if kind == FULL:
+        fault["delay"] = 0.0  # the call itself fails
     # A kill that ends the run first, near its end, so that there is a checkpoint.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
     steps = counts[0]["step"]
     first["call"] = draw.randint(steps * 2 // 3, steps)
+    fault["file"] = draw.random()
     return Round(seed, count, [first, fault] if moment in RESTORING else [fault])
 
 
@@ -185,28 +194,34 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
     Raises:
       AssertionError: the run did not come to its end as it should, or its end differs from that of `whole`.
     """
-    kind, codes = one.faults[-1]["kind"], []
+    kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
+    words = [*words, *(SUPERVISED if kind == "stop" else ())]
     while not (folder / "runs/run/finished").exists():
         code, said = launch(words, folder, one.processes, one.faults, module)
         codes.append(code)
         expected = code in (0, FAULTS[kind][1]) and len(codes) < 4
         assert expected, f"ended with {codes}: {said[-1500:]}"
-    check_checkpoints(folder)
+        if remove := re.search(r"to continue from the previous checkpoint, remove (\S+)", said):
+            shutil.rmtree(remove[1])
+    text = mark.read_text() if kind in DAMAGES and mark.exists() else ""
+    damaged = Path(text).relative_to(folder / "runs/run") if text else Path()
+    check_checkpoints(folder, damaged.parts[1:2])
     found = differences(whole.outcome, outcome(folder))
     assert not found, f"differs: {found}"
-    how = "equal in every bit" if (folder / f"struck-{len(one.faults) - 1}").exists() else "equal, but not reached"
-    return f"{how}, exit {', '.join(map(str, codes))}"
+    how = "equal in every bit" if mark.exists() else "equal, but not reached"
+    return f"{how}, exit {', '.join(map(str, codes))}" + (f", {damaged}" if damaged.parts else "")
 
 
-def check_checkpoints(folder: Path) -> None:
-    """Raises AssertionError if a committed checkpoint is not whole, or was not at a start."""
+def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
+    """Raises AssertionError if a committed checkpoint that is not `damaged` is not whole, or was not at a start."""
     from trainer.checkpoint.manager import committed
     from trainer.checkpoint.sums import verify
 
     half, checkpoints = folder / "half-committed", folder / "runs/run/checkpoints"
     assert not half.exists(), f"half a checkpoint was committed: {half.read_text()}"
     for checkpoint in committed(checkpoints):
-        verify(checkpoint)
+        if checkpoint.name not in damaged:
+            verify(checkpoint)
     others = [path.name for path in checkpoints.iterdir() if not path.name.isdecimal()]
     assert not others, f"left in {checkpoints}: {others}"
 
@@ -253,13 +268,16 @@ def main() -> int:
     options, words = parser.parse_known_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before = options.results.read_text() if options.results and options.results.exists() else ""
+    same = " ".join([options.module, options.processes, options.faults, *words])
+    if before and before.partition("\n")[0] != same:
+        parser.error(f"--results {options.results} is of another command: {before.partition(chr(10))[0]}")
     done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
 
     def say(line: str) -> None:
         print(line, flush=True)
         if options.results:
             with options.results.open("a") as file:
-                file.write(f"{line}\n")
+                file.write(f"{line}\n" if file.tell() else f"{same}\n{line}\n")
 
     seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
     processes, folder = [int(count) for count in options.processes.split(",")], Path(tempfile.mkdtemp())
