@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
 from fault_inside import ANY_TIME, DAMAGES, FULL, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
@@ -70,8 +69,9 @@ class Round(NamedTuple):
     def __str__(self) -> str:
         last = self.faults[-1]
         process = "any process" if last["process"] is None else f"process {last['process']}"
+        many = "process" if self.processes == 1 else "processes"
         at = f"{last['moment']} (call {last['call']}, after {last['delay']:.2f} s)"
-        return f"seed {self.seed}: {self.processes} processes, {last['kind']} of {process} at {at}"
+        return f"seed {self.seed}: {self.processes} {many}, {last['kind']} in {process} at {at}"
 
 
 def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Callable[[int], Undisturbed]) -> Round:
