@@ -117,7 +117,7 @@ def launch(
     plan = {"folder": str(folder), "run": str(folder / "runs/run"), "faults": faults}
     environment = os.environ | {
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "PYTHONPATH": f"{inside}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(inside)])),
         "FAULTS": json.dumps(plan),
     }
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", "1", "--all", "--restarts", "3"]
