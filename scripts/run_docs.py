@@ -209,8 +209,9 @@ def cut(command: Command, models: Path) -> list[str]:
             schedule = given.get("learning_rate_schedule_steps", steps)
             words += [f"steps={STEPS}", f"learning_rate_schedule_steps={schedule}"]
         words += ["eval_steps=1"] if "prompt" in given else ["eval_steps=1", "prompt="]
-    if command.program == "scripts/kill_rounds.py":
-        words[words.index("--rounds") + 1] = "1"
+    if command.program == "scripts/fault_rounds.py":
+        words += ["--rounds", "1", "--processes", "1", "--faults", "kill", "steps=20", "eval_interval=10"]
+        words += ["eval_steps=1", "prompt=", "base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=1"]
     if command.program == "scripts/soak_scheduler.py":
         words += ["--requests", "100"]
     for name, folder in SIZES_OF.items():

@@ -1,9 +1,9 @@
 """Runs the command in a folder, in this process, and compares the files of runs."""
 
 import contextlib
-import importlib.util
 import io
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -15,10 +15,10 @@ from trainer.observe.goodput import GOODPUT_FILE
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 from trainer.train import main
 
-_spec = importlib.util.spec_from_file_location("kill_rounds", Path(__file__).parents[1] / "scripts" / "kill_rounds.py")
-kill_rounds = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(kill_rounds)
-arrays_of = kill_rounds.arrays_of
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+import fault_rounds
+
+arrays_of = fault_rounds.arrays_of
 
 SETTINGS = TINY | {
     "enable_checkpointing": True,

@@ -1,0 +1,292 @@
+"""Disturbs runs by random faults, and compares each with an undisturbed run.
+
+    python scripts/fault_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
+    python scripts/fault_rounds.py --processes 1,2,4 --results results.txt dataset_type=synthetic steps=60 ...
+
+Every round starts the command from nothing through scripts/launch_local.py, with one or several processes of one CPU
+device, and one fault strikes one of them: FAULTS, at a moment of scripts/fault_inside.py. The launcher starts the
+processes again; if it does not, the round does what the message says, and runs the same command. The end is compared
+with an undisturbed run of as many processes: metrics.jsonl without its timing fields, every array of the last
+checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Every committed checkpoint must be
+whole at each start and at the end.
+
+A round is determined by its seed and the words: `--seed 17 --rounds 1` repeats round 17. --results appends the line of
+each round to a file; rounds in the file that were equal are not run again. A round that fails keeps its folder, the
+others go on, and the exit code is 1.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fault_inside import ANY_TIME, DAMAGES, FULL, MOMENTS
+
+LAUNCHER = Path(__file__).with_name("launch_local.py")
+RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
+EVERYWHERE = (ANY_TIME, *MOMENTS)
+WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
+DAMAGING = ("restore", "step", "evaluation", "save", "retention")
+SUPERVISED = ("supervise=true", "hang_timeout_seconds=10", "hang_grace_seconds=60")
+# The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
+FAULTS: dict[str, tuple[Sequence[str], int]] = {
+    "kill": (EVERYWHERE, 0),
+    "term": (EVERYWHERE, 128 + signal.SIGTERM),
+    "stop": (EVERYWHERE, 0),
+    FULL: (WRITING, 2),
+    **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
+}
+LIMIT = 600  # seconds after which a launcher must have ended
+DELAY = 0.1  # seconds; the longest from a call to the fault
+
+
+class Undisturbed(NamedTuple):
+    """A run without a fault: its `outcome`, its seconds, and by process how often each moment came."""
+
+    outcome: tuple[list[dict], dict[str, bytes]]
+    seconds: float
+    counts: list[dict[str, int]]
+
+
+class Round(NamedTuple):
+    """What a seed determines; `faults` as in fault_inside.py, of which the last one counts."""
+
+    seed: int
+    processes: int
+    faults: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        last = self.faults[-1]
+        process = "any process" if last["process"] is None else f"process {last['process']}"
+        many = "process" if self.processes == 1 else "processes"
+        at = f"{last['moment']} (call {last['call']}, after {last['delay']:.2f} s)"
+        return f"seed {self.seed}: {self.processes} {many}, {last['kind']} in {process} at {at}"
+
+
+def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Callable[[int], Undisturbed]) -> Round:
+    """Returns the round of a seed. `known` gives the undisturbed run of a number of processes."""
+    draw = random.Random(seed)
+    count = draw.choice(processes)
+    kind, index = draw.choice(kinds), draw.randrange(count)
+    counts = known(count).counts
+    possible = [
+        moment
+        for moment in FAULTS[kind][0]
+        if moment in (ANY_TIME, *RESTORING) or any(counts[i].get(moment) for i in range(count))
+    ]
+    moment = draw.choice(possible)
+    if moment not in (ANY_TIME, *RESTORING) and not counts[index].get(moment):
+        index = next(i for i in range(count) if counts[i].get(moment))
+    calls = 1 if moment in (ANY_TIME, *RESTORING) else counts[index][moment]
+    delay = draw.choice([0.0, draw.uniform(0, DELAY)])
+    fault = {"kind": kind, "moment": moment, "process": index, "call": draw.randint(1, calls), "delay": delay}
+    if moment == ANY_TIME:
+        fault["delay"] = draw.uniform(0, known(count).seconds)
+    if moment == "preparation of data":
+        fault["process"] = None  # whichever comes first prepares
+    if kind == FULL:
+        fault["delay"] = 0.0  # the call itself fails
+    # A kill that ends the run first, near its end, so that there is a checkpoint.
+    first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
+    steps = counts[0]["step"]
+    first["call"] = draw.randint(steps * 2 // 3, steps)
+    fault["file"] = draw.random()
+    return Round(seed, count, [first, fault] if moment in RESTORING else [fault])
+
+
+def launch(
+    words: Sequence[str], folder: Path, processes: int, faults: Sequence[dict[str, Any]], module: str
+) -> tuple[int, str]:
+    """Runs the launcher in `folder` until it ends. Returns its exit code and its output."""
+    inside = folder / "inside"
+    inside.mkdir(parents=True, exist_ok=True)
+    scripts = str(Path(__file__).parent.absolute())
+    text = f"import sys\nsys.path.insert(0, {scripts!r})\nimport fault_inside\nfault_inside.install()\n"
+    (inside / "sitecustomize.py").write_text(text)
+    plan = {"folder": str(folder), "run": str(folder / "runs/run"), "faults": faults}
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(inside)])),
+        "FAULTS": json.dumps(plan),
+    }
+    command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", "1", "--all", "--restarts", "3"]
+    command += ["--module", module, "--", "base.yml", *words, f"base_output_directory={folder / 'runs'}"]
+    with (folder / "log.txt").open("a+", encoding="utf-8", errors="replace") as log:
+        before = log.tell()
+        launcher = subprocess.Popen(
+            [*command, "run_name=run"], stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder
+        )
+        try:
+            launcher.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher did not end within {LIMIT} s") from None
+        finally:
+            launcher.terminate()  # it ends its processes
+        log.seek(before)
+        return launcher.returncode, log.read()
+
+
+def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """Returns the metrics without timing, and the bytes of every array in the newest checkpoint, of the run in
+    `folder`."""
+    from trainer.checkpoint.manager import newest
+    from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
+
+    [run] = (path for path in (folder / "runs").iterdir() if path.is_dir())
+    rows = [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
+    checkpoint = newest(run)
+    assert checkpoint is not None, f"{run} has no checkpoint"
+    arrays = {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
+    return rows, arrays | {f"rollouts/{path.name}": path.read_bytes() for path in (run / "rollouts").glob("*")}
+
+
+def arrays_of(checkpoint: Path) -> dict[str, Any]:
+    """Returns the arrays of a checkpoint by name, no matter on which devices it was saved."""
+    import jax
+    import numpy as np
+    from orbax.checkpoint import v1 as ocp
+
+    from trainer.ops.paths import by_name
+
+    path, one = checkpoint.absolute(), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns that it cannot describe the other items
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one),
+        ocp.checkpointables_metadata(path).metadata["state"],
+    )
+    state = ocp.load_checkpointables(path, {"state": wanted})["state"]
+    return {name: np.asarray(leaf) for name, leaf in by_name(state).items()}
+
+
+def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:
+    """Returns the differences between two outcomes, one line each; [] for equal bits."""
+    (rows, arrays), (other_rows, other_arrays) = left, right
+    lines = [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
+    lines += [f"{a} and {b}" for a, b in zip(rows, other_rows, strict=False) if json.dumps(a) != json.dumps(b)][:3]
+    names = arrays.keys() | other_arrays.keys()
+    return lines + [f"array {name}" for name in sorted(names) if arrays.get(name) != other_arrays.get(name)]
+
+
+def undisturbed(words: Sequence[str], folder: Path, processes: int, module: str) -> Undisturbed:
+    """Runs the command without a fault."""
+    began = time.monotonic()
+    code, said = launch(words, folder, processes, [], module)
+    seconds = time.monotonic() - began
+    assert code == 0, f"the undisturbed run ended with {code}:\n{said[-2000:]}"
+    counts = [json.loads((folder / f"counts-{index}.json").read_text()) for index in range(processes)]
+    return Undisturbed(outcome(folder), seconds, counts)
+
+
+def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole: Undisturbed) -> str:
+    """Runs a round in `folder`. Returns its result.
+
+    Raises:
+      AssertionError: the run did not come to its end as it should, or its end differs from that of `whole`.
+    """
+    kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
+    words = [*words, *(SUPERVISED if kind == "stop" else ())]
+    while not (folder / "runs/run/finished").exists():
+        code, said = launch(words, folder, one.processes, one.faults, module)
+        codes.append(code)
+        expected = code in (0, FAULTS[kind][1]) and len(codes) < 4
+        assert expected, f"ended with {codes}: {said[-1500:]}"
+        if remove := re.search(r"to continue from the previous checkpoint, remove (\S+)", said):
+            shutil.rmtree(remove[1])
+    text = mark.read_text() if kind in DAMAGES and mark.exists() else ""
+    damaged = Path(text).relative_to(folder / "runs/run") if text else Path()
+    check_checkpoints(folder, damaged.parts[1:2])
+    found = differences(whole.outcome, outcome(folder))
+    assert not found, f"differs: {found}"
+    how = "equal in every bit" if mark.exists() else "equal, but not reached"
+    return f"{how}, exit {', '.join(map(str, codes))}" + (f", {damaged}" if damaged.parts else "")
+
+
+def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
+    """Raises AssertionError if a committed checkpoint that is not `damaged` is not whole, or was not at a start."""
+    from trainer.checkpoint.manager import committed
+    from trainer.checkpoint.sums import verify
+
+    half, checkpoints = folder / "half-committed", folder / "runs/run/checkpoints"
+    assert not half.exists(), f"half a checkpoint was committed: {half.read_text()}"
+    for checkpoint in committed(checkpoints):
+        if checkpoint.name not in damaged:
+            verify(checkpoint)
+    others = [path.name for path in checkpoints.iterdir() if not path.name.isdecimal()]
+    assert not others, f"left in {checkpoints}: {others}"
+
+
+def rounds(
+    words: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    processes: Sequence[int] = (1,),
+    kinds: Sequence[str] = tuple(FAULTS),
+    say: Callable[[str], Any] = print,
+    module: str = "trainer.train",
+) -> int:
+    """Runs the rounds of `seeds` in folders below `folder`, with a line to `say` for each. Returns how many failed."""
+    wholes: dict[int, Undisturbed] = {}
+    failed = 0
+
+    def known(count: int) -> Undisturbed:
+        if count not in wholes:
+            wholes[count] = undisturbed(words, folder / f"undisturbed-{count}", count, module)
+        return wholes[count]
+
+    for seed in seeds:
+        one = drawn(seed, processes, kinds, known)
+        here, began = folder / f"seed-{seed}", time.monotonic()
+        try:
+            result = disturbed(one, words, here, module, known(one.processes))
+            shutil.rmtree(here)
+        except Exception as error:
+            failed += 1
+            result = f"FAILED, see {here}: {type(error).__name__} {' '.join(str(error).split())}"
+        say(f"{one}, {time.monotonic() - began:.0f} s: {result}")
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; each next one has the next seed")
+    parser.add_argument("--processes", default="1", help="how many, such as 1,2,4; a round draws one of them")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="to which the line of each round is appended")
+    parser.add_argument("--module", default="trainer.train", help="the command, such as trainer.grpo")
+    options, words = parser.parse_known_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    before = options.results.read_text() if options.results and options.results.exists() else ""
+    same = " ".join([options.module, options.processes, options.faults, *words])
+    if before and before.partition("\n")[0] != same:
+        parser.error(f"--results {options.results} is of another command: {before.partition(chr(10))[0]}")
+    done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        if options.results:
+            with options.results.open("a") as file:
+                file.write(f"{line}\n" if file.tell() else f"{same}\n{line}\n")
+
+    seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
+    processes, folder = [int(count) for count in options.processes.split(",")], Path(tempfile.mkdtemp())
+    failed = rounds(words, seeds, folder, processes, options.faults.split(","), say, options.module)
+    print(f"{len(seeds)} rounds, {failed} failed; {len(done)} were done before")
+    if not failed:
+        shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
