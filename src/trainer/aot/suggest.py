@@ -69,10 +69,10 @@ def suggest(
 
 
 def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available: float | None) -> Suggestion | None:
-    """Returns the remat_policy that recomputes least of those that save more than the policy of `config` and would
-    fit with a margin; None if none would, or if it is not known.
+    """Returns the remat_policy that recomputes least among those that keep more tensors than `config`'s policy and fit
+    with a margin; None if there is none, or if the answer is unknown.
 
-    It is not known for policies that offload tensors or choose them one by one (custom), for what none would save, for
+    It is unknown for policies that offload tensors or choose them one by one (custom), for what none would save, for
     a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need memory beside the step.
 
     Args:

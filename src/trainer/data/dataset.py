@@ -81,7 +81,7 @@ class Dataset:
 
 
 def text_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> "Encoder":
-    """Returns the encoder of documents: one column, or a prompt and its completion."""
+    """Returns the encoder for documents of one column, or of a prompt and its completion."""
     from trainer.data.documents import Encoder
 
     return Encoder(tokenizer, columns, tokenize, config.sft_train_on_completion_only, config.vocab_size)

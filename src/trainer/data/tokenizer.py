@@ -65,7 +65,7 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: ids are smaller than this.
-      largest: the largest id in a document. Published tokenizers have special tokens after those of the model, which
+      largest: the largest id in a document. Published tokenizers append special tokens that
         documents never contain, such as Gemma 3's for images.
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if it is

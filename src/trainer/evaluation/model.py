@@ -60,8 +60,8 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 class Answer(NamedTuple):
     """
     Attributes:
-      text: without the text that ended it.
-      end: stop (a token or a text that ends it) or length.
+      text: excludes the stop text.
+      end: stop (a stop token or a stop text) or length.
     """
 
     text: str

@@ -149,7 +149,7 @@ class TextTask:
 
 
 def _with_data(config: Config, spec: Spec) -> Config:
-    """Returns `config` with the data that the task names. All their documents are evaluated unless the task names
+    """Returns `config` with the task's data. All its documents are evaluated unless the task names
     held-out ones, because the held-out documents of `config` belong to other data.
 
     Raises:

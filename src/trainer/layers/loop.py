@@ -108,7 +108,7 @@ def run_loop(
       variables: the stacked variables: parameters, and separately all others; each is a list with one entry per block
         of the pattern.
       x: the first block's input.
-      entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer`, without `scan`.
+      entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer` and not `scan`.
       scan: whether to roll the loop or to unroll it.
       remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
       cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).

@@ -207,7 +207,7 @@ def _stage(
 
 
 def _everything(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that keeps all but a stage's `WEIGHTS` and the bit patterns of 8-bit floats (`products.quantized`)."""
+    """A policy that drops only a stage's `WEIGHTS` and the bitcasts of 8-bit floats (`products.quantized`)."""
     return params.get("name") != WEIGHTS and primitive is not jax.lax.bitcast_convert_type_p
 
 

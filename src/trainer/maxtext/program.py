@@ -36,7 +36,7 @@ class Yml(NamedTuple):
 
 
 def method_of(runs: str) -> str:
-    """Returns the key of our program `runs`, such as use_sft; "" if it has none."""
+    """Returns the key whose program is `runs`, such as use_sft; "" if there is none."""
     return next((key for key, (name, _) in METHODS.items() if name == runs), "")
 
 

@@ -13,7 +13,7 @@ from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy, tempered
 
-AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the fields of a batch in `models.mtp.Ahead`
+AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # batch fields that make a `models.mtp.Ahead`
 Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
 

@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
     """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: the index of this device's first choice for each device, and their number.
+      start_d, count_d: where this device's choices for each device start, and how many there are.
       arriving_dl: the number of choices that each device has for each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """

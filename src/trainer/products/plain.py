@@ -40,7 +40,7 @@ class Product(Protocol):
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
           context: the layer's context; its rows are the first axis of `x`. None in the output head. The layer's dropout
-            uses the same key, so fold it with a number before use.
+            also uses `context.key`: fold a number into it before use.
         """
 
 

@@ -75,8 +75,8 @@ def packed(
     """Returns a batch of `rows` rows with the fields of `objectives.policy`.
 
     Args:
-      rollouts, rewards, advantages: of each sequence.
-      at: their places, see `places`.
+      rollouts, rewards, advantages: one for each sequence.
+      at: the place of each sequence, see `places`.
     """
     names = ("inputs", "targets", "segmentation", "loss")
     arrays = {name: np.zeros((rows, length), np.int32) for name in names}

@@ -54,7 +54,7 @@ class PromptRows:
         return len(self.prompts)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {INDEX: the numbers of the prompts at `indices`}."""
+        """Returns `indices` as the array INDEX, int32."""
         return {INDEX: indices.astype(np.int32)}
 
 

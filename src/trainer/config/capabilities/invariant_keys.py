@@ -15,7 +15,7 @@ QUERIES = 64  # the rows of a product, and the queries of a block of attention, 
 COLUMNS = 16  # the least columns of a product: with fewer, 64 rows are multiplied in a different way than more rows
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same positions of a sequence in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which a device has whole rows, and gathers whole matrices
+_WHOLE = ("diloco", "data", "fsdp")  # mesh axes that split no row, and whose devices gather whole matrices
 
 
 def _why_not(axis: str) -> str:

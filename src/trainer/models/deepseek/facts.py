@@ -1,4 +1,4 @@
-"""The facts of DeepSeek for the configuration stage."""
+"""`Facts` of DeepSeek, for the configuration stage."""
 
 from trainer.config.capabilities.latent_keys import TYPE, is_latent
 from trainer.config.family import LATENT, OF_SOME, Facts

@@ -1,4 +1,4 @@
-"""The facts of Gemma for the configuration stage."""
+"""`Facts` of Gemma, for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The facts of Gemma 2 for the configuration stage."""
+"""`Facts` of Gemma 2, for the configuration stage."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts

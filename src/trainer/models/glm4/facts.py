@@ -1,4 +1,4 @@
-"""The facts of GLM 4 for the configuration stage."""
+"""`Facts` of GLM 4, for the configuration stage."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

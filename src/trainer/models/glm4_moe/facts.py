@@ -1,4 +1,4 @@
-"""The facts of GLM 4.5 to 4.7 for the configuration stage."""
+"""`Facts` of GLM 4.5 to 4.7, for the configuration stage."""
 
 from trainer.config.family import OF_SOME, Facts
 from trainer.config.tensors import of_blocks

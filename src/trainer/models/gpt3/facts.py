@@ -1,4 +1,4 @@
-"""The facts of GPT-3 for the configuration stage."""
+"""`Facts` of GPT-3, for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The facts of gpt-oss for the configuration stage."""
+"""`Facts` of gpt-oss, for the configuration stage."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Axes, Facts

@@ -1,4 +1,4 @@
-"""The facts of Granite 3 with shared experts for the configuration stage."""
+"""`Facts` of Granite 3 with shared experts, for the configuration stage."""
 
 from trainer.config.family import MULTIPLIERS, Facts
 from trainer.config.tensors import of_blocks

@@ -1,4 +1,4 @@
-"""The facts of Llama for the configuration stage."""
+"""Llama's `Facts`, for the configuration stage."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

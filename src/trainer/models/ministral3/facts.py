@@ -1,4 +1,4 @@
-"""The facts of Ministral 3 for the configuration stage."""
+"""`Facts` of Ministral 3, for the configuration stage."""
 
 from trainer.config.family import Facts
 from trainer.config.keys import Config

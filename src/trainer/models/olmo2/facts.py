@@ -1,4 +1,4 @@
-"""The facts of OLMo 2 for the configuration stage."""
+"""`Facts` of OLMo 2, for the configuration stage."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The facts of OLMo 3 for the configuration stage."""
+"""`Facts` of OLMo 3, for the configuration stage."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts

@@ -1,4 +1,4 @@
-"""The facts of Phi 3 and 4 for the configuration stage."""
+"""`Facts` of Phi 3 and 4, for the configuration stage."""
 
 from trainer.config.family import Facts
 from trainer.config.keys import Config

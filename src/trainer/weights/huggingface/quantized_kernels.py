@@ -28,8 +28,8 @@ _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
 
 
 def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
-    """Returns the keys of a model that stores its weights like a folder; {} if none are quantized, or if they are not
-    all quantized alike, so that the model must read them as floats.
+    """Returns the keys for a model that stores its weights as the folder does; {} if no weight is quantized, or if they
+    are not all quantized alike, so that the model must read them as floats.
 
     Args:
       config: of the float model, resolved.

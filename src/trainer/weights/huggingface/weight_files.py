@@ -13,7 +13,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in the folder of its base
 BUFFER = "rotary_emb.inv_freq"  # old folders contain it; it follows from config.json
 _FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may contain weights
-_MOST = 20  # lines of a message, and names in a line
+_MOST = 20  # at most so many lines in a message, and names in a line
 _STRIP = 1 << 25  # bytes to compare at once
 
 

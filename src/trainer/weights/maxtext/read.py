@@ -35,7 +35,7 @@ from trainer.weights.about_files import about_in
 PAIRS = "rotary_pairs"
 ROOT = "params/params/"
 # The places of router biases in MaxText 0.2.5, where they are not parameters: in a state, and in parameters alone.
-# Their layers are always stacked on axis 0, with any param_scan_axis.
+# Their layers are always stacked on axis 0, whatever param_scan_axis is.
 _BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
 BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
