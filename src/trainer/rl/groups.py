@@ -31,9 +31,9 @@ class Rollout(NamedTuple):
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns the advantages of completions, float32 [groups, size], given their rewards: (reward - group mean) / (group
-    standard deviation + 1e-6), with size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). They are 0
-    in a group with equal rewards or with one member.
+    """Returns the advantages of completions, float32 [groups, size]: (reward - mean of the group) / (standard deviation
+    of the group + 1e-6), with size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). They are 0 in a
+    group with equal rewards or with one member.
     """
     rewards = np.asarray(rewards, np.float64)
     differ = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
