@@ -73,7 +73,7 @@ def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available
     with a margin; None if no policy qualifies or the answer is unknown.
 
     The answer is unknown for policies that offload tensors or choose them one by one (custom), for tensors that only
-    none saves, for a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need more memory.
+    `none` saves, for a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need more memory.
 
     Args:
       config: resolved.

@@ -47,7 +47,7 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # As in JAX, a finite number whose difference with another such number, which the kernel computes, is finite.
+        # As in JAX: finite, and not lower, so that the kernel's difference of two such numbers cannot overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:
@@ -73,7 +73,7 @@ def cudnn_attention(
 
 def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
     """Returns the documents of `mask`; None if the kernel cannot read several documents per row. It reads documents by
-    offsets, int32 and in entries, that queries share with results, and keys with values."""
+    int32 offsets in entries. Queries and results share one array of offsets, and so do keys and values."""
     if mask.documents is None or mask.documents.shape[1] < 2:
         return mask.documents
     return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

@@ -258,7 +258,7 @@ def _over_keys(
     ring: Ring, tile: Callable[..., Any], carry: Any, queries: _Queries, keys: _Keys, of_keys: Any = None
 ) -> tuple[Any, Any]:
     """Returns `carry` and `of_keys` [m, ...] after `carry, of_keys[j] = tile(carry, of_keys[j], seen, keys, at)` for
-    each block j of keys that the queries see, at least in part. `at`: the device's index of the block's first key."""
+    each block j of keys that queries see, at least in part. `at`: the index of block j's first key on its device."""
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
         index, keys, own = xs

@@ -145,7 +145,7 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp uses the published values, and norms queries and keys unless experts number 128."""
+    """See `Gguf.fields`. llama.cpp uses the published values, and norms queries and keys except with 128 experts."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 
