@@ -1,1 +1,1 @@
-"""Ahead-of-time analysis of a compiled step: its cost, its memory, and an estimate of its time on a chip."""
+"""Ahead-of-time analysis of a compiled step: cost, memory, and an estimate of the step's time on a chip."""

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 # Prefixes of the names of the step's arguments: state['model'][...] in NNX, state.params[...] in Linen's TrainState.
 STATE = ("state[", "state.")
 
-Key = tuple[str, str]  # of a value: the name of the instruction that produces it, and the index in its tuple
+Key = tuple[str, str]  # identifies a value: the instruction that produces it, and its index in the result tuple
 
 
 class Buffer(NamedTuple):
@@ -42,7 +42,7 @@ class Buffer(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of the train state: its shape on one device, its global shape, its bytes on one device."""
+    """An array of the train state: local shape (on one device), global shape, and bytes on one device."""
 
     dims: tuple[int, ...]
     global_dims: tuple[int, ...]
@@ -52,15 +52,15 @@ class Leaf(NamedTuple):
 def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tuple[Buffer, ...]:
     """Returns the temporaries that are live at their peak, the largest first.
 
-    If several buffers share an address at the peak, one of them is listed. The kind follows from the instruction that
-    produces a buffer. A value of the backward pass with the shape of a parameter is a gradient. A value of the forward
-    pass that is live during the backward pass was saved for it. A value with the name of an argument is a copy of that
-    argument in another dtype or layout.
+    If several buffers share an address at the peak, only one of them is listed. The instruction that produces a buffer
+    determines its kind. A value of the backward pass with the shape of a parameter is a gradient. A value of the
+    forward pass that is live during the backward pass was saved for the backward pass. A value with the name of an
+    argument is a copy of that argument in another dtype or layout.
 
     Args:
-      dump: the dump of the compilation; without a buffer assignment the result is ().
-      parameters: shapes of the parameters on one device, and their global shapes (gradients have these before the
-        reduction).
+      dump: the dump of the compilation; if it has no buffer assignment, the result is ().
+      parameters: the shapes of the parameters on one device, and their global shapes, which gradients have before they
+        are reduced.
     """
     if not (dump.assignment and dump.live_range and dump.optimized):
         return ()
@@ -105,7 +105,7 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
-    """Returns (name, index in its tuple) -> (size, offset, shape) for values in main memory's temporary allocation."""
+    """Returns `Key` -> (size, offset, shape) for the values in main memory's temporary allocation."""
     values: dict[Key, tuple[int, int, str]] = {}
     inside = False
     for line in assignment.splitlines():
@@ -122,8 +122,7 @@ def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
 
 
 def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
-    """Returns the time in the schedule at which the live values take the most memory. Values at one offset count
-    once."""
+    """Returns the time in the schedule at which live values take the most memory. Values at one offset count once."""
     events: dict[int, list[tuple[int, int, int]]] = {}
     for key, (size, offset, _) in values.items():
         if key in ranges:
@@ -161,7 +160,7 @@ class _Origins:
         self.callers = {called: i for i in self.instructions.values() for called in i.called}
 
     def named(self, name: str) -> Instruction | None:
-        """Returns the nearest instruction with an op_name: itself, its first operand, or the loop that carries it."""
+        """Returns the nearest instruction with an op_name: this one, its first operand, or the loop that carries it."""
         instruction = self.instructions.get(name)
         for _ in range(16):
             if instruction is None or instruction.op_name:

@@ -17,15 +17,15 @@ class Chip:
     Attributes:
       name: the table's key.
       kinds: `device_kind` of its JAX devices.
-      devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two.
+      devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two devices.
       hbm_bytes: HBM of one device that is available to the compiler, slightly less than the physical size.
-      pool: whether JAX's allocator takes only a fraction of it, as on GPUs.
+      pool: whether JAX's allocator takes only a fraction of `hbm_bytes`, as on GPUs.
       hbm_bandwidth: bytes per second between HBM and the cores.
-      peak: FLOP/s of matrix products by the operands' dtype, in HLO's spelling. float32 operands run at bfloat16's
-        rate, because a TPU rounds them to bfloat16 at JAX's default precision; on GPUs at that of TF32.
-      ici_bandwidth: bytes per second that a chip sends over all of its links within a slice, of GPUs over NVLink.
+      peak: FLOP/s of matrix products by the operands' dtype, in HLO's spelling. At JAX's default precision, float32
+        operands run at the bfloat16 rate on TPUs, which round them to bfloat16, and at the TF32 rate on GPUs.
+      ici_bandwidth: bytes per second that a chip sends over all of its links within a slice; for GPUs, over NVLink.
       torus: the number of dimensions of the network within a slice, each with links in both directions; 1 for a switch.
-      dcn_bandwidth: bytes per second that a chip sends to other slices: its share of the host's network.
+      dcn_bandwidth: bytes per second that a chip sends to other slices, its share of the host's network bandwidth.
     """
 
     name: str
@@ -53,7 +53,7 @@ def memory_fraction() -> float:
     """Returns the fraction of a GPU's memory that JAX's allocator takes.
 
     Raises:
-      UserError: the environment variable is not a fraction.
+      UserError: the environment variable named by `FRACTION` is not a fraction.
     """
     given = os.environ.get(FRACTION, "")
     try:
@@ -66,11 +66,11 @@ def memory_fraction() -> float:
 
 
 # Sources, read on 2026-11-21: the specification tables of https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
-# and /tpu7x; an ICI bandwidth given for both directions is halved. hbm_bytes is what libtpu 0.0.51 reports as
-# "available HBM" when a program does not fit. Not in those pages:
+# and /tpu7x; an ICI bandwidth given for both directions is halved. hbm_bytes is the "available HBM" that libtpu 0.0.51
+# reports when a program does not fit. Not in those pages:
 # - v4: ICI and DCN from https://jax-ml.github.io/scaling-book/tpus, with the 2400 Gbit/s of the v4 paper
 #   (Jouppi et al. 2023, arXiv:2304.01433).
-# - v5e, v6e: DCN is the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
+# - v5e, v6e: DCN is the bandwidth of the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
 _TPUS = (
     Chip(
         name="v4",
@@ -129,13 +129,13 @@ _TPUS = (
     ),
 )
 # Sources, read on 2026-11-29. hbm_bytes: device_memory_size in XLA's files xla/backends/gpu/target_config/specs
-# (openxla/xla), of the H200 what the driver of one reported. Peaks without sparsity, half of what a data sheet gives
-# with it. NVLink in one direction. dcn_bandwidth: a network card for each GPU.
+# (openxla/xla); for the H200, the size that its driver reported. Peaks are without sparsity: half of a data sheet's
+# figure with sparsity. NVLink: one direction. dcn_bandwidth: one network card per GPU.
 # - a100: NVIDIA A100 80GB data sheet (SXM: 2,039 GB/s; NVLink 600 GB/s); DGX A100 data sheet: 8 x 200 Gbit/s.
 # - h100: NVIDIA H100 data sheet (SXM5: 3.35 TB/s; NVLink 900 GB/s); DGX H100 data sheet: 8 x 400 Gbit/s.
 # - h200: NVIDIA H200 data sheet (SXM: 4.8 TB/s; NVLink 900 GB/s); DGX H200 data sheet: 8 x 400 Gbit/s.
-# - b200: NVIDIA DGX B200 data sheet, an eighth of it: 72 PFLOP/s of FP8 with sparsity, 64 TB/s, NVLink 14.4 TB/s,
-#   8 x 400 Gbit/s; the other peaks from the HGX platform's page: 36 PFLOP/s of BF16 and 18 of TF32 with sparsity.
+# - b200: an eighth of the NVIDIA DGX B200 data sheet: 72 PFLOP/s of FP8 with sparsity, 64 TB/s, NVLink 14.4 TB/s,
+#   8 x 400 Gbit/s. The other peaks are from the HGX platform's page: 36 PFLOP/s of BF16, 18 of TF32, with sparsity.
 _NARROW = ("f8e4m3fn", "f8e5m2")
 _HOPPER = {"bf16": 989e12, "f16": 989e12, "f32": 494.5e12, "s8": 1979e12} | dict.fromkeys(_NARROW, 1979e12)
 _GPUS = (

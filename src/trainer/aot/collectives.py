@@ -1,7 +1,7 @@
 """The collectives of a step by kind, dtype, bytes and mesh axes. A collective in a loop counts once per iteration.
 
-Bytes are the bytes that a device sends in a ring algorithm over n devices, for an array of s bytes (the larger of
-operand and result):
+`bytes` counts the bytes that one device sends in a ring algorithm over n devices, for an array of s bytes (the larger
+of operand and result):
   all-gather, reduce-scatter        s (n - 1) / n
   all-reduce                        2 s (n - 1) / n      a reduce-scatter, then an all-gather
   all-to-all                        s (n - 1) / n
@@ -31,8 +31,8 @@ KINDS = (
     "collective-broadcast",
 )
 SUMS = ("all-reduce", "reduce-scatter")
-# The partitioner's name for the body of a ring of products that reduce-scatters their sum by permutes. The name of a
-# body that all-gathers an operand ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
+# The partitioner's name for the loop body of a ring of products whose sum is reduce-scattered by permutes. If the ring
+# all-gathers an operand instead, the name ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
 _SUMMING_RING = re.compile(r"(?:wide\.)*windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
@@ -49,16 +49,16 @@ class Collective:
 
     Attributes:
       kind: one of KINDS.
-      sums: whether it adds arrays of several devices: a kind in SUMS, or a permute of partial sums around a ring.
+      sums: whether it sums arrays over devices: a kind in SUMS, or a permute of partial sums around a ring.
       dtype: the dtype of its elements, in HLO's spelling ("bf16").
       axes: the mesh axes that it spans, outermost first; () without a mesh.
       devices: the number of devices in a group.
-      slices: the number of slices that a group spans; if above 1, it uses the data center network.
+      slices: the number of slices that a group spans; if above 1, the group communicates over the data center network.
       size: bytes of the array on one device, the larger of operand and result.
       count: executions per step.
       bytes: bytes sent by one device per step, over all executions.
-      sources: up to three of the traced operations behind it.
-      conditional: whether it is in a branch of a conditional, and therefore maybe not in every step.
+      sources: up to three of the traced operations that it comes from.
+      conditional: whether it is in a branch of a conditional, and thus may not run in every step.
     """
 
     kind: str
@@ -75,11 +75,11 @@ class Collective:
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
-    """Returns the collectives of `module`, most bytes first, and the loops with collectives whose trip count is
-    unknown; one iteration of these counts.
+    """Returns the collectives of `module`, most bytes first, and the loops of unknown trip count that contain
+    collectives; such a loop counts as one iteration.
 
-    Collectives of one computation with the same operands and groups count once: the partitioner emits an all-gather for
-    each use, and the compiler merges them later.
+    In one computation, collectives with the same operands and groups count once: the partitioner emits an all-gather
+    for each use, and the compiler merges them later.
 
     Args:
       module: the module after partitioning.

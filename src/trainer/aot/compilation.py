@@ -1,4 +1,4 @@
-"""Compiles a step for devices that are not here, and reports on it."""
+"""Compiles a step for devices that this machine lacks, and reports on it."""
 
 import shutil
 import tempfile
@@ -22,13 +22,13 @@ def compile_step(
     options: Mapping[str, Any] | None = None,
     keep: Path | None = None,
 ) -> tuple[Any | None, Report]:
-    """Compiles a step. One that does not fit is a result, not an error.
+    """Compiles a step. If the step does not fit, that is a result, not an error.
 
     Args:
-      step: what is compiled.
-      lower: returns its lowered function.
+      step: the step to compile.
+      lower: returns the lowered step.
       num_slices: the number of slices of the devices.
-      options: further options of XLA.
+      options: additional compiler options of XLA.
       keep: a folder to which the compiler's dumps are copied.
 
     Returns:

@@ -1,16 +1,16 @@
 """FLOPs and memory traffic of a step, from the HLO text of a compiled module.
 
-The rules are those of XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which `cost_analysis()` of a
-compiled function reports, with three exceptions. XLA counts the body of a loop once; here it counts once per iteration.
-XLA counts all of the array into which a scatter within a fusion writes; here only the written part counts. XLA counts
-every row of a TPU's grouped product with every group; here it counts with its own.
+The rules follow XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which a compiled function reports
+as `cost_analysis()`, with three exceptions. XLA counts a loop body once; here it counts once per iteration. For a
+scatter within a fusion, XLA counts the whole target array; here only the written part counts. In a TPU's grouped
+product, XLA multiplies every row with every group's matrix; here a row counts only for the group that contains it.
 - A multiplication and an addition are two operations, so a matrix product has 2 m n k.
 - An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
-  sine and similar functions are counted separately, as transcendentals. A reduction counts one operation per element
-  that it removes.
+  sine and similar functions are counted separately, as transcendentals. A reduction counts one operation for each
+  element by which it shrinks its operand.
 - Bytes accessed: every instruction outside fusions reads its operands and writes its result once; slices and updates of
-  a larger array access only their part; intermediate values of a fusion access no memory.
-- For the custom call of a kernel see `aot.kernels`.
+  a larger array access only the affected part; intermediate values of a fusion access no memory.
+- For custom calls of kernels see `aot.kernels`.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
 from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
 
 MAIN_MEMORY = 0
-# Instructions that write only a part of their first operand, and which operand is that part. XLA counts all of the
-# operand for a scatter within a fusion; so do the rolled counts.
+# Instructions that write only a part of their first operand, with the index of the operand that holds this part. For a
+# scatter within a fusion, XLA and the rolled counts include the whole first operand.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 _ALIASED = "output_to_operand_aliasing"
 _OVERLAPPED = "async_collective_fusion"
@@ -75,10 +75,10 @@ class Cost:
       transcendentals: elements of exp, log, tanh, ...
       bytes_accessed: bytes read and written in all memories.
       hbm_bytes: bytes read and written in main memory; on a TPU the compiler keeps some arrays in VMEM.
-      rolled_flops, rolled_bytes_accessed: the same with each loop's body counted once, as in `cost_analysis()`.
+      rolled_flops, rolled_bytes_accessed: these counts with each loop body counted once, as in `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
-      notes: what could not be counted; empty if everything was counted.
-      unknown_loops: loops of unknown trip count, for example one that data determines. One iteration of each counts.
+      notes: operations that could not be counted; empty if everything was counted.
+      unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one turn.
     """
 
     flops: float
@@ -102,11 +102,11 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
 
     Args:
       hlo_text: the optimized module, `compiled.as_text()`.
-      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping of its axes to their sizes. It names the
-        axes of collectives. None: they have no axes.
-      partitioned_text: the module after partitioning (`aot.dump`), in which collectives are counted. A TPU's optimized
-        module repeats a collective in every fusion with which it overlaps, so without this text it is counted too
-        often. On CPU the optimized module gives the same counts.
+      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping from axis name to size; it gives the axes
+        of collectives. None: collectives are reported without axes.
+      partitioned_text: the module after partitioning (`aot.dump`), in which collectives are counted. Without it, TPU
+        collectives are counted too often, because the optimized module repeats a collective in every fusion that
+        overlaps it. On CPU the optimized module gives the same counts.
 
     Raises:
       ValueError: a text is not an HLO module.
@@ -147,7 +147,7 @@ class _Counter:
 
     def computation(self, name: str, fused: bool = False, groups: int = 1) -> Totals:
         """Returns the totals of one execution of a computation. `fused`: its instructions access no memory. `groups`:
-        of the grouped product that it is a part of."""
+        the number of groups of the grouped product that contains the computation."""
         if (name, fused, groups) not in self.known:
             totals = self.known[name, fused, groups] = Totals()
             computation = self.module.computations[name]
@@ -292,8 +292,8 @@ class _Counter:
             totals.main_bytes += size * in_main / whole if whole else 0
 
     def _in_flight(self, inside: Computation) -> set[str]:
-        """Returns the arrays in a fusion that belong to a collective which goes on meanwhile. A TPU's module repeats it
-        in every fusion with which it overlaps; its start and its end count its bytes."""
+        """Returns the arrays in a fusion that belong to a collective that overlaps it. A TPU's module repeats such a
+        collective in every fusion that it overlaps; its bytes count only in its start and done instructions."""
         if self.rolled or not inside.name.startswith(_OVERLAPPED):
             return set()
         found = [i for i in inside if i.opcode in KINDS]
@@ -304,13 +304,13 @@ class _Counter:
         return {name: computation.users() for name, computation in self.module.computations.items()}
 
     def _read(self, computation: str, number: int) -> int:
-        """Returns the bytes that a fusion reads of its parameter `number`: the slices that it takes, or the array
+        """Returns the bytes that a fusion reads of its parameter `number`: the slices that it reads, or the whole array
         once."""
         return self._used(computation, self.module.computations[computation].parameters[number])
 
     def _used(self, computation: str, array: Instruction) -> int:
-        """Returns the bytes that the users of an array in a fusion read of it. XLA takes a bitcast for a user of the
-        whole array; so do the rolled counts."""
+        """Returns the bytes of `array` that its users in a fusion read. XLA and the rolled counts treat a bitcast as a
+        user of the whole array."""
         whole = sum(shape.bytes for shape in array.shapes)
         users = self._users[computation]
         size, renamed, shared = 0, 0, False

@@ -30,7 +30,7 @@ _LIVE_RANGE = "after_optimizations-live-range.txt"
 
 
 class Dump(NamedTuple):
-    """Texts of one compilation; "" for a file that the compiler did not write, such as `partitioned` for one device."""
+    """Texts of one compilation; "" for files that the compiler did not write, as for `partitioned` on one device."""
 
     partitioned: str
     optimized: str
@@ -78,12 +78,12 @@ def uncached() -> Iterator[None]:
 
 
 def read(folder: str | Path) -> Dump:
-    """Returns the texts that one compilation wrote into `folder`, which must hold no others."""
+    """Returns the texts that one compilation wrote into `folder`. The folder must contain no other dumps."""
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # There may be small programs for a chip's other cores. Among those about as large as the step, take the last
-        # one, because the compiler may retry with other options.
+        # A chip's other cores may have small programs. Take the last of the dumps that are at least half as large as
+        # the largest, because the compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
         largest = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return largest[-1].read_text() if largest else ""

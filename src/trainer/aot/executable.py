@@ -59,7 +59,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     ]
     return {
         "configuration": {name: _plain(config[name]) for name in keys}
-        # Of the keys of the data, how many documents share a row, for a kernel that reads them as lengths.
+        # The only data property that counts: the documents per row, for kernels that read their lengths.
         | {"documents of a row": read_documents(config, compute_capability(devices))},
         "devices": {
             "kind": first.device_kind,
@@ -77,7 +77,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears when it is complete.
+    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears only once complete.
 
     Raises:
       UserError: the path cannot be written, or XLA may load the step wrongly.
@@ -104,7 +104,7 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
     """Returns the compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, a batch,
-    and what the objective reads beside the state.
+    and the objective's frozen arrays.
 
     `args` are the abstract arguments of the step.
 
@@ -153,7 +153,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:
-            break  # they follow from the other differences
+            break  # these differences follow from the others
         changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
         for name in changed[:8]:
             what = name if group == "configuration" else f"{group.rstrip('s')} {name}"
@@ -187,8 +187,8 @@ def _machine() -> str:
 
 
 def source_of_block(config: Config) -> dict[str, str]:
-    """Returns digests of the files of a user's family and blocks, and of their imports from the same folder or
-    package, by their name in messages; {} for a family of the trainer."""
+    """Returns digests of the source files of a user's family and blocks, including imports from the same folder or
+    package, by the names that messages use; {} for a family of the trainer."""
     if ":" not in config.decoder_block:
         return {}
     classes = map(block_class, blocks(stacks(config)))

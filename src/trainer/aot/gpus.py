@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as XLA's compiler describes them, and what must be installed to compile for them without one."""
+"""Descriptions of NVIDIA GPUs for XLA's compiler, and the software needed to compile for absent GPUs."""
 
 import contextlib
 import importlib.util
@@ -17,13 +17,13 @@ _ABSENT = re.compile(r"(cuDNN|libdevice) not found|(?:[Cc]ouldn't|[Cc]annot|[Ff]
 
 @dataclass(frozen=True)
 class Target:
-    """What XLA compiles for. The figures are those of its files in xla/backends/gpu/target_config/specs (openxla/xla,
-    read on 2026-11-29). The H200's bandwidth and cache are what the driver of one reported."""
+    """A GPU that XLA compiles for. The figures are from XLA's xla/backends/gpu/target_config/specs (openxla/xla, read
+    on 2026-11-29); an H200's driver reported its bandwidth and cache size."""
 
-    capability: int  # the major version of CUDA's
+    capability: int  # major version of the CUDA compute capability
     cores: int
-    fpus: int  # of a core
-    shared: int  # bytes of a core
+    fpus: int  # per core
+    shared: int  # shared memory per core in bytes
     bandwidth: int
     cache: int
     clock: float
@@ -57,7 +57,7 @@ TARGETS = {
 
 
 def plugin() -> str | None:
-    """Returns the module of JAX's plugin for CUDA; None if none is installed."""
+    """Returns the module of JAX's CUDA plugin; None if it is not installed."""
     if importlib.util.find_spec("jax_plugins") is None:
         return None
     return next((name for name in _PLUGINS if importlib.util.find_spec(name)), None)
@@ -65,7 +65,7 @@ def plugin() -> str | None:
 
 @contextlib.contextmanager
 def parts_present() -> Iterator[None]:
-    """Wraps a compilation: raises UserError if a part of NVIDIA's software that the compiler calls is not installed."""
+    """Wraps a compilation: raises UserError if NVIDIA software that the compiler needs is not installed."""
     try:
         yield
     except JaxRuntimeError as error:

@@ -1,9 +1,9 @@
 """A parser of HLO text: computations, instructions, shapes, and the source lines of instructions.
 
 The grammar is XLA's (openxla/xla, xla/hlo/parser). This parses the long form with `%` before names, as in
-`compiled.as_text()` and the compiler's dumps. Shapes of a partitioned module are those of one device.
-Newer compilers (jaxlib 0.12) print an element of a tuple as an operand `%name#index`, without an
-instruction `get-tuple-element`. The parser adds that instruction, so a module is the same in both spellings.
+`compiled.as_text()` and the compiler's dumps. A partitioned module contains the shapes on one device.
+Newer compilers (jaxlib 0.12) print a tuple element as an operand `%name#index`, without a `get-tuple-element`
+instruction. The parser adds that instruction, so both spellings give the same module.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Bits of an element; tokens and opaque values take no memory. pred is stored as a byte.
+# Bits per element; tokens and opaque values take no memory. A pred is stored as a byte.
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 
 _LEAF = re.compile(r"(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?")
@@ -26,7 +26,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
-    """An array: `dims` in elements, `space` the memory space (0 is main memory, HBM on a TPU)."""
+    """An array. `dims`: its sizes in elements. `space`: its memory space; 0 is main memory (HBM on a TPU)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -38,13 +38,13 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes without the padding of a tiled layout."""
+        """Size in bytes, without the padding of a tiled layout."""
         return -(-self.elements * bits(self.dtype) // 8)
 
 
 @functools.cache
 def bits(dtype: str) -> int:
-    """Bits of an element of HLO's `dtype`, such as f32, s4 or f8e4m3fn."""
+    """Returns the bits per element of the HLO dtype `dtype`, such as f32, s4 or f8e4m3fn."""
     if dtype in BITS:
         return BITS[dtype]
     match = re.match(r"[fsu](\d+)", dtype)
@@ -70,7 +70,7 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The names of the computations that it calls, in the order of the text."""
+        """The names of the called computations, in the order of the text."""
         branches = _BRANCHES.search(self.text)
         return (*_CALLED.findall(self.text), *(_NAME.findall(branches[1]) if branches else ()))
 
@@ -200,9 +200,9 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _add_element(computation: Computation, types: dict[str, str], name: str) -> None:
-    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless it is there.
+    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless it exists.
 
-    `types` has, for each instruction name of the computation, text that begins with its shape.
+    `types` maps each instruction name of the computation to text that begins with the instruction's shape.
     """
     source, _, index = name.rpartition("#")
     if not source or name in computation.instructions:
@@ -227,7 +227,7 @@ def _element(shape: str, index: int) -> str:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Returns the index after the parenthesis that closes the one at `opening`."""
+    """Returns the index after the parenthesis that matches the one at `opening`."""
     depth = 0
     for parenthesis in re.finditer(r"[()]", text[opening:]):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -251,8 +251,8 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 def _frames(text: str) -> dict[int, tuple[str, int]]:
     """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
 
-    Takes the innermost frame of the call stack outside installed packages, or the innermost frame if there is none. XLA
-    writes the number of a frame's parent plus 1, so that 1 is no parent.
+    Takes the innermost frame of the call stack that is outside of installed packages, or else the innermost frame. XLA
+    stores the number of a frame's parent plus 1, so 1 means no parent.
     """
     tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}
     rows: dict[int, str] = {}

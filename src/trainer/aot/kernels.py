@@ -1,8 +1,8 @@
 """The cost of kernels that are opaque to the compiler.
 
-A Pallas kernel appears as a custom call. If its author provided a `pl.CostEstimate`, it is in the HLO text and is used.
+A Pallas kernel appears as a custom call. If the HLO text contains a `pl.CostEstimate` from its author, that is used.
 Otherwise a formula is looked up by the kernel's name: grid size times the cost of the body, from the operands' shapes.
-On GPUs, products of cuBLAS and attention of cuDNN are custom calls, too.
+On GPUs, cuBLAS products and cuDNN attention are custom calls, too.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _OUT_OF_VMEM = re.compile(
 
 
 class KernelCost(NamedTuple):
-    """Operations of one call. `bytes`: bytes read and written; None: each operand and result once."""
+    """The cost of one call. `bytes`: bytes read and written; None: each operand and result is accessed once."""
 
     flops: float
     transcendentals: float
@@ -40,7 +40,7 @@ Formula = Callable[[Instruction, Sequence[Shape]], KernelCost]
 
 @contextlib.contextmanager
 def tiles_fit() -> Iterator[None]:
-    """Wraps a compilation: raises UserError if tiles of splash attention exceed the chip's vector memory."""
+    """Wraps a compilation: raises UserError if the tiles of splash attention exceed the chip's vector memory."""
     try:
         yield
     except JaxRuntimeError as error:
@@ -53,7 +53,7 @@ def tiles_fit() -> Iterator[None]:
 
 
 def computes(call: Instruction) -> bool:
-    """Returns whether a custom call may compute. Others only annotate memory or asynchronous operations."""
+    """Returns whether a custom call may compute anything. Others only annotate memory or asynchronous operations."""
     target = call.attribute("custom_call_target").strip('"')
     return target == PALLAS or target.startswith(("__", "xla.gpu", "triton", "cu", "onednn", "lapack", "mosaic"))
 
@@ -76,20 +76,20 @@ def cost(call: Instruction, operands: Sequence[Shape]) -> KernelCost | None:
 
 
 def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool = False) -> Formula:
-    """Returns the cost formula of a kernel of splash attention (jax.experimental.pallas.ops.tpu.splash_attention).
+    """Returns the cost formula of a splash attention kernel (jax.experimental.pallas.ops.tpu.splash_attention).
 
     Args:
       products: the number of matrix products per visited block of scores.
-      suffix: the suffix of the names of its block sizes.
-      resident: the number of tensors of which one block stays in VMEM while blocks of two other tensors are streamed
-        from HBM. A block is read from HBM each time it is loaded.
+      suffix: the suffix of the names of the kernel's block sizes.
+      resident: the number of tensors that keep one block in VMEM while blocks of two other tensors are streamed from
+        HBM. A block is read from HBM each time it is loaded.
       keys_resident: whether blocks of keys and values are resident, and queries and the output's gradient are streamed;
         otherwise the reverse.
 
-    If devices share the queries of a row, these are the mean over the devices.
+    If devices share the queries of a row, the cost is the mean over the devices.
 
-    With a window, the fused backward kernel still has a grid of full width, and the blocks that it skips are not
-    visible here. Its figures are therefore those without a window.
+    With a window, the fused backward kernel still has a grid of full width, and the HLO text does not show the blocks
+    that it skips. Its cost is therefore computed as without a window.
     """
 
     def formula(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
@@ -100,7 +100,7 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
         keys = _length_and_width(key, "k", call)[0]
         rows, columns, shares = length // block_q, keys // block_kv, keys // length
-        # The grid is as wide as the row that visits the most blocks: a window makes it narrow.
+        # The grid is as wide as the row that visits the most blocks, so a window narrows it.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
         steps = grid[-2] * shares if keys_resident else grid[-1]
         visited = heads * _visited(rows * shares, columns, block_q, block_kv, steps, keys_resident) / shares
@@ -116,15 +116,15 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
 
 
 def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
-    """Returns tokens and width of a head of queries (tensor "q") or keys ("k"), in either layout."""
+    """Returns the tokens and the head width of queries (tensor "q") or keys ("k"), in either layout."""
     layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
     seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
     return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
 
 
 def _visited(rows: int, columns: int, block_q: int, block_kv: int, steps: int, keys_resident: bool) -> int:
-    """Returns the number of score blocks that a causal kernel visits, at most `steps` per row (keys_resident:
-    column)."""
+    """Returns the number of score blocks that a causal kernel visits: at most `steps` per row, or per column if
+    `keys_resident`."""
     if keys_resident:
         return sum(min(steps, rows - j * block_kv // block_q) for j in range(columns))
     return sum(min(steps, -(-(i + 1) * block_q // block_kv)) for i in range(rows))
@@ -138,7 +138,7 @@ FORMULAS: tuple[tuple[str, Formula], ...] = (
 
 
 def _cublas(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
-    """Returns the cost of a product by cuBLAS: its shapes and dimension numbers are those of a `dot`."""
+    """Returns the cost of a cuBLAS product, which has the shapes and dimension numbers of a `dot`."""
     contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', call.text)
     assert contracted, call.text
     width = math.prod(operands[0].dims[int(axis)] for axis in re.findall(r"\d+", contracted[1]))
@@ -149,9 +149,9 @@ def _cublas(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
 def _cudnn_attention(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
     """Returns the cost of cuDNN's fused attention, whose operands begin with queries, keys and values [b, t, h, d].
 
-    Counts the scores that the causal mask, the window and the documents leave; the kernel computes whole tiles, and so
-    somewhat more. The lengths of documents are data: they count as equal, by which the sum is least. Products: scores
-    and results; backward scores, and the gradients of probabilities, values, queries and keys.
+    Counts the scores that the causal mask, the window and the documents leave unmasked. The kernel computes somewhat
+    more: whole tiles. Document lengths are known only at run time; assuming equal lengths gives a lower bound.
+    Forward products: scores, results. Backward: scores, gradients of probabilities, values, queries and keys.
     """
     query, key, value = operands[:3]
     batch, length, heads, width = query.dims
@@ -174,7 +174,7 @@ def _number(call: Instruction, name: str, default: int) -> int:
 
 
 def _without_workspace(call: Instruction, operands: Sequence[Shape]) -> float:
-    """Returns the bytes of operands and results, without that of the kernel's own memory, which is the last result."""
+    """Returns the bytes of operands and results, without the kernel's workspace, which is the last result."""
     results = call.shapes if len(call.shapes) == 1 else call.shapes[:-1]
     return float(sum(shape.bytes for shape in (*operands, *results)))
 

@@ -11,7 +11,7 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
     """Returns the trip count of a `while` of `computation`, or None if the text does not determine it.
 
     Uses `known_trip_count`, or a condition `i < limit` with a constant limit, where i starts at a constant and the body
-    adds a constant to it. `lax.scan` and the loops that the partitioner creates have this form.
+    adds a constant to i. `lax.scan` and the loops that the partitioner creates have this form.
     """
     known = _TRIPS.search(loop.text)
     if known:
@@ -63,7 +63,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def _through(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction behind copies and bitcasts."""
+    """Follows copies, bitcasts and casts back from `name`. Returns the instruction that computes the value."""
     instruction = computation.instructions[name]
     while instruction.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
         instruction = computation.instructions[instruction.operands[0]]

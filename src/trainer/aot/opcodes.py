@@ -19,7 +19,7 @@ ELEMENTWISE = _words(
     subtract xor
     """
 )
-# Instructions that access no memory: they rename, wait, or call a computation that is counted separately.
+# Instructions that access no memory: they rename values, wait, or call a computation that is counted separately.
 FREE = _words(
     """
     add-dependency after-all all-gather-done all-reduce-done all-to-all-done async-done async-start async-update

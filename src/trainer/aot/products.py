@@ -54,24 +54,24 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 def groups(fusion: Instruction) -> int:
     """Returns the number of groups of a grouped product (`jax.lax.ragged_dot`) on a TPU; 1 for other fusions.
 
-    The text of its fusion multiplies every row with the matrix of every group, and selects by masks. The kernel visits
-    only the tiles of rows that a group has (docs/experiments.md, 2026-11-29).
+    In the HLO text, the fusion multiplies every row with the matrix of every group, and masks the results. The kernel
+    visits only the row tiles that contain rows of the group (docs/experiments.md, 2026-11-29).
     """
     found = _GROUPS.search(fusion.text)
     return int(found[1]) if found else 1
 
 
 def masks(computation: Computation, i: Instruction, groups: int) -> bool:
-    """Returns whether an instruction in the fusion of a grouped product selects rows by group, or adds up its groups.
-    The kernel does neither."""
+    """Returns whether an instruction in the fusion of a grouped product selects rows by group, or sums over groups. The
+    kernel does neither."""
     return i.opcode in ("select", "reduce") and computation.operands(i)[0].shape.dims[:1] == (groups,)
 
 
 @functools.lru_cache(maxsize=1024)
 def _valid_positions(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
     """Returns the number of (output position, kernel position) pairs that read an element of the input, not padding."""
-    # Output o and kernel position k read position o * stride - low + k * spread. The two are symmetric: enumerate the
-    # shorter one, and count the valid positions of the other one in closed form.
+    # Output o and kernel position k read position o * stride - low + k * spread. o and k are symmetric: enumerate the
+    # shorter range, and count the valid positions of the other in closed form.
     if kernel > output:
         kernel, spread, output, stride = output, stride, kernel, spread
     offset = np.arange(kernel, dtype=np.int64) * spread - low

@@ -1,4 +1,4 @@
-"""What the backward pass of a traced step computes again, and the bytes that it would take to save it instead."""
+"""The tensors that the backward pass of a traced step recomputes, and the bytes needed to save them instead."""
 
 import collections
 import math
@@ -9,20 +9,20 @@ from jax.extend.core.primitives import name_p, remat_p, scan_p, sharding_constra
 
 
 def recomputed(jaxpr: Any, platform: str) -> dict[str, int]:
-    """Returns the named tensors that checkpointed blocks compute again for their backward pass, with the bytes on one
-    device that all of them would take if the forward pass saved them.
+    """Returns the named tensors that checkpointed blocks recompute for their backward pass. Each name maps to the bytes
+    on one device that its tensors would take if the forward pass saved them.
 
-    In the program of a gradient, what a block computes again is in a `remat2` equation, and the loop over layers
-    that contains it runs in reverse. Each of its turns reads one layer's tensors. The loop over microbatches does not
-    run in reverse: one microbatch's tensors live at a time. Tensors that the backward pass does not read, or that the
-    policy saves, are not in the equation.
+    In a gradient's jaxpr, a `remat2` equation contains the recomputation of a block, within the loop over layers, which
+    runs in reverse. Each iteration reads one layer's tensors. The loop over microbatches does not run in reverse,
+    because only one microbatch's tensors live at a time. The equation contains no tensors that the backward pass does
+    not read or that the policy saves.
 
-    A tensor is divided over devices as the last constraint on an array of its shape in its block says. Without one, it
-    counts as divided as little as any constrained array of the block. In a shard_map shapes are those of a device.
+    A tensor is sharded by the last sharding constraint on an array of its shape in its block. Without one, it counts as
+    sharded as little as any constrained array of the block. In a shard_map, shapes are already per device.
 
     Args:
-      jaxpr: of the step, as `jit(...).trace(...)` returns it.
-      platform: of the devices. A TPU fills the last axis up to a multiple of 128 entries.
+      jaxpr: the jaxpr of the step, as `jit(...).trace(...)` returns it.
+      platform: the platform of the devices. A TPU pads the last axis to a multiple of 128 entries.
     """
     found: dict[str, int] = collections.defaultdict(int)
     _add(jaxpr.jaxpr, found, 128 if platform == "tpu" else 1, times=1, again=False, local=False)

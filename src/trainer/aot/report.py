@@ -18,7 +18,7 @@ from trainer.models.stages import stage_text
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# Matches the TPU compiler's message about a step that does not fit, and the size in the message.
+# Matches the TPU compiler's message about a step that does not fit, including the size that it reports.
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
@@ -26,7 +26,7 @@ DOES_NOT_FIT = 3  # the exit code of commands that compile a step which does not
 LARGEST = 12  # the number of buffers in a report
 # The largest fraction of a GPU's memory to suggest: CUDA, NCCL and the programs themselves need the rest.
 _MOST = 0.95
-# Instructions that XLA copied because the memory did not suffice, and those of asynchronous copies of them.
+# Instructions that XLA duplicated for lack of memory, and asynchronous copies of such instructions.
 _REMATERIALIZED = re.compile(r"^\s+(?:ROOT )?%[\w.-]+\.remat\d*[\w.-]* = ", re.MULTILINE)
 
 
@@ -35,10 +35,10 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      arguments: the train state, what is frozen, and the batch.
+      arguments: the train state, the frozen arrays, and the batch.
       outputs: the new state and the metrics.
       aliased: the part of the outputs that reuses the memory of arguments.
-      temporaries: the size of their allocation, including fragmentation.
+      temporaries: the size of the allocation for temporaries, including fragmentation.
       peak: arguments + outputs - aliased + temporaries. The compiler reserves the temporaries for the whole step.
       code: the program itself.
       host: arguments and temporaries in host memory.
@@ -62,10 +62,10 @@ class Report:
     device_kind: str
     devices: int
     mesh: Mapping[str, int]
-    pipeline: str  # its stages in words; "" without one
+    pipeline: str  # a description of the pipeline's stages; "" without a pipeline
     memory: Memory
     hbm_bytes: int | None  # HBM of a device that programs can use; None for simulated devices
-    fraction: float | None  # of a GPU's memory that hbm_bytes is; None for other devices
+    fraction: float | None  # hbm_bytes as a fraction of a GPU's memory; None for other devices
     fits: bool | None
     state: Mapping[str, int]  # bytes of parameters, optimizer, ...
     buffers: tuple[Buffer, ...]  # temporaries that are live at the peak
@@ -76,12 +76,12 @@ class Report:
     grad_dtype: str
     trace_seconds: float
     compile_seconds: float
-    rematerialized: int = 0  # instructions that XLA, not the configuration, computes again to save memory
+    rematerialized: int = 0  # instructions that XLA, not the configuration, recomputes to save memory
     suggestions: tuple[Suggestion, ...] = ()
 
     @property
     def fitting_fraction(self) -> float | None:
-        """Returns the least fraction of a GPU's memory, in hundredths, in which the step fits; None if none does."""
+        """Returns the smallest fraction of a GPU's memory, in hundredths, in which the step fits; None if none does."""
         if self.hbm_bytes is None or self.fraction is None:
             return None
         fraction = math.ceil(100 * self.memory.peak * self.fraction / self.hbm_bytes) / 100
@@ -146,7 +146,7 @@ class Step(Protocol):
         """The mesh of the devices."""
 
     def parts(self) -> Mapping[str, Any]:
-        """The arguments of the step by name, trees of ShapeDtypeStructs with shardings; "parameters" are among them."""
+        """The arguments of the step by name, trees of ShapeDtypeStructs with shardings. "parameters" is one of them."""
 
 
 def make_report(
@@ -155,9 +155,9 @@ def make_report(
     """Returns the report of a compilation.
 
     Args:
-      step: what was compiled.
+      step: the step that was compiled.
       compiled: the compiled step; None if it did not fit.
-      failure: the compiler's message in that case.
+      failure: the compiler's message if the step did not fit.
       dump: the compiler's dumps.
       seconds: the seconds of tracing and of compiling.
       num_slices: the number of slices of the devices.
@@ -173,7 +173,7 @@ def make_report(
     # On GPUs the optimized module has each collective once, as it runs.
     partitioned = dump.partitioned if first.platform != "gpu" else ""
     cost = analyze(text, step.mesh, partitioned or None)
-    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # none of a program for absent GPUs
+    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # None for absent GPUs
     return Report(
         topology=step.config.compile_topology,
         num_slices=num_slices,
@@ -214,7 +214,7 @@ def memory_of(compiled: Any) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # The CPU compiler's own peak omits temporaries. libtpu's omits fragmentation and includes other memories.
+        # The CPU compiler's peak omits temporaries. libtpu's peak omits fragmentation and includes other memories.
         peak=taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,

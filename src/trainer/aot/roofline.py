@@ -11,14 +11,14 @@ class Estimate(NamedTuple):
     """Seconds of a step on one device.
 
     Attributes:
-      seconds: the largest part, as if all parts overlapped perfectly: a lower bound.
+      seconds: the largest part, a lower bound that assumes perfect overlap of all parts.
       serial_seconds: the sum of the parts, as if nothing overlapped.
       compute_seconds: time of matrix products at the peak for their dtype.
       memory_seconds: time of HBM traffic at its bandwidth.
-      network_seconds: the larger of the next two.
+      network_seconds: the larger of ici_seconds and dcn_seconds.
       ici_seconds: time of collectives within a slice, in sequence.
       dcn_seconds: time of collectives between slices, in sequence.
-      bound: the largest part, "compute", "memory" or "network".
+      bound: the name of the largest part: "compute", "memory" or "network".
     """
 
     seconds: float
@@ -34,11 +34,11 @@ class Estimate(NamedTuple):
 def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     """Returns the roofline estimate of a step's time.
 
-    Assumptions: every part runs at its peak; elementwise operations cost memory traffic only; a collective uses rings
-    in both directions of one dimension of the torus, or of all dimensions if it spans all devices of a slice; rings are
-    closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
-    zero. Collectives that are not in every step are left out. A collective over several slices runs within each slice
-    first, so that every device sends its share.
+    Assumptions: every part runs at its peak; elementwise operations cost only memory traffic; a collective uses rings
+    in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings are closed
+    (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are zero.
+    Collectives that do not run in every step are left out. A collective over several slices runs within each slice
+    first, so that every device sends an equal share to other slices.
 
     Args:
       cost: from `aot.cost.analyze`, per device.
@@ -67,7 +67,7 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:
-    """Returns the bytes that a device sends in a step within its slice, and to other slices."""
+    """Returns the bytes that a device sends per step within its slice, and to other slices."""
     kind, slices = collective.kind, collective.slices
     if slices == 1:
         return collective.bytes, 0.0

@@ -1,4 +1,4 @@
-"""The source files that a module depends on, found by static analysis of its imports.
+"""The source files that a module depends on, by static analysis of its imports.
 
 Imports are followed by name. `from package import name` leads through the package's `__init__.py` only to the module
 that defines `name`. A string such as "package.module:Class", from which a registry imports, also counts as an import.

@@ -1,4 +1,4 @@
-"""Settings to try: when a step does not fit, cheapest first; and a remat_policy that saves more, where it would fit."""
+"""Suggests settings for a step that does not fit, cheapest first; or a remat_policy that saves more and would fit."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,14 +17,14 @@ from trainer.models.families import family
 from trainer.observe.text import si
 
 EVERYTHING = ("context", *PROJECTIONS)
-# Policies, the one that saves most first, and what the backward pass computes again.
+# Policies, from the most saved tensors to the fewest, with what the backward pass recomputes.
 _RECOMPUTED = {
     "minimal_with_context": "norms and activation functions are recomputed",
     "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
     "full": "each block's forward pass is recomputed: about a third more FLOPs",
 }
-# Saved tensors take at most this many times what they are estimated to take, and a part of a device stays free: for
-# evaluation, for other programs, and because a compiler may spend memory where there is some.
+# Saved tensors take at most UNCERTAINTY times their estimated memory. A suggestion uses at most the share _USABLE of a
+# device: the rest is for evaluation, other programs, and compilers that use more memory when it is available.
 # docs/benchmarks/remat.md compares estimates with compiled programs.
 UNCERTAINTY, _USABLE = 1.25, 0.9
 
@@ -48,16 +48,16 @@ def suggest(
     """Returns settings that reduce a step's memory, cheapest first; () if it fits.
 
     The order: free changes, rematerialization, host offload, more sharding, smaller batches, fewer bits, shorter rows.
-    Each suggestion applies to `config` by itself. Compile again to see how much it saves.
+    Each suggestion is an alternative change to `config`. Compile again to see how much it saves.
 
     Args:
       config: resolved.
       needed: bytes that the step takes on a device.
-      available: bytes that a device has.
-      arguments: the part of `needed` that the arguments take. If the arguments alone do not fit, only settings that
-        shrink the train state are suggested.
-      check: called with all values of a changed configuration. If it raises UserError, the change is not suggested. It
-        should resolve the configuration for the devices of its topology.
+      available: bytes of memory on a device.
+      arguments: the part of `needed` for arguments. If the arguments alone do not fit, only settings that shrink the
+        train state are suggested.
+      check: called with all values of a changed configuration; should resolve it for the devices of its topology. If
+        `check` raises UserError, the change is not suggested.
     """
     if needed <= available:
         return ()
@@ -69,17 +69,17 @@ def suggest(
 
 
 def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available: float | None) -> Suggestion | None:
-    """Returns the remat_policy that recomputes least among those that keep more tensors than `config`'s policy and fit
-    with a margin; None if there is none, or if the answer is unknown.
+    """Returns the remat_policy that recomputes least, of those that keep more tensors than `config`'s policy and fit
+    with a margin; None if no policy qualifies or the answer is unknown.
 
-    It is unknown for policies that offload tensors or choose them one by one (custom), for what none would save, for
-    a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need memory beside the step.
+    The answer is unknown for policies that offload tensors or choose them one by one (custom), for tensors that only
+    `none` saves, for a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need more memory.
 
     Args:
       config: resolved.
-      jaxpr, platform: of the traced step and its devices.
+      jaxpr: the jaxpr of the traced step. `platform`: the platform of its devices.
       needed: bytes that the compiled step takes on a device.
-      available: bytes that a device has; None if unknown.
+      available: bytes of memory on a device; None if unknown.
     """
     checkpoints_layers = stages(config) > 1 and config.set_remat_policy_on_layers_per_stage
     if available is None or config.remat_policy not in KEPT or config.use_grpo or checkpoints_layers:
@@ -106,7 +106,7 @@ def _accepted(config: Config, changes: dict[str, Any], check: Callable[[dict[str
     return True
 
 
-# The changes, their price, and whether they shrink the train state.
+# (changed keys, their price, whether they shrink the train state)
 Candidate = tuple[dict[str, Any], str, bool]
 
 

@@ -19,7 +19,7 @@ def report_text(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Returns a line that says whether the step fits."""
+    """Returns a line that states whether the step fits."""
     peak = _gib(report.memory.peak)
     hbm = _gib(report.hbm_bytes or 0)
     if report.hbm_bytes is None:

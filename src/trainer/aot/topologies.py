@@ -1,4 +1,4 @@
-"""Devices that this machine does not have, only for compilation."""
+"""Devices that this machine lacks, for compilation only."""
 
 import importlib.util
 
@@ -29,7 +29,7 @@ def topology_of(config: Config) -> Topology:
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """Returns the devices of `num_slices` slices. CPU devices are this process's; others are for compilation only.
+    """Returns the devices of `num_slices` slices. CPU devices belong to this process; others only allow compilation.
 
     Raises:
       UserError: the compiler for these devices is not installed, or the process has fewer CPU devices.

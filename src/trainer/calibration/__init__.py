@@ -1,1 +1,1 @@
-"""Quantization of a trained model, layer by layer, with statistics of what its kernels multiply."""
+"""Quantization of a trained model, layer by layer, calibrated with statistics of the kernels' inputs."""

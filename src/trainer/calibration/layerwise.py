@@ -1,12 +1,12 @@
-"""Quantizes a model layer by layer, with statistics of what each kernel multiplies.
+"""Quantizes a model layer by layer, calibrated with statistics of each kernel's inputs.
 
-The layers of the stacks run one after another over all batches of text. A layer runs twice: first to record the inputs
-of its kernels, then with its quantized kernels, so that the next layer is calibrated with what it will read. All
-kernels of a layer are quantized after the one recording pass; they do not see the errors of each other.
+The layers of the stacks run one after another over all batches of text. Each layer runs twice: first to record the
+inputs of its kernels, then with its quantized kernels, so that the next layer is calibrated with the inputs that it
+will get. One recording pass serves all kernels of a layer, so no kernel compensates another kernel's error.
 
-Only one layer's parameters are in memory, with its statistics and the hidden states of all batches, before and after
-it. AWQ has temporaries of 41 times a kernel. GPTQ's Hessians, float32 [in, in] for each kernel and expert, may be
-larger than the layer: those of the output projections of 8 experts with 14,336 hidden units have 6.6 GB.
+Memory holds the parameters and statistics of one layer, and the hidden states of all batches before and after it. AWQ
+needs temporaries of 41 times the size of a kernel. GPTQ's Hessians, float32 [in, in] per kernel and expert, may be
+larger than the layer: for the output projections of 8 experts with 14,336 hidden units they take 6.6 GB.
 """
 
 import functools
@@ -41,12 +41,12 @@ from trainer.observe.text import clock
 from trainer.products.context import Context
 from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 
-# (canonical path, number) -> parameters, a nested dict. With a number, those of one layer of a stack, whose arrays are
-# stacked under the path: ("decoder/layers", 3) or ("decoder/layers/layers_1", 0). With None, those of a part outside of
-# the stacks: ("token_embedder", None), ("decoder/decoder_norm", None).
+# (canonical path, number) -> parameters, a nested dict. With a number: the parameters of one layer of the stack at that
+# path, as in ("decoder/layers", 3) or ("decoder/layers/layers_1", 0). With None: the parameters of a part outside of
+# the stacks, as in ("token_embedder", None) or ("decoder/decoder_norm", None).
 Read = Callable[[str, int | None], Mapping[str, Any]]
-# (canonical name, kernel [*groups, in, out], statistics) -> what is stored, and the kernel that products multiply with
-# from now on.
+# (canonical name, kernel [*groups, in, out], statistics) -> the stored form, and the kernel that products use from now
+# on.
 Quantize = Callable[[str, jax.Array, Statistics], tuple[Any, jax.Array]]
 
 
@@ -54,9 +54,9 @@ class Layer(NamedTuple):
     """The result for one layer.
 
     Attributes:
-      path, number: see `Read`; of the output head ("decoder/logits_dense", None).
-      stored: what `quantize` returned to be stored, by canonical name.
-      hidden: the hidden states of each batch after this layer, [b, t, e]: what the next one reads.
+      path, number: see `Read`; for the output head ("decoder/logits_dense", None).
+      stored: the stored forms that `quantize` returned, by canonical name.
+      hidden: the hidden states [b, t, e] of each batch after this layer, which the next layer reads.
     """
 
     path: str
@@ -78,21 +78,21 @@ def calibrate(
 ) -> Iterator[Layer]:
     """Quantizes the kernels whose canonical name is `chosen`, one layer after another.
 
-    `quantize` is not called for the embedding table, also as a tied head, nor for modules of multi-token prediction,
-    whatever `chosen` says: they stay float, or the caller rounds them. Experts drop no tokens and there is no dropout,
-    whatever the configuration says, and its `quantization` has no effect. No mesh may be active: it runs on one device.
+    Even if `chosen` selects them, `quantize` is not called for the embedding table (tied head or not) or for modules of
+    multi-token prediction: they stay float, or the caller rounds them. The configuration's dropout, token dropping and
+    `quantization` have no effect. This runs on one device, so no mesh may be active.
 
     Args:
       config: resolved.
-      batches: with the fields inputs, inputs_position and inputs_segmentation, int [b, t].
-      read: is called once for each layer, in the order of the forward pass, and for each part outside.
+      batches: dicts with the fields inputs, inputs_position and inputs_segmentation, int [b, t].
+      read: called once for each layer, in the order of the forward pass, and for each part outside of the stacks.
       rest: the canonical buffers of the whole model, such as biases of routers.
       hessian: whether GPTQ's Hessians are recorded.
-      say: gets a line of progress for each layer, and a note if experts got no tokens.
+      say: gets a progress message for each layer, and a note if experts got no tokens.
 
     Raises:
-      UserError: a kernel that is chosen has a product of its own, no kernel is chosen, there is no text, the model has
-        weight sparsity, or see `models.matrices.matrix_names`.
+      UserError: the family chooses the product of a chosen kernel, no kernel is chosen, there is no text, or the model
+        uses weight sparsity. See also `models.matrices.matrix_names`.
     """
     _check(config, chosen)
     contexts, hidden = texts = _embedded(config, batches, read)
@@ -136,14 +136,14 @@ def _check(config: Config, chosen: Callable[[str], bool]) -> None:
 
 
 class _Texts(NamedTuple):
-    """The batches: what each block takes in addition to its input, and the hidden states so far."""
+    """The context and the current hidden states of each batch."""
 
     contexts: list[Context]
     hidden: list[jax.Array]
 
 
 def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) -> _Texts:
-    """Returns the batches with the first layer's input.
+    """Returns the batches with the first layer's input as hidden states.
 
     Raises:
       UserError: every token is padding, or the hidden states before and after a layer need more than half of the
@@ -173,7 +173,7 @@ def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) 
 class _Block:
     """A block that records the inputs of its chosen kernels, under their names within the block.
 
-    Equal blocks of a pattern have equal programs.
+    Equal blocks of a pattern share compiled programs.
     """
 
     def __init__(self, config: Config, make: Any, path: str, chosen: Callable[[str], bool], recorder: Recorder):
@@ -218,7 +218,7 @@ class _Block:
         return found
 
     def quantize(self, held: dict[str, Any], found: Mapping[str, Statistics], quantize: Quantize) -> dict[str, Any]:
-        """Replaces the chosen kernels in `held`. Returns what is stored for them, by canonical name."""
+        """Replaces the chosen kernels in `held`. Returns their stored forms by canonical name."""
         stored = {}
         for name, kernel in self.kernels.items():
             stored[kernel.name], held[name] = _quantized(quantize, kernel, held[name], found[name])
@@ -251,7 +251,7 @@ def _record(
 def _traced(
     graphdef: Any, recorder: Recorder, states: list[nnx.State], x: jax.Array, context: Context
 ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Without a dropout key, the context of every layer is that of the model (`Context.at`)."""
+    """Runs the block. All layers share one context, because `Context.at` changes only the dropout key, here None."""
     with tree_mode():
         return recorder.collect(lambda: nnx.merge(graphdef, *states)(x, None, context)[0])
 
@@ -311,7 +311,7 @@ def _head(config: Config, texts: _Texts, read: Read, quantize: Quantize, hessian
 
 
 def _without_tokens(found: Mapping[str, Statistics]) -> str:
-    """Returns how many experts got no tokens; "" if there are none."""
+    """Returns a note on the number of experts without tokens; "" if every expert got tokens."""
     counts = {name.rpartition("/")[0]: it.rows for name, it in found.items() if it.rows.ndim}
     unused = {layer: int((rows == 0).sum()) for layer, rows in counts.items()}
     return ", ".join(

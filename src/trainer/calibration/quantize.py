@@ -1,4 +1,4 @@
-"""Quantizes the weights of a checkpoint, with calibration on text. Arrays wait in files, not in memory."""
+"""Quantizes the weights of a checkpoint, calibrated on text. Finished arrays are kept in files, not in memory."""
 
 import functools
 import math
@@ -24,10 +24,10 @@ Say = Callable[[str], None]
 
 
 class Calibrated:
-    """Quantized kernels of a model. A context manager, which removes the files at the end."""
+    """Quantized kernels of a model. A context manager that removes its files at exit."""
 
     def __init__(self, kernels: Mapping[str, Kernel], storage: Storage, folder: Path):
-        """`folder`: for files with the size of the model as it is stored, and as it will be."""
+        """`folder`: for temporary files, as large as the stored model and the quantized model together."""
         self._kernels, self._storage = kernels, storage
         self._folder = tempfile.TemporaryDirectory(prefix="calibration-", dir=folder)
         self._found: dict[str, dict[str, np.ndarray]] = {}
@@ -51,8 +51,8 @@ class Calibrated:
         """Quantizes all kernels.
 
         Args:
-          config: of the float model, resolved.
-          stored: each kernel as it will be stored, a pytree of ShapeDtypeStructs.
+          config: the configuration of the float model, resolved.
+          stored: the stored form of each kernel, a pytree of ShapeDtypeStructs.
           leaves: the float weights.
           batches, say: see `calibrate`.
           algorithm: "awq" or "gptq".
@@ -71,7 +71,7 @@ class Calibrated:
             del layer  # with its hidden states
 
     def leaves(self, name: str) -> dict[str, np.ndarray]:
-        """Returns the parts of a kernel by name, which lie in files; {} if it was not calibrated."""
+        """Returns the parts of a kernel, memory-mapped from files, by name; {} if the kernel was not calibrated."""
         return self._found.get(name, {})
 
     def _of(self, name: str, stored: Any) -> dict[str, np.ndarray]:
@@ -115,14 +115,14 @@ class _Reader:
             return leaf.read(leaf.dtype, _nothing)
         if len(leaf.parts) == leaf.shape[0] > 1:  # layers are stored one by one
             return leaf.parts[number]().reshape(leaf.shape[1:])
-        if name not in self._whole:  # a layer of it cannot be read alone
+        if name not in self._whole:  # single layers of this array cannot be read
             self._whole[name] = _on_disk(self._folder, leaf.shape, leaf.dtype)
             self._whole[name][...] = leaf.read(leaf.dtype, _nothing)
         return np.array(self._whole[name][number])
 
 
 def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array whose values are in a new file. NumPy cannot map every dtype, so its bytes are mapped.
+    """Returns an array that is memory-mapped to a new file. NumPy cannot map every dtype, so this maps bytes.
 
     Raises:
       UserError: the disk has no room for it.

@@ -1,7 +1,7 @@
 """Products that collect statistics of their inputs while a block runs.
 
-Each is the plain product. What it collects leaves the program through its `Recorder`: call the block within
-`Recorder.collect`, under `jax.jit` or not, and outside of `jax.checkpoint` and loops.
+Each computes the plain product and passes the statistics to its `Recorder`. Call the block within `Recorder.collect`,
+with or without `jax.jit`, but outside of `jax.checkpoint` and loops.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from trainer.products.plain import EarlyReduction, Kernel, grouped_product, prod
 
 
 class Statistics(NamedTuple):
-    """Sums over the inputs x of a kernel, float32. Padding does not count. Experts count their own tokens.
+    """Sums over the inputs x of a kernel, float32, without padding. Each expert counts only the tokens routed to it.
 
-    Several axes of inputs are one.
+    Several input axes are merged into one.
     """
 
-    rows: jax.Array  # [*groups], how many
-    absolute: jax.Array  # [*groups, in], of |x|
-    hessian: jax.Array | None  # [*groups, in, in], of x x^T; None: not collected
+    rows: jax.Array  # [*groups], the number of inputs
+    absolute: jax.Array  # [*groups, in], sums of |x|
+    hessian: jax.Array | None  # [*groups, in, in], sums of x x^T; None: not collected
 
     def mean_abs(self) -> jax.Array:
         """Returns the mean of |x|: [*groups, in]; 0 for an expert without tokens."""
@@ -42,21 +42,21 @@ class Statistics(NamedTuple):
 
 
 def empty(kernel: Kernel, hessian: bool) -> Statistics:
-    """Returns the statistics of a kernel without inputs. `hessian`: whether it is collected."""
+    """Returns the statistics of a kernel that got no inputs. `hessian`: whether Hessians are collected."""
     groups, inputs = (kernel.groups,) * bool(kernel.groups), prod(kernel.in_shape)
     zeros = Statistics(jnp.zeros(groups), jnp.zeros((*groups, inputs)), None)
     return zeros._replace(hessian=jnp.zeros((*groups, inputs, inputs))) if hessian else zeros
 
 
 def of_rows(x: jax.Array, real: jax.Array, hessian: bool) -> Statistics:
-    """Returns the statistics of rows `x` [n, in], without those where `real`, bool [n], is false."""
+    """Returns the statistics of the rows of `x` [n, in] for which `real`, bool [n], is true."""
     x = jnp.where(real[:, None], x, 0)
     squares = _summed(jax.lax.dot_general, x, (((0,), (0,)), ((), ()))) if hessian else None
     return Statistics(real.sum(dtype=jnp.float32), jnp.abs(x.astype(jnp.float32)).sum(0), squares)
 
 
 def of_groups(x: jax.Array, real: jax.Array, size_g: jax.Array, hessian: bool) -> Statistics:
-    """Does the same for each group of rows. `x` is sorted by group; `size_g`: see `ops.grouped`."""
+    """Returns the statistics of each group of rows. `x` is sorted by group; `size_g`: see `ops.grouped`."""
     x, groups = jnp.where(real[:, None], x, 0), len(size_g)
     group_n = jnp.repeat(jnp.arange(groups), size_g, total_repeat_length=len(x))
 
@@ -73,7 +73,7 @@ def _summed(multiply: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.
 
 
 class Recorder:
-    """Makes recording products and holds what they collect. Two recorders are different."""
+    """Makes recording products and stores their statistics. Recorders compare by identity."""
 
     def __init__(self, hessian: bool):
         self.hessian = hessian
@@ -81,17 +81,17 @@ class Recorder:
         self.routing: Routing | None = None  # of the experts that run
 
     def use_in(self, module: nnx.Module) -> None:
-        """Prepares the experts in `module`: their dispatch drops no token, and their routing is recorded."""
+        """Prepares the experts in `module` to drop no tokens and to record their routing."""
         for _, layer in list(nnx.iter_modules(module)):
             if isinstance(layer, MoE):
                 layer.sparse, layer.score = True, _Score(self, layer.score)
 
     def product(self, kernel: Kernel, name: str) -> Any:
-        """Returns the product of `kernel` that records as `name`."""
+        """Returns the product of `kernel` that records its statistics under `name`."""
         return (_Grouped if kernel.groups else _Dense)(self, name)
 
     def collect(self, call: Callable[[], Any]) -> tuple[Any, dict[str, Statistics]]:
-        """Returns the result of `call()` and what the products that ran in it collected."""
+        """Returns the result of `call()` and the statistics that its products collected."""
         self.found, self.routing = {}, None
         out = call()
         found, self.found, self.routing = self.found, {}, None

@@ -1,4 +1,4 @@
-"""NNX modules. They take plain arguments and name each axis by its meaning.
+"""NNX modules. They take plain arguments, and give each axis a logical name.
 
 `trainer.ops` explains the letters in shapes. `dtype` is the dtype of activations and matrix products, `weight_dtype` is
 the dtype of stored kernels and embedding tables; other parameters are float32 (`param.EXACT`). A dropout `key` of None

@@ -1,9 +1,9 @@
 """Context parallelism: attention when the tokens of each row are split over devices (docs/guides/context.md).
 
 all_gather: each device gathers all keys and values.
-ring: keys and values travel from device to device (`ops.ring`); no device ever holds all keys of a row.
+ring: keys and values travel from device to device (`ops.ring`); no device ever stores all keys of a row.
 ulysses: an all-to-all gives each device some heads of whole rows (DeepSpeed-Ulysses, arXiv:2309.14509).
-usp: Ulysses over the last mesh axis of the tokens, a ring over the others (USP, arXiv:2405.07719).
+usp: Ulysses over the tokens' last mesh axis, a ring over the tokens' other axes (USP, arXiv:2405.07719).
 """
 
 import functools
@@ -30,7 +30,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values
 
 
 class Across(NamedTuple):
-    """How rows are split over devices. `strategy`: see above; `order`: of tokens (`ops.order`), "" for unchanged."""
+    """How rows are split over devices. `strategy`: see above. `order`: the token order (`ops.order`); "": unchanged."""
 
     strategy: str = "all_gather"
     order: str = ""
@@ -46,7 +46,7 @@ def mask_axes(mask: Mask) -> Mask:
 
 
 def is_split() -> bool:
-    """Returns whether the tokens of rows are split over devices, queries and keys in the same way."""
+    """Returns whether the tokens of each row are split over devices, with the same split for queries and keys."""
     return sharding.shards(QUERY_ROWS[1:]) == sharding.shards(KEY_ROWS[1:]) > 1
 
 
@@ -63,10 +63,10 @@ def attend(
     """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
 
     Args:
-      op: an op of `ops.attention` with its static parameters. With the strategy all_gather, it must accept keys at
-        other positions than the queries, or be a kernel that takes `among`, such as `ops.splash`.
-      ring: the parameters of `ring_attention`, which then replaces the op; None to use the op.
-      kernel: whether the op is a kernel. JAX cannot check over which devices the result of a kernel is replicated.
+      op: an op of `ops.attention`, with static parameters applied. With the strategy all_gather, it must accept keys at
+        other positions than the queries, or be a kernel with the parameter `among`, such as `ops.splash`.
+      ring: the parameters of `ring_attention`, which then replaces the op; None: the op is used.
+      kernel: whether the op is a kernel. JAX cannot check over which devices a kernel's result is replicated.
     """
     whole = arrays[0].shape[2], arrays[1].shape[1]
     drawn = () if dropout is None else (dropout.key, dropout.row)
@@ -94,8 +94,8 @@ def attend(
 
 
 def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: jax.Array | None) -> jax.Array:
-    """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. Keys
-    travel around a ring with every strategy."""
+    """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. With
+    every strategy, keys travel around a ring."""
 
     def on_device(queries: jax.Array, keys: jax.Array, mask: Mask, when: jax.Array | None) -> jax.Array:
         length, rows = mesh_axes("activation_q_length"), mesh_axes("activation_batch")
@@ -135,8 +135,8 @@ def _gathered(axes: tuple[str, ...], arrays: Arrays) -> Arrays:
 def _by_heads(
     run: Attend, axes: tuple[str, ...], arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
 ) -> jax.Array:
-    """Returns `run(...)` after an all-to-all over the mesh axes: each device has all tokens along these axes, and its
-    share of the heads. If there are too few key heads, they are repeated."""
+    """Returns `run(...)` after an all-to-all over the mesh axes `axes`, which gives each device all tokens along these
+    axes and a share of the heads. If there are fewer key heads than shares, key heads are repeated."""
     if not axes:
         return run(*arrays, dropout, sinks=sinks)
     queries, keys, values, mask = arrays

@@ -1,6 +1,6 @@
 """Products with low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
-i inputs, o outputs, r the rank; g groups, if the kernel has groups. The axes i and o may be several.
+Letters in shapes: i inputs, o outputs, r the rank; g groups, if the kernel has groups. i and o may be several axes.
 """
 
 import math
@@ -16,7 +16,7 @@ from trainer.products.plain import EarlyReduction, Kernel, MakeProduct, make_pla
 
 
 class Adapted(nnx.Module):
-    """A `Product` with the kernel of `inner` plus `scale` x a b, where a [*i, r] and b [r, *o] are parameters.
+    """A `Product` whose kernel is that of `inner` plus `scale` x a b. a [*i, r] and b [r, *o] are parameters.
 
     Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
 
@@ -34,7 +34,7 @@ class Adapted(nnx.Module):
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`dtype`: of the parameters. `make`: makes the products with a and b; these products have no parameters."""
+        """`dtype`: the dtype of a and b. `make`: makes the products with a and b, which have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
@@ -56,7 +56,7 @@ class Adapted(nnx.Module):
         return None if kernel is None else kernel.astype(dtype) + self.delta(kernel.ndim).astype(dtype)
 
     def delta(self, ndim: int) -> jax.Array:
-        """Returns what the adapter adds to a kernel of `ndim` axes."""
+        """Returns the adapter's addition to a kernel of `ndim` axes."""
         return delta(self.lora_a.get_value(), self.lora_b.get_value(), self.scale, ndim)
 
     def __call__(
@@ -88,7 +88,7 @@ def delta(a: Any, b: Any, scale: float, ndim: int) -> Any:
     """Returns `scale` x a b, [*stacked, *i, *o], which an adapter adds to a kernel of `ndim` axes.
 
     Args:
-      a: [*stacked, *i, r], of JAX or NumPy.
+      a: [*stacked, *i, r], a JAX or NumPy array.
       b: [*stacked, r, *o]. The stacked axes are layers and groups.
     """
     stacked = a.ndim + b.ndim - 2 - ndim

@@ -83,13 +83,13 @@ class Scores(NamedTuple):
         if is_split:
             ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
             attended = split.attend(self.across, attend, arrays, drop, sinks, ring=ring, kernel=kernel)
-        elif kernel:  # the compiler cannot shard it; it has no dropout
+        elif kernel:  # the compiler cannot shard a kernel; kernels have no dropout
             names = QUERIES, KEYS, KEYS, mask_axes(mask), None if sinks is None else HEADS
             run = sharding.shard_mapped(lambda *args: attend(*args[:4], sinks=args[4]), names, QUERIES, check=False)
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # Kernels and the ring name their result themselves, as they do the other residuals of their backward passes.
+        # Kernels and the ring give their results checkpoint names themselves, like the other residuals.
         return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
@@ -98,7 +98,7 @@ class Scores(NamedTuple):
         return 0 if self.op == "invariant" else self.window  # in a ring, a sum could start at any position
 
     def over_cache(self) -> "Scores":
-        """Returns the scores of queries over a cache, with an op that accepts keys at other positions than queries."""
+        """Returns the settings for queries over a cache: the op then accepts keys at other positions than queries."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
@@ -107,7 +107,7 @@ class Scores(NamedTuple):
         if split.is_split():
             ring = Ring((), self.window, scale=self.scale)
             return split.largest(queries, keys, mask, ring, context.sampled)
-        # With a single tile, XLA shares this product with the reference op, unless `sampled` puts it in a `cond`.
+        # If one tile covers the row, XLA merges this product with the reference op's, unless `sampled` makes a `cond`.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
 
@@ -123,7 +123,7 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention. The scale 1 / sqrt(head_dim) is applied to the scores, not part of the weights.
+    """Multi-head self-attention. The factor 1 / sqrt(head_dim) is applied to the scores and is not part of the weights.
 
     Args:
       rope: None for no rotation.
@@ -135,10 +135,10 @@ class Attention(nnx.Module):
       sinks: whether each head has a learned sink (`ops.attention`), initially 0.
       qk_norm_epsilon: epsilon of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
         no norm. `qk_norm_offset`: see `RMSNorm`.
-      qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of its keys (OLMo 2,
-        arXiv:2501.00656), in place of one for each head.
+      qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of the token's keys
+        (OLMo 2, arXiv:2501.00656), instead of one norm per head.
       qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
-      bias: whether all projections have a bias, or the names of the projections that have one.
+      bias: whether all projections have a bias, or the names of the projections with a bias.
       fused: whether one matrix `qkv_proj` computes queries, keys and values; requires heads == kv_heads.
 
     Raises:
@@ -206,11 +206,11 @@ class Attention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        If heads share a key, the key gets the square root of their smallest factor, and each query the rest of its
-        factor. The square root of one head's factor would be wrong for the other heads.
+        If heads share a key, the key is scaled by the square root of the smallest factor of these heads, and each query
+        by the rest of that head's factor. The square root of one head's factor would be wrong for the other heads.
 
         Raises:
-          UserError: queries and keys are normalized, or logits are capped: scaling weights does not scale the logits.
+          UserError: scaling weights does not scale logits, because queries and keys are normalized or logits capped.
         """
         normed = self.norms_heads or self.norm_rotated is not None
         if normed or self.scores.soft_cap:
@@ -259,8 +259,8 @@ class Attention(nnx.Module):
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
-        With a cache, each row is one segment. Its keys and values are written to the cache at their positions. If the
-        cache is `filled`, queries attend to all positions up to their own.
+        With a cache, each row is one segment. The row's keys and values are written to the cache at their positions. If
+        the cache is `filled`, queries attend to all positions up to the query's position.
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)

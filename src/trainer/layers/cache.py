@@ -1,15 +1,15 @@
 """Caches: the data of earlier positions that blocks keep during generation.
 
-A block makes its own cache, `block.init_cache(rows, length)`: a pytree of arrays [b, length, ...] (or of other arrays
-whose first axis is the rows). A stack holds the caches of all its layers, stacked on axis 0 or as `Layers`, and gives
-each block a view. A write changes only the entries that are written, so a loop over tokens updates its caches in place.
+`block.init_cache(rows, length)` makes the cache of a block: a pytree of arrays [b, length, ...] (or of other arrays
+whose first axis is the rows). A stack stores the caches of all its layers, stacked on axis 0 or as `Layers`, and gives
+each block a view. A write changes only the written entries, so a loop over tokens updates the caches in place.
 
 The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
-window needs only a cache as long as the window, which is a ring.
+window needs only a cache as long as the window, used as a ring buffer.
 
-An array may be stored as `Scaled` (`models.caches` chooses which). This is hidden from blocks: writes are quantized
-here, and reads are dequantized. Tokens attend to their own entries in quantized form, too, so results do not depend on
-how a prompt was divided into calls.
+An array may be stored as `Scaled` (`models.caches` chooses which). Blocks do not see this: this file quantizes writes
+and dequantizes reads. Tokens attend even to the entries of the current call in quantized form, so results do not depend
+on how a prompt was divided into calls.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _NOWHERE = -1  # the segment of an entry without a token
 
 
 class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
-    """Data of a stack's layers, not stacked, for an unrolled loop: `each` has one pytree per layer."""
+    """Unstacked data of a stack's layers, for an unrolled loop: `each` has one pytree per layer."""
 
     each: Sequence[Any]
 
@@ -41,13 +41,13 @@ class Cache:
     Attributes:
       entries: a stack's entries [layers, b, ...], each an array or a `Scaled`; or the entries of all stacks, by name.
         An unrolled loop stores them as `Layers` of arrays [1, b, ...].
-      layer: the index of the layer that this view belongs to.
-      rows: int [b, t], the row of the cache to which each token is written, if rows of tokens are packed. None: each
-        row of tokens is one segment and has its own row of the cache.
-      apart: if not 0, each of the first `apart` tokens of a row is a separate sequence, and the others are padding. So
-        all layers except attention process one long row in place of `apart` rows of one token.
-      filled: whether it contains earlier positions. If not, a call sees only its own tokens, so attention runs as in
-        training, with any op.
+      layer: the index of the layer to which this view belongs.
+      rows: int [b, t], the cache row to which each token is written, if rows of tokens are packed. None: each row of
+        tokens is one segment with a separate cache row.
+      apart: if not 0, each of the first `apart` tokens of a row is a separate sequence, and the others are padding. All
+        layers except attention then process one long row instead of `apart` rows of one token.
+      filled: whether the cache contains earlier positions. If not, tokens attend only to tokens of the current call, so
+        attention runs as in training, with any op.
     """
 
     entries: Any
@@ -71,8 +71,8 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, self._held(entries)))
 
     def part(self, name: str) -> "Cache":
-        """Returns the view of `entries[name]`, for a layer whose entries are a dict, such as keys and values and state
-        that is not stored per position."""
+        """Returns the view of `entries[name]`, for a layer whose entries are a dict, for example of keys and values and
+        of state that is not stored per position."""
         return dataclasses.replace(self, entries=self.entries[name])
 
     def with_part(self, name: str, part: "Cache") -> "Cache":
@@ -82,7 +82,7 @@ class Cache:
     def write(self, entries: Any, context: Context) -> "Cache":
         """Returns the cache with `entries` [b, t, ...] written to the indices of the tokens of `context`.
 
-        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, the last are kept.
+        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, only the last fit.
         """
         return self._written(self._held(entries), context)
 
@@ -115,8 +115,8 @@ class Cache:
         as the sequence.
 
         Returns:
-          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. These entries include earlier
-          positions if the cache is filled; otherwise they are only the given ones.
+          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is filled, these
+          entries include earlier positions; otherwise they are the given `entries`.
         """
         if self.apart:
             entries = jax.tree.map(self.parted, entries)
@@ -181,7 +181,7 @@ def _length(entries: Any) -> int:
 
 
 def _over_cache(context: Context, last_b: jax.Array, length: int) -> Mask:
-    """Returns the mask for the tokens of `context` over a cache that has each row's positions up to `last_b`."""
+    """Returns the mask for the tokens of `context` over a cache that contains each row's positions up to `last_b`."""
     position = last_b[:, None] - (last_b[:, None] - jnp.arange(length)) % length
     segment = jnp.where(position >= 0, context.segments.max(axis=1, keepdims=True), _NOWHERE)
     return Mask(context.positions, position, context.segments, segment)

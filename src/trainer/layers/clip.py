@@ -6,9 +6,9 @@ import jax
 
 
 class Clipped(Protocol):
-    """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or a block itself, NNX or Linen.
+    """A layer whose logits QK-Clip bounds: an NNX module anywhere in a block, or an NNX or Linen block itself.
 
-    It defines scaling factors for its own weights and sows `layers.sown.MaxLogit` under the name "max_logit", for
+    It defines scaling factors for the layer's weights and sows `layers.sown.MaxLogit` under the name "max_logit", for
     example `ops.max_logits.max_logits(query, key, mask, when=context.sampled)`. The class of a block without attention
     sets `logit_factors = None`.
     """
@@ -19,6 +19,6 @@ class Clipped(Protocol):
         """Returns factors of the layer's parameters that scale the logits of head h by eta_h, float32 [heads], <= 1.
 
         The result is a nested dict with names of the layer's parameters. A factor applies to all parameters below its
-        name, such as kernel and bias. Its axes align with their last axes and have the same length or length 1. The
-        function may read only the shapes of the layer's arrays, which may have leading axes of stacked layers.
+        name, such as kernel and bias. The factor's axes align with the parameter's last axes and have the same length
+        or length 1. This method may read only the shapes of the layer's arrays, which may have leading layer axes.
         """

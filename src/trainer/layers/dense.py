@@ -18,7 +18,7 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# INPUT: the axes of the input of a layer with weights, which has complete rows. RESIDUAL: those between layers.
+# INPUT: the axes of the input of a layer with weights, whose rows are complete. RESIDUAL: the axes between layers.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
@@ -42,13 +42,13 @@ class Dense(WithMatrices):
         reduces_early: bool = False,
         rngs: nnx.Rngs,
     ):
-        """`names`: the logical name of each axis of the kernel, inputs before outputs. `bias`: whether to add a bias,
-        of `out_shape`. `reduces_early`: whether to reduce the kernel's gradient over devices immediately
+        """`names`: the logical name of each axis of the kernel, inputs before outputs. `bias`: whether to add a bias of
+        shape `out_shape`. `reduces_early`: whether to reduce the kernel's gradient over devices immediately
         (`sharding.reduce_gradient_early`)."""
         self.inputs = len(in_shape)
         self.names, self.reduces_early = tuple(names), reduces_early
         self.dtype = dtype
-        # The initializer takes fan-in from the second-to-last axis, so draw a matrix and reshape it.
+        # The initializer uses the second-to-last axis as fan-in, so draw a matrix and reshape it.
         kernel = lecun_normal(rngs.params(), (prod(in_shape), prod(out_shape)), weight_dtype)
         self.kernel = param(kernel.reshape(*in_shape, *out_shape), names)
         if bias:
@@ -65,14 +65,14 @@ class Dense(WithMatrices):
         self.kernel.set_value(stored(self.product, self.kernel.get_value()))
 
     def matrix(self, dtype: jnp.dtype) -> jax.Array | None:
-        """Returns the kernel in `dtype`, [*in, *out]; None if the product has no such array."""
+        """Returns the kernel in `dtype`, [*in, *out]; None if the product cannot return it as an array."""
         kernel = self.kernel.get_value()
         if self.product is product:
             return kernel.astype(dtype)
         return self.product.array(kernel, dtype) if hasattr(self.product, "array") else None
 
     def __call__(self, x: jax.Array, out_names: Sequence[str | None], context: Context | None = None) -> jax.Array:
-        """Maps x [..., *in_shape] to [..., *out_shape], whose axes are called `out_names`. `context`: for the
+        """Maps x [..., *in_shape] to [..., *out_shape] with the logical axes `out_names`. `context`: passed to the
         product."""
         early: EarlyReduction | None = None
         inputs, outputs = self.names[: self.inputs], self.names[self.inputs :]
@@ -92,7 +92,7 @@ class Dense(WithMatrices):
 def dense_maker(bias: bool | Collection[str], **settings: Any) -> Callable[..., Dense]:
     """Returns `make(name, in_shape, out_shape, names)`, which makes a projection with the given `settings`.
 
-    `bias`: whether all projections have a bias, or the names of the projections that have one.
+    `bias`: whether all projections have a bias, or the names of the projections with a bias.
     """
 
     def make(name: str, in_shape: Sequence[int], out_shape: Sequence[int], names: Sequence[str]) -> Dense:
@@ -107,8 +107,8 @@ TABLE = sharding.Axes(("vocab", "embed"))
 class Embed(WithMatrices):
     """The embedding table [vocab, embed]. Initially, looked-up rows are standard normal.
 
-    The table must be an array: a lookup is not a product and cannot read a quantized container. A tied head (`attend`)
-    converts the table to the storage format of its product in each call.
+    The table must be an array, because a lookup is not a product and cannot read a quantized container. A tied head
+    (`attend`) converts the table to the storage format of the head's product in each call.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Embed(WithMatrices):
         scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
-        """`scale`: the factor on the rows that are looked up."""
+        """`scale`: the factor on looked-up rows."""
         self.dtype, self.scale = dtype, scale
         table = jax.random.normal(rngs.params(), (vocab, width), weight_dtype)
         self.embedding = param(table if scale == 1 else table / scale, TABLE)
-        self.product: Product = product  # of the head, if the table is also the head (`attend`)
+        self.product: Product = product  # the head's product, if the table is also the head (`attend`)
 
     def kernels(self) -> dict[str, Kernel]:
         vocab, width = self.embedding.get_value().shape
@@ -136,8 +136,8 @@ class Embed(WithMatrices):
         self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`, times `scale` in their dtype: [b, t, e]. Leading
-        axes before b are allowed."""
+        """Returns the rows of the table for `id_bt`, multiplied by `scale` in the rows' dtype: [b, t, e]. Further axes
+        in front of b are allowed."""
         names = (*(None,) * (id_bt.ndim - 2), *RESIDUAL)
         rows = sharding.take(self._table(), id_bt, names, self.dtype, TABLE)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
@@ -146,7 +146,7 @@ class Embed(WithMatrices):
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
         def reduce_early(x_bte: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # In the table's stored layout: with the gradient of its transpose, a v5e-4 step accesses 18 % more bytes.
+            # In the table's stored layout, because the gradient of a transpose costs a v5e-4 step 18 % more bytes.
             return sharding.reduce_gradient_early(x_bte, table, TABLE, (TABLE[0], None), ROWS)
 
         def of_transposed(x_bte: jax.Array, transposed_ev: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -20,12 +20,12 @@ from trainer.products.context import Context
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns `block` (a module or its state), equal in value, so that XLA cannot hoist its casts to `dtype`.
+    """Returns `block` (a module or its state) with equal values, but such that XLA cannot hoist casts to `dtype`.
 
     If a loop over stacked float32 weights casts them to bfloat16, XLA's TPU compiler hoists the casts of all layers out
     of the loop, keeps the results for the whole step, and transposes the float32 weights to the layout that the
     products in the loop prefer. Here the cast value depends on the loop's `index`, so the cast stays in the loop, and
-    the layout is fixed to row-major. Multiplying by one is exact, so no bit changes.
+    the layout is fixed to row-major. Multiplication by one is exact, so no bit changes.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
@@ -44,9 +44,9 @@ class Loop(NamedTuple):
       stack: the stack.
       first: the number of the stack's first layer in the model, int or an array [].
       context: layer i of the model gets `context.at(i)`.
-      types: sown types to capture.
-      cache: the settings of the layers' caches (`layers.cache`); its `entries` are not read.
-      by_layer: whether the entries of the caches are `Layers`.
+      types: the sown types to capture.
+      cache: the settings of the layers' caches (`layers.cache`); `entries` is not read.
+      by_layer: whether the cache entries are `Layers`.
     """
 
     stack: Stack
@@ -104,13 +104,13 @@ def run_loop(
     """Applies the layers of a stack in order, in a loop.
 
     Args:
-      apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` of one layer.
-      variables: the stacked variables: parameters, and separately all others; each is a list with one entry per block
-        of the pattern.
+      apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` for one layer.
+      variables: the stacked variables, as two lists with one entry per block of the pattern: parameters, and all other
+        variables.
       x: the first block's input.
       entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer` and not `scan`.
       scan: whether to roll the loop or to unroll it.
-      remat: what each layer keeps for its backward pass (`layers.remat.make_policy`); None: everything.
+      remat: the policy for what each layer saves for its backward pass (`layers.remat.make_policy`); None: everything.
       cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
 
     Returns:
@@ -140,7 +140,7 @@ def run_loop(
     outputs, apart = [], []
     for i in range(loop.stack.count):
         held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
-        # Sliced outside of the checkpointed layer. On a GPU, it saves the slices as inputs: docs/benchmarks/gpu.md.
+        # Slice outside of the checkpointed layer, which on a GPU saves the slices as inputs: docs/benchmarks/gpu.md.
         (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
         apart.append(held)
@@ -160,8 +160,8 @@ def run_layer(
 ) -> tuple[jax.Array, Sown]:
     """Applies a layer outside of the stacks. Returns x and its sown values. The layer has no cache.
 
-    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context` is that of this layer. For
-    `remat` see `run_loop`.
+    `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context`: the layer's context. `remat`:
+    see `run_loop`.
     """
 
     def layer(variables: Any, x: jax.Array) -> tuple[jax.Array, Sown]:

@@ -17,17 +17,16 @@ class WithMatrices(nnx.Module):
         raise NotImplementedError
 
     def use(self, name: str, product: Any) -> None:
-        """Sets the product of the matrix `name`, and stores the matrix in its format (`products.plain.stored`)."""
+        """Sets the product of the matrix `name`, and converts the matrix to the product's format (`plain.stored`)."""
         raise NotImplementedError
 
 
 def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
-    """Gives the layers in `module` the products of `rules`, and returns it.
+    """Gives the layers in `module` the products that `rules` choose. Returns `module`.
 
     Args:
       path: the canonical name of `module`, such as decoder/layers for a block; "" for a model.
-      rngs: for the parameters of products. It is used after `module` is made, so rules do not change the initial
-        weights of `module`.
+      rngs: for the parameters of products. `module` was made before, so rules do not change its initial weights.
     """
     for layer, name, kernel in matrices(module, path) if rules else ():
         if make := maker(rules, kernel.name):

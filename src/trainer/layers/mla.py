@@ -22,14 +22,14 @@ from trainer.ops.rope import Rope, rope, score_scale
 from trainer.ops.temperature import Temperature
 from trainer.products.context import Context
 
-# The names of its matrix products for rematerialization, in addition to those of `layers.attention`.
+# The rematerialization names of this layer's matrix products, in addition to the names in `layers.attention`.
 PROJECTIONS = ("query_wa_proj", "kv_wa_proj")
 LATENT = sharding.Axes((*ROWS, None))
 CACHED = sharding.Axes((*KEY_ROWS, None))
 
 
 class LatentCache(NamedTuple):
-    """The data of the positions so far; the entries of `layers.cache` for one layer."""
+    """Latents and keys of the positions so far; the entries of `layers.cache` for one layer."""
 
     latent: jax.Array  # [b, s, r], normalized
     key: jax.Array  # [b, s, d], the rotated part, which all heads share
@@ -40,14 +40,14 @@ class LatentAttention(nnx.Module):
 
     The first `nope` entries of a head's query and key are not rotated. The last `rope` entries are rotated, and this
     part of the key is the same for all heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by
-    `ops.rope.score_scale`. A cache holds the latents and the rotated keys. Queries over a cache are projected to the
+    `ops.rope.score_scale`. A cache stores the latents and the rotated keys. Queries over a cache are projected to the
     width of the latents ("absorbed" projections), so that cached keys and values need not be expanded to heads.
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
     out [heads, value, width]. A family with this layer declares the axes of latents (`models.family.Family.axes`):
-    q_lora_up_proj and kv_lora_up_proj are outputs of the projections to latents, q_lora and kv_lora are inputs of the
-    projections from latents.
+    q_lora_up_proj and kv_lora_up_proj are the outputs of the projections to latents, and q_lora and kv_lora are the
+    inputs of the projections from latents.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LatentAttention(nnx.Module):
     ):
         """`q_rank`: width of the query latents; 0: queries are projected directly from the input. `kv_rank`: width of
         the latents of keys and values. `norm_epsilon`: epsilon of the norms of latents. `mscale`: see
-        `ops.rope.score_scale`. For the others see `layers.attention.Attention`."""
+        `ops.rope.score_scale`. For the other arguments see `layers.attention.Attention`."""
         dense = functools.partial(Dense, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         norm = functools.partial(RMSNorm, epsilon=norm_epsilon, dtype=dtype, weight_dtype=weight_dtype)
         self.heads, self.q_rank, self.kv_rank, self.nope_dim, self.rope_dim = heads, q_rank, kv_rank, nope_dim, rope_dim
@@ -97,11 +97,11 @@ class LatentAttention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        The unrotated parts of a head's query and key share its factor equally. In the rotated part, the query gets the
-        whole factor, because all heads share the key (Kimi K2, arXiv:2507.20534, section 2.1).
+        The unrotated parts of a head's query and key share the head's factor equally. In the rotated part, the query
+        gets the whole factor, because all heads share the key (Kimi K2, arXiv:2507.20534, section 2.1).
 
         Raises:
-          UserError: the logits are capped: scaling weights does not scale them.
+          UserError: the logits are capped, so scaling weights does not scale them.
         """
         if self.scores.soft_cap:
             raise UserError("use_qk_clip=true: attention heads cannot be clipped: the soft cap bounds logits itself")
@@ -149,7 +149,7 @@ class LatentAttention(nnx.Module):
         return checkpoint_name(self.out(attended, RESIDUAL, context), "out_proj"), cache
 
     def _queries(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Returns the parts of queries without position [b, t, h, nope], and the rotated parts [b, t, h, rope]."""
+        """Returns the unrotated parts of queries [b, t, h, nope], and the rotated parts [b, t, h, rope]."""
         if self.q_rank:
             latent = checkpoint_name(self.wq_a(x_bte, LATENT, context), "query_wa_proj")
             queries = self.wq_b(self.q_norm(latent), QUERIES, context)
@@ -182,16 +182,16 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores.over_cache()
-        # Not with adapters per row, which give each row a different matrix, and not with the op invariant, which must
-        # compute the same sums as training: training does not absorb.
+        # Do not absorb with adapters per row, which give each row a different matrix, nor with the op invariant, which
+        # must compute the same sums as training, where nothing is absorbed.
         absorbs = context.ranks is None and self.scores.op != "invariant"
         kernel = self.wkv_b.matrix(query.dtype) if absorbs else None
         if kernel is None:
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
-        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So there is one key
-        # head, the latents followed by the rotated keys. Its values are the latents.
+        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So one key head suffices: its
+        # keys are the latents followed by the rotated keys, and its values are the latents.
         queries = jnp.concatenate([_einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
         keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
         return _einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)

@@ -58,8 +58,8 @@ class MLP(nnx.Module):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`bias`: whether all projections have a bias, or the names of the projections that have one. `norm`: of the
-        input. `combine`: computes the hidden units; `activations` then only sets the number of projections."""
+        """`bias`: whether all projections have a bias, or the names of the projections with a bias. `norm`: the norm of
+        the input. `combine`: computes the hidden units; `activations` then only sets the number of projections."""
 
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.combine = combine

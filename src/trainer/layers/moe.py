@@ -23,8 +23,8 @@ from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
 
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
-# Inside `shard_mapped`, a device has complete rows, its experts, and its share of their hidden units. The devices'
-# partial results add up to the result.
+# Inside `shard_mapped`, a device has complete rows, some of the experts, and a share of these experts' hidden units.
+# The result is the sum of the devices' partial results.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
 _SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are not sharded
 _BIAS = sharding.Axes((None,))
@@ -43,10 +43,10 @@ class MoE(WithMatrices):
     With `bias`, the router has the parameter gate/bias [experts], and each matrix of the experts has an output bias:
     wi_0_bias, wi_1_bias and wo_bias [experts, outputs]. They are float32 and initially 0.
 
-    With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0, which `score` adds to
-    choose experts. It is a buffer: it has no gradient, and an update rule changes it (`optim.router_bias`).
+    With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0, which `score` adds to the
+    scores to choose experts. It is a buffer without a gradient; an update rule changes it (`optim.router_bias`).
 
-    It sows, over all tokens except padding,
+    This layer sows, over all tokens except padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
     - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, summed over tokens, in nats;
       `dropped`, int32, the number of choices that were dropped (`ops.experts.within_capacity`);
@@ -74,11 +74,11 @@ class MoE(WithMatrices):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. Otherwise, if
-        `capacity_factor` is above 0, an expert drops tokens beyond its capacity; if not, every expert computes every
-        token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids; the load-balance loss and the
-        entropy normalize them to the sum 1. `weighs_inputs`: the weights of experts multiply their inputs instead of
-        their results. `combine`: see `MLP`."""
+        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. If false, an
+        expert drops tokens beyond its capacity if `capacity_factor` is above 0; otherwise every expert computes every
+        token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids; the load-balance loss
+        and the entropy normalize the scores to the sum 1. `weighs_inputs`: the weights of experts multiply the experts'
+        inputs instead of the results. `combine`: see `MLP`."""
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         assert not (bias and routed_bias)
@@ -170,7 +170,7 @@ class MoE(WithMatrices):
         bias: list[jax.Array],
         held: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Runs on one device, for its rows and its share of the hidden units. Returns its part of the result with a
+        """Runs on one device, for the device's rows and share of the hidden units. Returns a partial result with a
         leading device axis, each token's experts and their weights, and the number of dropped choices per row."""
         routing = self.score(logits, self.chosen, *bias)
         apply: Apply = functools.partial(experts, held)
@@ -225,7 +225,7 @@ class MoE(WithMatrices):
 
 
 class _Products(nnx.Module):
-    """The products of experts, by the names of their matrices."""
+    """The products of experts, by matrix name."""
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -264,7 +264,7 @@ def _inside(axes: sharding.Axes) -> sharding.Axes:
 
 
 def _own_axes(variable: nnx.Variable) -> sharding.Axes:
-    """Returns the axes of a product's parameter in one layer: without the layer axes that its metadata may have."""
+    """Returns the axes of a product's parameter in one layer, without layer axes that its metadata may contain."""
     ndim = max(part.ndim for part in jax.tree.leaves(variable.get_value()))
     names = variable.get_metadata().get("out_sharding") or (None,) * ndim
     return sharding.Axes(names[len(names) - ndim :])
@@ -272,7 +272,7 @@ def _own_axes(variable: nnx.Variable) -> sharding.Axes:
 
 class SharedMoE(nnx.Module):
     """The sum of a mixture of experts and of shared experts, which process every token (DeepSeekMoE, arXiv:2401.06066).
-    The shared experts are one gated MLP, as wide as all of them together."""
+    The shared experts are computed as one gated MLP of their total width."""
 
     def __init__(self, routed: MoE, shared: MLP):
         self.MoeBlock_0, self.shared_experts = routed, shared  # MaxText's names

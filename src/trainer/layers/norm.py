@@ -14,7 +14,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
-        """`weight_dtype`: unused; norms are float32 (`EXACT`). `offset`: 1 in Gemma; weight decay pulls to it."""
+        """`weight_dtype`: unused, as norms are float32 (`EXACT`). `offset`: 1 in Gemma, so weight decay pulls to 1."""
         del weight_dtype
         self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype

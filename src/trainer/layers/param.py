@@ -10,9 +10,9 @@ from flax import nnx
 
 from trainer.sharding import Axes, axes_of_parts
 
-# The dtype of a layer's parameters other than kernels and embedding tables, whatever `weight_dtype` is: scales and
-# biases of norms, biases of projections, attention sinks, adapters. They take little memory, and most of their updates
-# would be lost in bfloat16.
+# Regardless of `weight_dtype`, the dtype of parameters other than kernels and embedding tables: scales and biases of
+# norms, biases of projections, attention sinks, adapters. They take little memory, and bfloat16 would lose most of
+# their updates.
 EXACT = jnp.dtype("float32")
 
 
@@ -21,8 +21,8 @@ def lecun_normal(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, *, batch_axis: tuple[int, ...] = ()
 ) -> jax.Array:
     """Returns a normal sample, truncated at two standard deviations, with variance 1 / fan-in; fan-in is the size of
-    the second-to-last axis. Layers of equal shape share one trace: tracing each is half the time of making a model.
-    """
+    the second-to-last axis. Layers of equal shape share one trace, because separate traces would take half of the time
+    of making a model."""
     return jax.nn.initializers.lecun_normal(batch_axis=batch_axis)(key, shape, dtype)
 
 
@@ -35,9 +35,9 @@ def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
 
 
 def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
-    """Returns default axis names for a parameter without names, which occurs only in a user's block.
+    """Returns default axis names for a parameter without names; only users' blocks have such parameters.
 
-    `leading`: the leading axes of its stack.
+    `leading`: the leading axes of the parameter's stack.
     """
     return (*leading, *[None] * (ndim - len(leading)))
 

@@ -4,8 +4,8 @@ The rows are divided into microbatches. In each iteration every stage runs its l
 at once (`jax.vmap` over the axis of stages, which the mesh shards), and passes the result to the next stage. Arrays
 that differ by stage have the stages as their first axis: a shift along it is a collective permute.
 
-Microbatch m passes stage s for the r-th time in iteration r M + m + d s, with M microbatches and a delay of d. An idle
-stage computes on whatever data it has; nothing reads the result.
+Microbatch m passes stage s for the r-th time in iteration r M + m + d s, where d is the delay. An idle stage computes
+on arbitrary data, and nothing reads the result.
 
 S: stages, R: repeats, L: iterations of the stack's loop in a stage, M: microbatches, c = M / S.
 """
@@ -34,7 +34,7 @@ from trainer.sharding import (
     with_gradient_over,
 )
 
-# The name of a stage's weights of one repeat, sliced from those of all repeats: never kept for the backward pass.
+# The checkpoint name of a stage's weights of one repeat, a slice of all repeats' weights. They are never saved.
 WEIGHTS = "pipeline_stage_weights"
 
 BATCH = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -58,13 +58,13 @@ def run_pipeline(
       loop, apply, remat: see `layers.loop.run_loop`.
       variables: see `layers.loop.run_loop`, but with the leading axes [R, S, L].
       x: [b, t, e]. M divides b.
-      remat_stage: what an iteration of a stage keeps for its backward pass; None: everything.
+      remat_stage: the policy for what a stage saves per iteration for its backward pass; None: everything.
       cast_inside: whether the loop over iterations casts its weights inside (`layers.loop.cast_in_loop`).
       axes: returns the logical axes of every array in `variables[0]`, the parameters, in their order.
 
     Returns:
       The last block's x, and the sown values with the leading axes [R, S, L]. Values of microbatches are combined if
-      their type combines, and otherwise concatenated in the order of the rows.
+      their type has `combine`, and otherwise concatenated in the order of the rows.
     """
     plan = loop.stack.pipeline
     assert plan is not None
@@ -106,8 +106,8 @@ def _loop(plan: Pipeline, count: int, fn: Callable[..., Any], carry: Any, first:
 def _by_repeat(
     plan: Pipeline, iteration: Callable[..., Any], variables: Sequence[Any], axes: Any, policy: Policy, carry: Any
 ) -> tuple[Any, Sown]:
-    """Runs all iterations, in parts. Within a part, every stage is in one of two repeats. The part all-gathers the
-    weights of these two repeats over fsdp, and its backward pass gathers them again."""
+    """Runs all iterations, in parts. Within a part, every stage is in one of two repeats. A part all-gathers the
+    weights of these two repeats over fsdp, and the part's backward pass gathers them again."""
 
     def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
         first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))
@@ -175,8 +175,8 @@ def _stage(
     policy: Policy,
     axes: Any,
 ) -> Callable[..., tuple[jax.Array, Sown]]:
-    """Returns the function of one stage in one iteration: (variables [some repeats, L, ...], x, its context, the index
-    of its repeat among these, its repeat, its number) -> x, sown."""
+    """Returns the function of one stage in one iteration: (variables [some repeats, L, ...], x, the stage's context,
+    the index of the current repeat within `variables`, the repeat, the stage's number) -> x, sown."""
     part = dataclasses.replace(loop.stack, count=plan.layers, pipeline=None)
 
     def stage(
@@ -187,7 +187,7 @@ def _stage(
 
         here = jax.tree.map(cut, variables)
         if axes is not None:
-            # So each iteration reduce-scatters its gradients, instead of an all-reduce and a sum on every device.
+            # This makes each iteration reduce-scatter gradients, instead of an all-reduce and a sum on every device.
             structure: Any  # a PyTreeDef; its stubs lack unflatten
             leaves, structure = jax.tree.flatten(here[0])
             over = [with_gradient_over(leaf, names[2:]) for leaf, names in zip(leaves, axes, strict=True)]
@@ -231,8 +231,8 @@ def _slot(queue: jax.Array, i: Any) -> jax.Array:
 
 
 def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `_slot(queue, i)`, and the queue after an update: that slot moves one stage towards the first stage, and
-    the last stage's entry of `value` [S, ...] enters. It reaches the first stage S x slots iterations later.
+    """Returns `_slot(queue, i)`, and the updated queue: that slot moves one stage towards the first stage, and the last
+    stage's entry of `value` [S, ...] enters. The entry reaches the first stage S x slots iterations later.
 
     `here`: the numbers of the stages, [S, 1, ...].
     """
@@ -242,8 +242,8 @@ def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tu
 
 
 def _split(x: jax.Array, plan: Pipeline) -> jax.Array:
-    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If rows are sharded over the stages
-    first, none moves to another device: a stage's microbatches are its rows, each with a part of every shard."""
+    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If the stages are the outermost mesh
+    axis of the rows, no row moves: a stage's microbatches consist of its rows, each with a part of every shard."""
     return x.reshape(plan.stages, -1, plan.microbatches // plan.stages, *x.shape[1:]).swapaxes(1, 2)
 
 
@@ -264,7 +264,7 @@ def _of_layers(kind: Any, value: jax.Array, plan: Pipeline) -> jax.Array:
     by_visit = jnp.stack(mine, 1).reshape(plan.repeats, plan.microbatches, *value.shape[1:])  # [R, M, S, L, ...]
     if hasattr(kind, "combine"):
         return kind.combine(by_visit, axis=1)
-    # [R, S, L, M, rows of a microbatch, ...]; the rows are those of `_split`.
+    # [R, S, L, M, rows of a microbatch, ...], with the rows divided as in `_split`.
     parts = jnp.moveaxis(by_visit, 1, 3)
     parts = parts.reshape(*parts.shape[:3], plan.stages, -1, *parts.shape[4:]).swapaxes(4, 5)
     return parts.reshape(*parts.shape[:3], -1, *parts.shape[6:])

@@ -1,9 +1,9 @@
 """Which named tensors a checkpointed block keeps for its backward pass.
 
-Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Of the named tensors,
-policies list only those that the backward pass reads: mlpwo, for example, is only added to the residual stream, so no
-policy spends memory on it. Every policy also keeps the cos/sin tables of RoPE, which are the same in every layer. A
-rolled loop keeps them once, outside of the loop; in an unrolled loop the compiler merges them.
+Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Policies list
+only named tensors that the backward pass reads. For example, no policy spends memory on mlpwo, which is only added to
+the residual stream. Every policy also keeps the cos/sin tables of RoPE, which are the same in every layer. A rolled
+loop keeps the tables once, outside of the loop; in an unrolled loop the compiler merges them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,11 +57,10 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
-      choices: for custom, what to do with each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
-      own: a family's names of projections, in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps
-        these.
-      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each; with
-        custom, only if `choices` keeps it on the device.
+      choices: for custom, the choice for each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
+      own: a family's projection names in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps them.
+      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each block;
+        with custom, only if `choices` keeps it on the device.
     """
     if name == "none":
         return None

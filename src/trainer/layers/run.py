@@ -23,8 +23,8 @@ def run_stack(
 ) -> tuple[jax.Array, Any, Sown]:
     """Applies the layers of a stack in order, in a pipeline if it has one. See `layers.loop.run_loop`.
 
-    A pipeline has no caches: generation runs without it. For `axes` and `how` see `layers.pipeline.run_pipeline`; for
-    `how` without a pipeline see `run_loop`.
+    A pipeline has no caches, because generation runs without a pipeline. For `axes` and `how` see
+    `layers.pipeline.run_pipeline`; without a pipeline, for `how` see `run_loop`.
     """
     if loop.stack.pipeline is None:
         return run_loop(loop, apply, variables, x, entries, **how)

@@ -1,7 +1,7 @@
 """Sown values: extra results of a layer. The type of a value determines how it combines across microbatches.
 
-A layer sows with `sow`, which has no effect unless the caller captures that type. A stack returns each value with
-layers on axis 0.
+A layer sows with `sow`, which has no effect unless the caller captures the value's type. A stack returns each value
+with layers on axis 0.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +19,7 @@ _names: set[str] = set()  # names of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base class of sown types, including users'. NNX blocks `sow`; Linen blocks use the collection of its name.
+    """The base class of sown types, including users' types. NNX blocks `sow`; Linen blocks use the type's collection.
 
     A type that a training step can return has a static method `combine(values, axis=0)`, which combines the values of
     microbatches, along axis 0, into the value of the whole batch.
@@ -52,7 +52,7 @@ class MaxLogit(SownValue):
 
 
 class RouterLoss(SownValue):
-    """A router loss (`layers.moe`): a scalar, summed over a batch. The objective adds it (`objectives.router`)."""
+    """A router loss (`layers.moe`): a scalar, summed over a batch. `objectives.router` adds it to the loss."""
 
     combine = staticmethod(jnp.sum)
 
@@ -75,7 +75,7 @@ class MtpHidden(SownValue):
 
 
 def type_names() -> frozenset[str]:
-    """Returns the names of all sown types, including users' own."""
+    """Returns the names of all sown types, including users' types."""
     return frozenset(_names)
 
 
@@ -109,7 +109,7 @@ def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
 
 
 def captures(module: nnx.Module, variable_type: type[nnx.Variable]) -> bool:
-    """Returns whether the caller captures values of that type. If not, the module need not compute them."""
+    """Returns whether the caller captures values of `variable_type`. If not, the module need not compute them."""
     # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
     return any(type(captured) is variable_type for captured in getattr(module, "__captures__", ()))
 

@@ -1,8 +1,8 @@
 """Stacks of blocks, the parts of a decoder.
 
-A decoder is a list of stacks. Each stack runs by itself (`layers.run`): as a loop, or in a pipeline. Its parameters are
-stacked in its leading axes, whether the loop is rolled or unrolled: `scan` determines how the loop is compiled, not the
-names of parameters.
+A decoder is a list of stacks. Each stack runs by itself (`layers.run`), as a loop or in a pipeline. Whether the loop is
+rolled or unrolled, the leading axes of a stack's parameters stack layers: `scan` determines how the loop is compiled,
+not the names of parameters.
 """
 
 import math
@@ -34,12 +34,12 @@ class Stack:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The logical names of the leading axes of its parameters."""
+        """The logical names of the leading axes of the stack's parameters."""
         return (LAYERS,) if self.pipeline is None else STACKED
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of `axes`. Their entries, in memory order, are the repetitions of the pattern in order."""
+        """The sizes of `axes`. In memory order, entries along `axes` are the repetitions of the pattern in order."""
         return (self.count,) if self.pipeline is None else self.pipeline.sizes
 
     @property
@@ -70,7 +70,7 @@ class Pattern(nnx.Module):
 def make_stack(stack: Stack, blocks: Sequence[MakeBlock], rngs: nnx.Rngs) -> nnx.Module:
     """Returns one module with all repetitions of the pattern of `blocks`, each made by `block(rngs)`.
 
-    Its parameters have the leading axes of `stack`. Their values do not depend on how repetitions are divided.
+    The parameters have the leading axes of `stack`. Their values do not depend on the division into stages.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:

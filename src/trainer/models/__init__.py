@@ -1,6 +1,6 @@
 """Models: the transformer, and a folder for each family.
 
-In each folder, `facts.py` has what the configuration stage reads, without JAX; `family.py` declares everything else.
+In each folder, `facts.py` declares what the configuration stage reads, without JAX; `family.py` declares the rest.
 """
 
 # Maps decoder_block to the facts of its family. Nothing outside of this package names a family.

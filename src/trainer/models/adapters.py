@@ -69,13 +69,13 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
 
 
 def kernel_of(name: str) -> str:
-    """Returns the matrix to which the adapter's parameter `name` belongs."""
+    """Returns the name of the matrix that the adapter parameter `name` adapts."""
     layer, _, own = name.rpartition("/product/")
     return f"{layer}/{own.partition('/')[0] if '/' in own else 'kernel'}"
 
 
 def adapter_names(kernel: str) -> tuple[str, str]:
-    """Returns the names of the parameters a and b of an adapter of the matrix `kernel`."""
+    """Returns the names of the adapter parameters a and b for the matrix `kernel`."""
     layer, _, name = kernel.rpartition("/")
     product = f"{layer}/product" if name == "kernel" else f"{layer}/product/{name}"
     return f"{product}/{A}", f"{product}/{B}"
@@ -84,16 +84,16 @@ def adapter_names(kernel: str) -> tuple[str, str]:
 def apply_lora_on_base_params(
     base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
 ) -> dict[str, Any]:
-    """Returns `base_params` with adapters added to their matrices, in float32 and rounded to the matrix's dtype.
+    """Returns `base_params` with adapters added to their matrices in float32, rounded to the matrix's dtype.
 
     Args:
-      base_params: a nested dict of canonical names. Its arrays stay as they are.
-      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in it replace the base's
-        parameters.
+      base_params: a nested dict of canonical names. Its arrays are not modified.
+      lora_params: the adapters' parameters, a nested dict of canonical names. Any other parameters in it replace the
+        base's parameters.
       lora_scale_factor: lora_alpha / lora_rank.
 
     Raises:
-      UserError: the base has no such matrix, or it is stored quantized.
+      UserError: the base lacks an adapted matrix, or stores it quantized.
     """
     return _changed(base_params, lora_params, lora_scale_factor)
 
@@ -105,8 +105,8 @@ def unapply_lora_from_base_params(
     *,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Inverts `apply_lora_on_base_params`, up to rounding; see there. Parameters in `kept`, such as the original base,
-    are returned exactly."""
+    """Inverts `apply_lora_on_base_params` up to rounding; see there for arguments. Parameters in `kept`, such as the
+    original base, are returned exactly."""
     adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
     before = _flat(kept or {})
     if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:

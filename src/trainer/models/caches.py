@@ -1,4 +1,4 @@
-"""The caches of all layers of a model, which its blocks make."""
+"""The caches of all layers of a model, made by the model's blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ PLACES = "activation_kv_length"  # the axis of a cache with an entry for each po
 def init_cache(config: Config, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions.
 
-    They are stacked if the loop over layers is rolled. An unrolled loop has `Layers`, because it would copy a layer's
-    cache before reading it from a stacked array.
+    The caches are stacked if the loop over layers is rolled. An unrolled loop uses `Layers`, because it would copy a
+    layer's cache before reading it from a stacked array.
     """
 
     def empty(block: Any, count: int) -> Any:
@@ -41,10 +41,10 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
 
 
 def cache_axes(config: Config) -> Any:
-    """Returns the logical axes of the arrays of `init_cache`: an `Axes` at each leaf of its entries.
+    """Returns the logical axes of the arrays of `init_cache`: an `Axes` at each leaf of the entries.
 
-    A block names the axes of its arrays with `cache_axes()`. Without it, only rows and positions have names: the second
-    axis is `PLACES` if its size depends on the length.
+    A block names the axes of its arrays with `cache_axes()`. Without that method, only rows and positions have names:
+    the second axis is `PLACES` if its size depends on the length.
     """
 
     def named(block: Any, count: int) -> Any:
@@ -62,8 +62,8 @@ def cache_axes(config: Config) -> Any:
 
 
 def _shared(config: Config, names: Axes, array: Any) -> list[int]:
-    """Returns the axes, counted from the last, along which a cache's array shares one scale; [] if the array is not
-    quantized: state without positions, or a single number per position."""
+    """Returns the axes, counted from the last, along which a cache's array shares one scale. Returns [] if the array is
+    not quantized, that is, for state without positions and for a single number per position."""
     if not config.quantize_kvcache or PLACES not in names or not jnp.issubdtype(array.dtype, jnp.floating):
         return []
     of_token = range(-1, names.index(PLACES) - array.ndim, -1)
@@ -102,6 +102,6 @@ def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, li
 
 
 def takes_cache(config: Config) -> bool:
-    """Returns whether every block makes a cache, as sampling requires. Linen blocks make none."""
+    """Returns whether every block makes a cache, which sampling requires. Linen blocks make none."""
     classes = map(block_class, blocks(stacks(config)))
     return all(issubclass(made, nnx.Module) and hasattr(made, "init_cache") for made in classes)

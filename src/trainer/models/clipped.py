@@ -18,11 +18,11 @@ STATEMENT = "logit_factors"
 def clipped_layers(config: Config) -> dict[str, Clipped]:
     """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
-    Searches all blocks of the model. With Linen blocks, these are the blocks of the stacks and of the modules of
-    multi-token prediction. The arrays of the layers are abstract. Call this in tree mode.
+    Searches all blocks of the model. Linen blocks are searched in the stacks and in the modules of multi-token
+    prediction. The arrays of the layers are abstract. Call this in tree mode.
 
     Raises:
-      UserError: a block of a stack has no such layer, and does not set `logit_factors = None`.
+      UserError: a block of a stack has no such layer and does not set `logit_factors = None`.
     """
     declared = {
         f"decoder/{path}": block

@@ -25,22 +25,22 @@ class ExpertBlock(llama2.Block):
     Dropout is as in Llama's block, but hidden units have no dropout.
     """
 
-    NAME: ClassVar[str]  # MaxText's name of the layer, and so the prefix of its parameters
+    NAME: ClassVar[str]  # MaxText's name of the layer, and therefore the prefix of its parameters
     WEIGHS_INPUTS: ClassVar[bool] = False  # see `MoE`
 
     @staticmethod
     def score(config: Config) -> Score:
-        """How tokens choose experts."""
+        """Returns the function that chooses each token's experts."""
         raise NotImplementedError
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """The layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
+        """Makes the layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
-          UserError: the width of an expert is missing. Facts of a family that need it report this earlier.
+          UserError: the width of an expert is missing. If a family's `Facts` need the width, they report this earlier.
         """
         if config.base_moe_mlp_dim == -1:
             raise UserError("base_moe_mlp_dim=-1: the hidden width of an expert is missing")
@@ -87,7 +87,7 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
     """Returns Llama's layouts and the layouts of the experts in the layer `name`.
 
     Args:
-      router, gate, up, down: the tensors' names within a Hugging Face layer, the last three with
+      router, gate, up, down: the tensors' names within a Hugging Face layer. All but the router's contain
         `models.huggingface.EXPERT`.
     """
     own, there = f"decoder/layers/{name}", "model.layers.{}."
@@ -100,7 +100,7 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
 
 
 def layouts_in_gguf(own: str, end: str = "", file: str = "weight") -> dict[str, Layout]:
-    """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name. Gate, up and down are one
-    tensor of all experts each. `end`, `file`: the ends of our names and of the tensors' names."""
+    """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name. Each of gate, up and down
+    is one tensor of all experts. `end`, `file`: the ends of our names and of the tensors' names."""
     each, names = f"model.layers.{{}}.mlp.experts.{EXPERT}.", {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     return {f"{own}/{name}{end}": Layout(f"{each}{it}_proj.{file}", inputs=int(not end)) for name, it in names.items()}

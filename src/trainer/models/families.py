@@ -34,7 +34,7 @@ from trainer.products.plain import Rules, make_wide
 
 # The arguments of a block's call.
 _ARGUMENTS = ("x", "cache", "context")
-# The attributes of a decoder other than its stacks. A stack's name may be none of these, and no name of a method.
+# The attributes of a decoder other than its stacks. A stack must not have one of these names or the name of a method.
 NOT_STACKS = ("config", "position_embedder", "decoder_norm", "logits_dense")
 _METHODS = ("head", "make_layers", "run_layers", "make_block", "run_block")
 _QUERIES_AND_KEYS = ("/query/kernel", "/key/kernel")
@@ -72,8 +72,8 @@ def family(decoder_block: str) -> Family:
 def loads_from(decoder_block: str, trained: str) -> bool:
     """Returns whether a family may load parameters that were trained under the family `trained`.
 
-    Within this package, both must declare the same stacks, norm, products and embedding scale, so that both compute the
-    same function of the same keys. A user's family always may, and a user's `trained` is not imported.
+    Within this package, both must declare the same stacks, norm, products and embedding scale, so that both give the
+    same output for the same keys. A user's family may load from any family, and a user's `trained` is not imported.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
@@ -121,10 +121,10 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
     """Returns the family's Hugging Face declaration that represents `config`, or comes closest.
 
     Args:
-      decoder_block: the family; by default that of `config`.
+      decoder_block: the family; by default the family of `config`.
 
     Raises:
-      UserError: the family declares none, or contradicts itself about the order of a head's entries.
+      UserError: the family declares none, or its declarations contradict each other about RoPE pairing.
     """
     block = decoder_block or config.decoder_block
     if not (declared := family(block).hugging_face):
@@ -226,7 +226,7 @@ def block_class(block: MakeBlock) -> Any:
 
 
 def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical axis, by the rules of the configuration and those that the family adds.
+    """Returns the mesh axes of each logical axis, by the rules of the configuration and the rules that the family adds.
 
     Raises:
       UserError: a rule of the family is invalid, or the configuration already has a rule for its axis.
@@ -311,10 +311,10 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
 
 
 def check_state(config: Config, subclasses: bool = True) -> None:
-    """Checks that a user's NNX blocks have parameters, and no state that a forward pass would update.
+    """Checks that a user's NNX blocks have parameters and no state that a forward pass would update.
 
     `subclasses`: whether subclasses of `nnx.Param` and of `Buffer` are allowed. Linen keeps each type of variable in a
-    separate collection, and its scan would drop the collections of such subclasses.
+    separate collection, and Linen's scan would drop the collections of such subclasses.
 
     Raises:
       UserError: a block has no parameters, or has other state such as running statistics or random number generators.
@@ -336,7 +336,7 @@ def check_state(config: Config, subclasses: bool = True) -> None:
 
 
 def refuse_state(config: Config, has_parameters: bool, others: Sequence[str]) -> None:
-    """Raises UserError for a block without parameters, or with other state; `others` lists its paths."""
+    """Raises UserError for a block without parameters or with other state. `others`: the paths of the other state."""
     if others:
         raise UserError(
             f"decoder_block={config.decoder_block} has state that a forward pass would update: "

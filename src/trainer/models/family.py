@@ -1,4 +1,4 @@
-"""The declaration of a model family: with its `config.family.Facts`, everything that the trainer knows about it."""
+"""The declaration of a model family. Together with `config.family.Facts`, it fully describes the family."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ class MaxText:
     """Properties of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: the end of the canonical names of query kernels, which MaxText stores already multiplied by the
+      scaled_queries: the end of the canonical names of query kernels that MaxText stores already multiplied by the
         factor on scores, unless `use_qk_norm`; "": MaxText multiplies scores by 1 / sqrt(head_dim).
-      own_scale: whether MaxText computes the factor on scores in another way; `refuses` then checks it.
+      own_scale: whether MaxText computes the factor on scores in another way, which `refuses` then checks.
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
-      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's names: of the stacked
-        array, and of each layer if layers are not scanned; None: the default of `weights.maxtext.read`.
+      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's name of the stacked array, and
+        its names of the layers if layers are not scanned. None: the default of `weights.maxtext.read`.
       pairs: whether RoPE rotates adjacent pairs under every rope_type.
-      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, which is MaxText's default.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as is MaxText's default.
       scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       interleaves_experts: whether the block reads `interleave_moe_layer_step`.
       keys: further keys of this trainer that the block reads under the same name.
-      more: returns MaxText's keys for a resolved configuration where their name or value differs from ours.
+      more: returns, for a resolved configuration, the MaxText keys whose name or value differs from ours.
       refuses: returns `key=value: reason` for each value of a configuration that MaxText's block does not support.
     """
 
@@ -62,8 +62,8 @@ class Family:
       projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in the family's blocks,
         in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also keeps
         these.
-      tensors: names that the blocks give to other tensors. With remat_policy=custom, the keys custom_device_tensors and
-        custom_offload_tensors select from these and from `projections`.
+      tensors: checkpoint names that the blocks give to other tensors. With remat_policy=custom, the keys
+        custom_device_tensors and custom_offload_tensors select from these and from `projections`.
       axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. The key
         logical_axis_rules cannot change them.
       products: maps a resolved configuration to the rules that choose the product of each matrix by its canonical name.

@@ -9,9 +9,9 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
   w - w^2 / (2 T) keys; in chunks of c tokens, with c a divisor of T, it sees c / 2. Scores between packed documents
   are counted, although the mask removes them;
 - in a mixture of experts, the router and one token's experts count, no matter how the products are computed;
-- a module of multi-token prediction counts for every token, even for tokens at the end of a document that it skips;
-- the backward pass counts twice the forward pass, even where parameters are frozen; recomputation for rematerialization
-  does not count.
+- a module of multi-token prediction counts for every token, even for tokens that it skips at the end of a document;
+- the backward pass counts as twice the forward pass, even where parameters are frozen; recomputation for
+  rematerialization does not count.
 """
 
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
@@ -26,7 +26,7 @@ def _blocks(config: Config) -> int:
 
 
 def _sparse_blocks(config: Config) -> int:
-    """Returns the number of blocks with experts. The modules of multi-token prediction are like the last layer."""
+    """Returns the number of blocks with experts. The blocks of multi-token prediction are like the last layer."""
     return _blocks(config) - _dense_blocks(config)
 
 
@@ -45,7 +45,7 @@ def _gated(config: Config, hidden: int) -> int:
 
 
 def _feed_forward(config: Config) -> int:
-    """Returns the number of parameters in the feed-forward layers of all blocks that multiply one token."""
+    """Returns the number of parameters by which all feed-forward layers multiply one token."""
     dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
         return dense
@@ -55,7 +55,7 @@ def _feed_forward(config: Config) -> int:
 
 
 def _attention(config: Config) -> int:
-    """Returns the number of a block's attention parameters in matrix products."""
+    """Returns the number of attention parameters in a block's matrix products."""
     width, heads = config.base_emb_dim, config.base_num_query_heads
     if not is_latent(config):
         # Queries and the output projection have all heads; keys and values have only the key-value heads.
@@ -80,7 +80,7 @@ def matmul_parameters(config: Config) -> int:
 
 
 def visible_keys(config: Config) -> float:
-    """Returns the number of keys that a query sees, by the convention above: the mean over a row of
+    """Returns the mean number of keys that a query sees, by the convention above, over a row of
     `config.max_target_length` tokens and over the blocks."""
     length, layers = config.max_target_length, config.base_num_decoder_layers
     pattern = windows(config)
@@ -95,8 +95,8 @@ def visible_keys(config: Config) -> float:
 def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of the forward pass for one token of a row of `config.max_target_length`.
 
-    `keys`: the mean number of keys for which a query's scores are computed. None takes `visible_keys`, the convention
-    of model FLOPs. Pass a larger number for an op that also computes masked scores (dot_product: the whole row).
+    `keys`: the mean number of keys for which a query's scores are computed. None: `visible_keys`, the convention of
+    model FLOPs. Pass a larger number for an op that also computes masked scores (for dot_product: the whole row).
     """
     widths = 2 * config.head_dim
     if is_latent(config):

@@ -1,7 +1,7 @@
-"""How a family's llama.cpp GGUF files differ from its Hugging Face folders.
+"""Declares how a family's llama.cpp GGUF files differ from its Hugging Face folders.
 
-Each family's file has its declaration. All were checked against the llama.cpp of cyllama 0.2.18: for a small model of
-each family, its logits agree with this trainer's.
+Each family's file contains the declaration. All were checked against the llama.cpp of cyllama 0.2.18: for a small model
+of each family, llama.cpp's logits agree with this trainer's logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,19 +32,19 @@ class Gguf(NamedTuple):
 
     Attributes:
       name: the value of general.architecture.
-      when: whether this declaration applies to a file with this name. Its argument is a function that returns the value
-        at a key, given the end of the key and a type (by default int).
+      when: returns whether this declaration applies to a file with this architecture name. The argument is a function
+        that returns the value at a key, given the end of the key and a type (by default int).
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
-      layouts: the layouts of parameters whose tensors differ from those of a folder, with Hugging Face names that the
-        package gguf knows. A name with `EXPERT` is the tensor of all experts of a layer.
-      sizes, numbers: map the end of each key with an integer or a number to its field of config.json.
-      needs: further keys without which llama.cpp refuses a file, besides `EPSILON` and `USED`.
+      layouts: the layouts of parameters whose tensors differ from a folder's tensors, with Hugging Face names that the
+        package gguf supports. A name with `EXPERT` is the tensor of all experts of a layer.
+      sizes, numbers: map the end of each key with an integer (sizes) or a number to the key's field of config.json.
+      needs: the keys that llama.cpp requires in addition to `EPSILON` and `USED`.
       more: the types of the values at further keys.
       fields: returns further fields of config.json, given the fields that were read, including rope_scaling, and the
         values of `more` by key.
       write: returns values for the keys of `more` and others, given config.json as this trainer writes it.
-      refuses: returns why llama.cpp computes another function, given the same config.json; "" if it does not.
+      refuses: returns why llama.cpp's output would differ, given the same config.json; "" if it would not.
       note: how llama.cpp differs for all files of the architecture.
     """
 
@@ -64,7 +64,7 @@ class Gguf(NamedTuple):
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:
-    """Returns query_pre_attn_scalar as llama.cpp derives it: head_dim, but for the model with `largest` layers its
-    width divided by its number of heads."""
+    """Returns query_pre_attn_scalar as llama.cpp derives it: head_dim, or for the model with `largest` layers the width
+    divided by the number of heads."""
     width = said.get("hidden_size", 0) // (said.get("num_attention_heads") or 1)
     return width if said.get("num_hidden_layers") == largest else said.get("head_dim", width)

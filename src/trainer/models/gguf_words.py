@@ -1,7 +1,7 @@
 """How tokenizers in GGUF files split text into words: the meaning of each name in tokenizer.ggml.pre.
 
-llama.cpp has about 80 names (src/llama-vocab.cpp). These are the names for the families of this package, defined as in
-the models' published tokenizer.json; tests/goldens/gguf_tokens.json has llama.cpp's tokens for each.
+llama.cpp has about 80 names (src/llama-vocab.cpp). This file has the names for this package's families, defined as in
+the models' published tokenizer.json; tests/goldens/gguf_tokens.json contains llama.cpp's tokens for each.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ class Splitting(NamedTuple):
     Attributes:
       steps: the pre-tokenizers of a tokenizer.json.
       whole: whether a word that is itself a token skips the merges.
-      begins: whether a text begins with bos_token, unless the file specifies it.
-      normalizer: of the tokenizer.json. llama.cpp has no normalizer, so it differs where this changes a text.
+      begins: whether a text begins with bos_token if the file does not specify this.
+      normalizer: the normalizer of the tokenizer.json. llama.cpp has none, so it differs if this changes a text.
     """
 
     steps: list[dict[str, Any]]

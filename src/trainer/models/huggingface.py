@@ -29,8 +29,8 @@ class Layout(NamedTuple):
       inputs: 0 if the tensor has our shape or is `flat`. Otherwise the tensor is a matrix [out, in], and the first
         `inputs` axes of our kernel are its inputs.
       rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is one or more consecutive heads,
-        and this is the configuration key for the number of entries of a head: "head_dim". Hugging Face stores each head
-        as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
+        and `rotated` is the configuration key for the number of entries in a head: "head_dim". Hugging Face stores each
+        head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
       flat: whether the tensor has a single axis, into which all of our axes are merged.
       swapped: whether the last two axes are swapped: the tensor is [experts, out, in] for our matrices [experts, in,
         out] of all experts. This excludes `inputs`, `rotated` and `EXPERT`.
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
         return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
-        """Returns the number of entries of a head on the last axis of our `shape`; 0 if RoPE rotates none.
+        """Returns the number of entries in a head on the last axis of our `shape`; 0 if RoPE rotates no entries.
 
         Raises:
           UserError: the axis does not consist of heads.
@@ -77,8 +77,8 @@ class Layout(NamedTuple):
         return head
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
-        """Returns `box`, a box of one layer of our `shape`, enlarged so that it maps to a single box of the tensor and
-        its last axis contains complete heads of `head` entries; 0: no heads."""
+        """Returns `box`, a box in one layer of our `shape`, enlarged so that it maps to a single box of the tensor and
+        contains complete heads of `head` entries on the last axis. `head` = 0: no heads."""
         outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
         wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
         if head:
@@ -99,8 +99,8 @@ class Layout(NamedTuple):
         return slice(out.start * rows, out.stop * rows), slice(into.start * columns, into.stop * columns)
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
-        """Returns our parameter of one layer, or a widened box of it, with `shape`. `head`: the number of entries of
-        heads to store as pairs; 0: none."""
+        """Returns our parameter of one layer, or a widened box of that parameter, with `shape`. `head`: the number of
+        entries in a head to store as pairs; 0: no reordering."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in theirs])
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
@@ -119,12 +119,12 @@ class Outer(NamedTuple):
     """A multimodal model in transformers whose text model belongs to a family.
 
     Attributes:
-      model_type: its name in transformers.
-      texts: the model types that its `text_config` may have; the first is the default.
-      towers: the prefixes of the names of its other tensors; transformers 5 may write "model." before them.
-      fields: the fields of config.json that only its other parts read.
-      tokens: the fields of placeholder tokens for content other than text, with their defaults in transformers.
-      tied: the default of its tie_word_embeddings.
+      model_type: the model's name in transformers.
+      texts: the allowed model types of `text_config`; the first is the default.
+      towers: the name prefixes of tensors outside of the text model; transformers 5 may write "model." before them.
+      fields: the fields of config.json that only parts outside of the text model read.
+      tokens: the fields of placeholder tokens for content other than text, with the defaults in transformers.
+      tied: the default of tie_word_embeddings.
     """
 
     model_type: str
@@ -141,8 +141,8 @@ class Merged(NamedTuple):
     `Layout`s name the parts, as if each had a separate tensor.
 
     Attributes:
-      name: the end of its name, as in "self_attn.qkv_proj".
-      parts: the ends of the names of its parts, in order, as in ("self_attn.q_proj", ...).
+      name: the end of the module's name, as in "self_attn.qkv_proj".
+      parts: the ends of the parts' names, in order, as in ("self_attn.q_proj", ...).
       interleaved: whether the parts' outputs alternate: output i of part k is merged output i x len(parts) + k.
       axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
     """
@@ -182,41 +182,41 @@ class HuggingFace(NamedTuple):
     Attributes:
       model_type, architecture: the family's names in transformers.
       layouts: the layout of each parameter, by canonical name.
-      merged: the modules that merge several modules that the layouts name.
+      merged: the checkpoint's modules that each merge several modules of the layouts.
       defaults: values of absent fields of config.json.
-      nested: further such values if config.json is the `text_config` of another model. These are the defaults of its
-        class in transformers, because transformers 4 wrote only the values that differ from them.
-      outers: multimodal models whose text model has this type, or another one of their `texts`.
-      qk_norm: whether the family normalizes queries and keys; `sizes` may name a field for use_qk_norm.
+      nested: further defaults if config.json is the `text_config` of another model. These are the defaults of the
+        text config's class, because transformers 4 wrote only values that differ from them.
+      outers: multimodal models whose text model has this type, or another type in their `texts`.
+      qk_norm: whether the family normalizes queries and keys; `sizes` may specify a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types says; "chunked": `read` knows the chunks of each layer.
+        layer_types specifies; "chunked": `read` determines the chunks of each layer.
       period: the n of "alternating" without layer_types. `period_field`: the field that may override it.
       ropes: the types of RoPE that the family supports, as named in config.json; (): all but longrope.
-      rope_sizes: further keys, each with the field of the RoPE object that gives its value, a number.
+      rope_sizes: maps further keys with a numeric value to the field of the RoPE object that contains the value.
       rope_ignored: fields of the RoPE object that transformers does not read.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if RoPE is the same in all layers. Otherwise layers with a window use RoPE without scaling, with
         the base in this field of config.json.
       epsilon: the field with the epsilon of norms.
-      activation: the field with the gate's activation. `activations`: maps its further values to our names.
+      activation: the field with the gate's activation. `activations`: maps further values of the field to our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
       sizes: maps further keys of this trainer to the field of config.json with the value; null: the key's default.
         attention_bias and mlp_bias must be false in families that do not list them here.
       powers: maps further keys to a positive field and an exponent; the value is the field to that power:
         {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. null: the key's default.
-      latent: whether the attention is multi-head latent attention. `whole_heads_of_latents`: whether head_dim is the
-        size of a whole head, and partial_rotary_factor its rotated share; if not, head_dim is the rotated part.
+      latent: whether attention is multi-head latent attention. `whole_heads_of_latents`: whether head_dim is the size
+        of a whole head and partial_rotary_factor the rotated share; if not, head_dim is the size of the rotated part.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
-      read: returns further keys of this trainer, given config.json with `defaults`, and appends to the list any values
-        that cannot be represented. `fields`: the fields that it reads. `write`: returns them for a resolved config.
+      read: returns further keys of this trainer, given config.json with `defaults`, and appends any values that cannot
+        be represented to the list. `fields`: the fields that `read` reads. `write`: returns them for a resolved config.
       implies: keys of this trainer that have this value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: maps the word of a module's name in transformers 5 to the word in its tensors' names, where they differ.
+      modules: maps a word in a module's name in transformers 5 to the word in the tensors' names, where they differ.
       methods: the values of topk_method without and with groups of experts; "": the family has no groups.
-      gguf: the declaration of its llama.cpp files; None if they are neither read nor written.
+      gguf: the declaration of the family's llama.cpp files; None if they are neither read nor written.
     """
 
     model_type: str
@@ -278,7 +278,7 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def reordered(x: Any, head: int, *, pairs: bool) -> Any:
-    """Reorders the entries of heads. The last axis of `x` (NumPy or JAX) has heads of `head` entries; 0: no heads.
+    """Reorders the entries of heads. The last axis of `x` (NumPy or JAX) is heads of `head` entries each; 0: no heads.
 
     With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n); without, the reverse.
     """

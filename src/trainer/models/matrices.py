@@ -26,7 +26,7 @@ _CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless th
 
 def matrix_names(config: Config, key: str = "quantization") -> list[str]:
     """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass.
-    `key`: the configuration key that needs them, for messages.
+    `key`: the configuration key that requires the matrices, for messages.
 
     Raises:
       UserError: a block is a user's Linen module; rules cannot choose its products.
@@ -69,7 +69,7 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
     """
     check_matrices(config)
     found = _matrices(config, "quantization")
-    # The others are the output head and the projections of modules; both have one input axis.
+    # The other matrices are the output head and the projections of modules; both have one input axis.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
@@ -113,7 +113,7 @@ def adapted_names(config: Config) -> list[str]:
 
 
 def masked_kernels(config: Config) -> list[Kernel]:
-    """Returns the matrices that weight sparsity masks; [] without it.
+    """Returns the matrices that weight sparsity masks; [] without weight sparsity.
 
     Raises:
       UserError: a block is a user's Linen module, no matrix is masked, or the length of the axis that a product sums

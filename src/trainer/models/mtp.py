@@ -46,14 +46,14 @@ class Ahead(NamedTuple):
     """
 
     tokens: jax.Array  # token t + k
-    segments: jax.Array  # the segment of token t if its k successors are in it, else 0
+    segments: jax.Array  # the segment of token t if it contains the k successors of t, else 0
 
 
 def embedded(embed: Callable[[jax.Array], jax.Array], inputs: jax.Array, ahead: Ahead | None) -> tuple[jax.Array, Any]:
     """Returns the embeddings of `inputs` [b, t] and of `ahead.tokens`: [b, t, e] and [modules, b, t, e]. Without
-    `ahead` the second is None.
+    `ahead` the second result is None.
 
-    They share one lookup, so that the gradient of the table is summed, reduced and stored once.
+    Both share one lookup, so that the gradient of the table is summed, reduced and stored once.
     """
     if ahead is None:
         return embed(inputs), None
@@ -98,7 +98,7 @@ def make_projection(config: Config, k: int, rngs: nnx.Rngs) -> Dense:
     dense = Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
-        ("embed", "mlp"),  # the tensor axes shard it, as they shard the residuals that it makes
+        ("embed", "mlp"),  # sharded over the tensor axes, like the residuals that it computes
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         rngs=rngs,
@@ -141,8 +141,8 @@ def run_mtp(
     """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
 
     If not all k successors of a token are in its segment, the token is padding for module k and adds no loss there.
-    Positions are those of token t itself: RoPE depends only on position differences, and the first position in a
-    segment stays 0.
+    Module k uses the position of token t, because RoPE depends only on position differences, and the first position in
+    a segment then stays 0.
 
     Args:
       run_block: `run_block(held, x, context, types) -> x, sown` of one block, where `held` is `part(k, BLOCK)`.

@@ -33,14 +33,14 @@ _PARTS = {
     f"{PROJECTION}/kernel": Layout("eh_proj.weight", inputs=1),
     f"{FINAL_NORM}/scale": Layout("shared_head.norm.weight"),
 }
-# Published weights repeat the model's own embedding table and output head in each module.
+# Published weights repeat the model's embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
 # The names of all module tensors in Hugging Face, with {} for the number of the layer.
 MODULE_TENSORS = tuple(f"model.layers.{{}}.{name}" for name in (*(it.name for it in _PARTS.values()), *_COPIES))
 
 
 def module_of(name: str) -> int:
-    """Returns the number of the module that has the canonical parameter `name`; 0 for the model's own parameters."""
+    """Returns the number of the module that contains the canonical parameter `name`; 0 for parameters of the model."""
     found = _MODULE.match(name)
     return int(found[1]) if found else 0
 
@@ -60,7 +60,7 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
     """Returns the layouts of `declared` (by default, of the family of `config`), and of the modules of `config`."""
     layouts = dict((declared or hugging_face(config)).layouts)
     for stack in stacks(config):
-        # Each block of a pattern has the layouts of the stack, unless the family declares its own.
+        # Each block of a pattern has the layouts of the stack, unless the family declares layouts for the block.
         above = f"decoder/{LAYERS if stack.name == REMAINDER else stack.name}/"
         each = {name.removeprefix(above): it for name, it in layouts.items() if name.startswith(above)}
         layouts = {f"decoder/{path}/{name}": it for path in stack.paths for name, it in each.items()} | layouts
@@ -78,11 +78,11 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
 def rotated_heads(
     config: Config, shapes: Mapping[str, tuple[int, ...]], why: str, decoder_block: str = ""
 ) -> dict[str, int]:
-    """Returns the parameters of `shapes` whose entries RoPE rotates, with the number of entries of a head.
+    """Returns the parameters of `shapes` whose entries RoPE rotates, with the number of entries in a head.
 
     Args:
-      why: the reason why their entries must be reordered, for messages.
-      decoder_block: the family whose layouts are used, by default that of `config`.
+      why: the reason why entries must be reordered, for messages.
+      decoder_block: the family whose layouts are used, by default the family of `config`.
 
     Raises:
       UserError: the family has no layouts, or none for a parameter in a block, such as an adapter.

@@ -1,4 +1,4 @@
-"""Maps a block's parameter names to the names in the block that it replaces."""
+"""Maps the parameter names of a block to the names in the block that it replaces."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -58,8 +58,8 @@ class Names:
 
 
 def renamed(node: Any, names: Names) -> Any:
-    """Returns `node` with common names in its decoders. `node` contains trees of parameters: a `TrainTree`, optax
-    states."""
+    """Returns `node` with common names in its decoders. `node` contains trees of parameters, such as a `TrainTree` or
+    an optax state."""
     if isinstance(node, dict):
         if not isinstance(node.get("decoder"), dict):
             return {key: renamed(value, names) for key, value in node.items()}

@@ -32,11 +32,11 @@ def lacking(
 ) -> dict[str, list[str]]:
     """Returns the names of each group of parameters that a checkpoint lacks, by the group's path.
 
-    A group that is partly in the checkpoint is not returned: then a missing parameter is an error.
+    A group that is partly in the checkpoint is not returned, because there a missing parameter is an error.
 
     Args:
       names: the canonical names of the model's parameters.
-      held: given names, returns those that the checkpoint has, at least in part.
+      held: given names, returns the names that the checkpoint contains, at least in part.
     """
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -19,13 +19,13 @@ def repeated(blocks: Sequence[MakeBlock], layers: int) -> list[Stack]:
 
 
 def alternating(block: MakeBlock, config: Config) -> list[Stack]:
-    """Returns the stacks of layers that differ in their windows; `block` takes `window`, see `llama2.block.Block`."""
+    """Returns the stacks of layers that differ only in `window`, an argument of `block` (see `llama2.block.Block`)."""
     blocks = [functools.partial(block, window=window) for window in windows(config)]
     return repeated(blocks, config.base_num_decoder_layers)
 
 
 def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute the layers, unless one in `period` has no window; [] if it can."""
+    """Returns why MaxText cannot compute the layers; [] if it can, that is, if one in `period` layers has no window."""
     every = config.sliding_window_pattern
     return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
 

@@ -65,7 +65,7 @@ def _recipes(config: Config) -> tuple[Recipe, Recipe]:
 
 
 def is_quantized(make: MakeProduct | None) -> bool:
-    """Returns whether `make`, of a rule, makes quantized products."""
+    """Returns whether `make`, a rule's maker of products, makes quantized products."""
     return isinstance(make, functools.partial) and make.func in (quantized, dequantized)
 
 
@@ -78,7 +78,7 @@ def check_unquantized(config: Config, names: Sequence[str]) -> None:
     """Refuses patterns of unquantized_modules that match none of the matrices `names`.
 
     Raises:
-      UserError: there are such patterns; the message names them.
+      UserError: patterns match nothing; the message lists them.
     """
     patterns = config.unquantized_modules if config.quantization else ()
     whole = [*map(whole_name, names)]

@@ -29,7 +29,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
       memory_kinds: the kinds of memory that a device of the mesh can address (`device.addressable_memories()`).
 
     Raises:
-      UserError: they have none; the message names the offloaded tensors and an alternative.
+      UserError: there is no pinned host memory; the message names the offloaded tensors and an alternative.
     """
     kinds = sorted(set(memory_kinds))
     tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)
@@ -49,7 +49,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Config) -> dict[str, str]:
-    """Returns what remat_policy=custom does with each tensor."""
+    """Returns the choice of remat_policy=custom for each tensor: remat, device or offload."""
     choices = {tensor: config[tensor] for tensor in TENSORS}
     if config.remat_policy != "custom":
         return choices

@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
-    """Returns the stacks `found` with the longest one in a pipeline, if `config`, resolved, has several stages. Layers
-    outside of the pipeline become a separate stack after it.
+    """Returns the stacks `found`, with the longest stack in a pipeline if `config`, resolved, has several stages. Its
+    layers outside of the pipeline become a separate stack after it.
 
     Raises:
       UserError: the numbers of stages, repeats, layers per stage and layers do not fit together; the message names the
-        nearest that do.
+        nearest fitting numbers.
     """
     if stages(config) == 1:
         return tuple(found)
@@ -58,7 +58,7 @@ def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
 
 
 def stage_text(stacks: Sequence[Stack]) -> str:
-    """Returns the pipeline of a model with these stacks in words; "" without one."""
+    """Returns a description of the pipeline of a model with these stacks; "" without a pipeline."""
     plans = [(stack.pipeline, stack.pipeline.layers * len(stack.blocks)) for stack in stacks if stack.pipeline]
     left = [f"; {counted(stack.layers, 'layer')} outside" for stack in stacks if not stack.pipeline and plans]
     return "".join([*(plan.text(layers) for plan, layers in plans), *left])
@@ -147,8 +147,8 @@ def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Division:
-    """How a pipeline divides the layers of a stack between two stacks: the layers inside, and those outside, if any.
-    In checkpoints they are one stack with the name of the first."""
+    """How a pipeline divides the layers of a stack into two stacks: the layers inside, and any layers outside. In
+    checkpoints, both are one stack with the name of `inside`."""
 
     inside: Stack
     outside: Stack | None
@@ -222,7 +222,7 @@ def to_stages(stacks: Sequence[Stack], tree: T) -> T:
 
 
 def named_by_layer(stacks: Sequence[Stack], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns sown values, by path, with the layers of a pipeline in one leading axis."""
+    """Returns sown values by path, with the layers of a pipeline in one leading axis."""
     found = division(stacks)
     if found is None:
         return dict(values)

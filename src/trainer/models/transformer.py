@@ -59,7 +59,7 @@ def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
 
 
 def make_position_embedder(config: Config, rngs: nnx.Rngs) -> PositionEmbed:
-    """Makes the table of learned positions, for a model that has one (`learned_positions`)."""
+    """Makes the table of learned positions, for a model with learned positions (`learned_positions`)."""
     return PositionEmbed(
         config.trainable_position_size,
         config.base_emb_dim,
@@ -77,7 +77,7 @@ def learned_positions(config: Config) -> bool:
 def head_matrix(config: Config) -> tuple[str, ...]:
     """Returns the canonical path of the matrix of the output head.
 
-    The head reads this parameter and the parameters stored next to it, such as those of a product, and no others.
+    The head reads only this parameter and the parameters stored next to it, such as a product's parameters.
     """
     if config.logits_via_embedding:
         return ("token_embedder", "embedding")
@@ -87,8 +87,8 @@ def head_matrix(config: Config) -> tuple[str, ...]:
 def casts_in_loop(config: Config) -> bool:
     """Returns whether a rolled loop casts its weights inside (`layers.loop.cast_in_loop`).
 
-    It does not under Zero-1, where the step all-gathers the weights before the loop: casting them before the all-gather
-    halves the transferred bytes.
+    Under Zero-1 it does not, because the step all-gathers the weights before the loop, and casting them before the
+    all-gather halves the transferred bytes.
     """
     return not config.shard_optimizer_over_data
 

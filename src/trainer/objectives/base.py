@@ -13,13 +13,13 @@ Batch = Mapping[str, jax.Array]
 
 
 class Field(NamedTuple):
-    """An array of a batch: the size of each axis ("rows", "length" or a number) and the dtype."""
+    """The declaration of a batch array: the size of each axis ("rows", "length" or a number), and the dtype."""
 
     shape: tuple[str | int, ...] = ("rows", "length")
     dtype: str = "int32"
 
 
-# This field is in every batch: the index of each row in the global batch. Dropout depends on it.
+# Every batch has this field: the index of each row in the global batch. Dropout depends on it.
 ROW = {"row": Field(("rows",))}
 
 
@@ -35,8 +35,8 @@ class Weights(NamedTuple):
 
     Attributes:
       terms: the divisor of each sum by name, with the same shape as the sum.
-      tokens: the number of loss-bearing tokens, int32 []. It is 0 exactly if the divisors are 0; such a batch makes no
-        update.
+      tokens: the number of loss-bearing tokens, int32 []. It is 0 if and only if the divisors are 0; such a batch makes
+        no update.
     """
 
     terms: dict[str, jax.Array]
@@ -50,9 +50,9 @@ class Evaluation(NamedTuple):
       tokens: as in `Weights`.
       loss: `eval_loss`, which also selects the best checkpoints.
       cross_entropy: nats per loss-bearing token, that is, per token of `targets` whose `targets_segmentation` is not 0.
-        Used for perplexity and bits per byte. None if the objective has no such mean; then a batch need not have these
+        Used for perplexity and bits per byte. None if the objective has no such mean; a batch then does not need these
         fields.
-      others: further means, reported as eval_NAME.
+      others: additional means by name, reported as eval_NAME.
     """
 
     tokens: jax.Array
@@ -64,8 +64,8 @@ class Evaluation(NamedTuple):
 class Sums(NamedTuple):
     """Sums over a batch or a microbatch, float32 by name, and sown values.
 
-    A sum is a scalar, or an array [n] of n parts. Each part is divided by its own weight, and the term is the sum of
-    the quotients.
+    A sum is a scalar, or an array [n] of n parts. Each part is divided by the weight for that part, and the term is the
+    sum of the quotients.
     """
 
     minimized: dict[str, jax.Array]  # each is divided by its weight; the loss is the sum of the quotients
@@ -79,9 +79,9 @@ class Frozen(NamedTuple):
     Attributes:
       abstract: a pytree with a ShapeDtypeStruct at each leaf.
       axes: the same tree with a `sharding.Axes` at each leaf.
-      make: returns the arrays, given `abstract` with a sharding at each leaf. No checkpoint has them, so it is called
-        at the beginning of every process, and must return the same arrays in a run that resumes. None: the arrays are
-        the parameters with which the run began (`first_parameters`).
+      make: returns the arrays, given `abstract` with a sharding at each leaf. Since no checkpoint contains the arrays,
+        it is called at the start of every process, and must return the same arrays in a resumed run. None: the arrays
+        are the parameters with which the run began (`first_parameters`).
     """
 
     abstract: Any
@@ -95,21 +95,21 @@ class Objective(Protocol):
     Every term is a sum over rows, divided by a weight that is known in advance. The loss therefore does not depend on
     accumulation over microbatches.
 
-    One term name has a meaning: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
-    loss-bearing tokens. Perplexity is reported if this term exists. The term is optional.
+    One term name is reserved: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
+    loss-bearing tokens. The term is optional; if it exists, perplexity is reported.
 
     An objective that reads arrays in addition to the train state has an attribute `frozen`, a `Frozen`. Its methods
     `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
 
-    An objective may read arrays that are computed from a batch and from the order of its tokens. Its attribute
-    `derived` declares them, as `fields` does, and its method `prepare(batch) -> batch` adds them. It is called on the
-    host, with the whole rows of this process; on devices, the tokens of a row may be in another order.
+    An objective may read arrays that are derived from a batch and depend on the order of its tokens. The attribute
+    `derived` declares them, like `fields`, and the method `prepare(batch) -> batch` adds them. `prepare` runs on the
+    host, on this process's whole rows, because on devices the tokens of a row may be in another order.
 
     The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. They are
     refused unless the attribute `reads` of the objective's class, not of a base class, names them (`unread`).
 
-    An objective may report maxima over the tokens of a batch: their names are in its attribute `maxima`, and `sums`
-    returns the values among those of `layers.sown.Maximum`.
+    An objective may report maxima over the tokens of a batch: the attribute `maxima` lists their names, and `sums`
+    returns their values as sown values of type `layers.sown.Maximum`.
     """
 
     @property
@@ -119,7 +119,7 @@ class Objective(Protocol):
 
     @property
     def captures(self) -> tuple[type[nnx.Variable], ...]:
-        """The types of sown values that the objective captures for itself; the step does not return their values."""
+        """The types of sown values that only the objective reads; the step does not return their values."""
 
     def weights(self, batch: Batch) -> Weights:
         """Returns the divisors of the terms, computed from the whole batch."""
@@ -153,12 +153,12 @@ _TERMS = ("z_loss_multiplier", "label_smoothing", "mtp_num_layers")
 
 
 def reads_of(objective: Objective) -> Collection[str]:
-    """Returns which keys of `unread` the objective reads; not inherited, as a subclass may compute another loss."""
+    """Returns the keys of `unread` that the objective reads. A subclass does not inherit them: its loss may differ."""
     return objective.reads if "reads" in vars(type(objective)) else ()  # type: ignore[attr-defined]
 
 
 def unread(objective: Objective, config: Config) -> list[str]:
-    """Returns a message for each term of the loss that `config` asks for and `objective` does not compute."""
+    """Returns a message for each loss term that `config` requests but `objective` does not compute."""
     return [
         f"{key}={config[key]}: the objective {type(objective).__name__} does not read it; leave it out, or name it in "
         "the objective's attribute reads"
@@ -183,10 +183,10 @@ def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:
 
 
 def batch_fields(objective: Objective) -> dict[str, Field]:
-    """Returns all arrays of a batch of `objective` that its source makes, by name."""
+    """Returns the declarations of all arrays that the source makes for a batch of `objective`, by name."""
     return {**objective.fields, **ROW}
 
 
 def placed_fields(objective: Objective) -> dict[str, Field]:
-    """Returns all arrays of a batch of `objective` on devices, by name: also those that `prepared` adds."""
+    """Returns the declarations of all batch arrays on devices, by name, including the arrays that `prepared` adds."""
     return {**batch_fields(objective), **derived_of(objective)}

@@ -18,7 +18,7 @@ Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
 
 def ahead_of(batch: Batch) -> Ahead | None:
-    """Returns the fields of `batch` that modules of multi-token prediction read; None if it has none."""
+    """Returns the fields of `batch` that modules of multi-token prediction read; None if the batch lacks them."""
     return Ahead(*(batch[name] for name in AHEAD)) if AHEAD[0] in batch else None
 
 

@@ -1,6 +1,6 @@
 """Multi-token prediction: the loss of the next token and of the tokens after it (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-At token t, module k predicts token t + k + 1 from its own hidden states (`models.mtp`), with the model's output head.
+At token t, module k predicts token t + k + 1 from the module's hidden states (`models.mtp`) with the model's head.
 """
 
 import functools
@@ -26,8 +26,8 @@ TARGETS, SEGMENTS = "mtp_targets", "mtp_targets_segmentation"
 class MultiToken:
     """The terms of `next_token`, and the same terms for `modules` modules: mtp_loss, mtp_z_loss, ... See `Objective`.
 
-    The term of the modules is `scale` times the mean over the modules of each module's mean over its own tokens. Its
-    sums and its weight are arrays [modules].
+    For a module term, each module takes the mean over the tokens that it predicts. The term is `scale` times the mean
+    of these means. Its sums and its weight are arrays [modules].
 
     Attributes:
       evaluated: the module whose acceptance rate evaluation reports; 0: none.
@@ -48,8 +48,8 @@ class MultiToken:
 
     @property
     def derived(self) -> Mapping[str, Field]:
-        """See `Objective`. For token t and module k these are token t + k, the segment of t if its k successors are in
-        it, otherwise 0, and the target with its segment, 0 if there is none: [b, t, modules]."""
+        """See `Objective`. For token t and module k: token t + k; the segment of t if it contains the k successors of
+        t, else 0; the target; and the target's segment, 0 if there is no target. Each is [b, t, modules]."""
         return dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
 
     def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -96,15 +96,15 @@ class MultiToken:
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
 
-        The rate is a share of the tokens that have a loss in module k: those for which the most likely token of module
-        k equals the token that the model itself predicts k tokens later.
+        The rate is the share of the tokens with a loss in module k for which the most likely token of module k equals
+        the token that the model itself predicts k tokens later.
         """
         if not self.evaluated:
             return self.next_token.evaluation(params, rest, batch)
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
         greatest = functools.partial(self.next_token.token_terms, params, rest, best=True)
         terms, own = greatest(hidden, batch["targets"])
-        best: Any = own.best  # with this evaluation, the tokens of a row are in their order
+        best: Any = own.best  # this evaluation requires that tokens are in their original order
         best = jnp.pad(best[:, self.evaluated :], ((0, 0), (0, self.evaluated)))
         i = self.evaluated - 1
         bears_loss = batch[SEGMENTS][..., i] != 0
@@ -117,7 +117,7 @@ class MultiToken:
         return Evaluation(tokens, nats, nats, {"mtp_acceptance_rate": rate})
 
     def _hidden(self, sown: Sown) -> list[jax.Array]:
-        # Selected by name, because a block may sow values of this type, too.
+        # Selected by path, because a block may also sow values of this type.
         return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
 
 

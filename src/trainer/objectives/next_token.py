@@ -45,8 +45,8 @@ class NextToken:
     def token_terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
     ) -> tuple[dict[str, jax.Array], TokenLogProbs]:
-        """Returns the terms of each token, float32 [b, t], given its hidden states, and the log-probabilities behind
-        them. A term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
+        """Returns the terms of each token, float32 [b, t], and the log-probabilities from which they are computed. A
+        term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
         smoothed = self.label_smoothing != 0
         logs = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
         terms = {"lm_loss": -logs.target}
@@ -78,7 +78,7 @@ class NextToken:
         return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
-        """Returns the cross entropy, and the other terms that a subclass measures. See `Objective.evaluation`."""
+        """Returns the cross entropy, and any further terms that a subclass measures. See `Objective.evaluation`."""
         sums = self.sums(params, rest, batch, key=None)
         terms, tokens = self.weights(batch)
         nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)

@@ -23,18 +23,18 @@ _FLOATS = Field(dtype="float32")
 class Policy:
     """The clipped policy gradient of completions, and their KL divergence from a reference. See `Objective`.
 
-    A row contains sequences, each a segment: a prompt and its completion. The completion's tokens bear loss. With r the
-    ratio of a token's current probability to that when it was sampled, and A its completion's advantage, the terms are
+    Each segment of a row is a sequence: a prompt and its completion. Only the completion's tokens bear loss. Let r be a
+    token's current probability divided by its probability when sampled, and A its completion's advantage. The terms are
       policy_loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Shao et al. 2024, arXiv:2402.03300);
-      kl_loss: `beta` times exp(d) - d - 1, where d is the reference's log-probability minus the policy's: an estimate
-        of the KL divergence from the reference, never negative (Schulman 2020, joschu.net/blog/kl-approx).
-    Probabilities are those of softmax(logits / `temperature`) over all tokens, as in the rollouts.
+      kl_loss: `beta` times (exp(d) - d - 1), where d is the reference's log-probability minus the policy's. This is an
+        estimate of the KL divergence from the reference, never negative (Schulman 2020, joschu.net/blog/kl-approx).
+    As in the rollouts, probabilities are softmax(logits / `temperature`) over all tokens.
 
     Attributes:
       low, high: how far r may be below and above 1 before it is clipped.
       of_sequences: r is the geometric mean of the ratios of the completion's tokens (Zheng et al. 2025,
-        arXiv:2507.18071: as these have one advantage, GSPO-token has the loss and the gradients of GSPO).
-      aggregation: see rl_loss_agg_mode in base.yml. Each divisor is that of the whole batch.
+        arXiv:2507.18071). Since these tokens share one advantage, GSPO-token has the loss and gradients of GSPO.
+      aggregation: see rl_loss_agg_mode in base.yml. Divisors are computed over the whole batch.
       frozen: the reference (`first_parameters`); None without `beta`.
     """
 
@@ -50,7 +50,7 @@ class Policy:
 
     captures: ClassVar[tuple[type, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = (DRIFT,)
-    # Of each token of a completion: its log-probability when it was drawn, and the completion's advantage and reward.
+    # For each completion token: its log-probability when sampled, and the completion's advantage and reward.
     fields: ClassVar[Mapping[str, Field]] = {
         **NextToken.fields,
         **dict.fromkeys(("old_log_probs", "advantages", "rewards"), _FLOATS),
@@ -75,7 +75,7 @@ class Policy:
         *,
         frozen: Any = None,
     ) -> Sums:
-        """See `Objective.sums`. Sows the largest difference of a log-probability from that when the token was drawn."""
+        """See `Objective.sums`. Sows the largest change of a token's log-probability since it was sampled."""
         drawn = batch["targets_segmentation"] != 0
         log_probs, sown = self._log_probs(params, rest, batch, key, capture, sampled)
         change = jnp.where(drawn, log_probs - batch["old_log_probs"], 0)
@@ -95,7 +95,7 @@ class Policy:
         return Sums(minimized, measured, sown)
 
     def evaluation(self, params: Any, rest: Any, batch: Batch, *, frozen: Any = None) -> Evaluation:
-        """See `Objective.evaluation`: the mean reward of completions. The loss is its negative."""
+        """See `Objective.evaluation`. Returns the mean reward of completions; the loss is the negative mean reward."""
         weights, sums = self.weights(batch), self._of_rollouts(batch)
         means = {name: Mean(total, weights.terms[name]) for name, total in sums.items()}
         total, weight = means["reward"]
@@ -118,7 +118,7 @@ class Policy:
         return of_tokens(segment_sums(change, segment) / count, segment)
 
     def _total(self, values: jax.Array, batch: Batch) -> jax.Array:
-        """Returns the sum of values of tokens [b, t], which is divided by the weight of `aggregation`."""
+        """Returns the sum of token values [b, t], to be divided by the weight that `aggregation` determines."""
         values = jnp.where(batch["targets_segmentation"] != 0, values, 0)
         if self.aggregation == "sequence-mean-token-mean":
             values /= of_tokens(jnp.maximum(_lengths(batch), 1), batch["inputs_segmentation"])

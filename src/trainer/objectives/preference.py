@@ -20,12 +20,12 @@ from trainer.objectives.segments import segment_sums
 from trainer.objectives.tiling import Tiling
 
 ANSWERS = "targets_segmentation"
-_CERTAIN = -1e-7  # the greatest mean log-probability with odds that are finite in float32
+_CERTAIN = -1e-7  # the greatest mean log-probability whose odds are finite in float32
 _MEASURED = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy", "chosen_nll")
 
 
 class OfPairs(NamedTuple):
-    """A value of the two sequences of each pair: [b, p]."""
+    """A value for each of the two sequences of a pair: [b, p]."""
 
     chosen: jax.Array
     rejected: jax.Array
@@ -67,7 +67,7 @@ class Preference(abc.ABC):
         """Returns the terms, given the log-probability of every target under the policy and the reference."""
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`. Tokens are those of answers in pairs."""
+        """See `Objective.weights`. Only the tokens of answers in pairs count."""
         counts = of_pairs(None, batch)
         is_pair = _is_pair(counts)
         pairs = jnp.sum(is_pair, dtype=jnp.int32)
@@ -87,8 +87,8 @@ class Preference(abc.ABC):
     ) -> Sums:
         """See `Objective.sums`. The reference has no dropout.
 
-        If policy and reference have equal parameters, they get equal log-probabilities. Two compiled forward passes
-        could round differently, and the accuracy would be arbitrary instead of 0.
+        If policy and reference have equal parameters, the policy's log-probabilities serve for both. Two compiled
+        forward passes could round differently, and the accuracy would be arbitrary instead of 0.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
         reference_bt = None
@@ -110,7 +110,7 @@ class Preference(abc.ABC):
         return Sums(sums(minimized), sums(dict(zip(_MEASURED, jax.lax.stop_gradient(measured), strict=True))), sown)
 
     def evaluation(self, params: Any, rest: Any, batch: Batch, **frozen: Any) -> Evaluation:
-        """Returns the loss and what is measured. See `Objective.evaluation`."""
+        """Returns the loss and the measured terms. See `Objective.evaluation`."""
         minimized, measured, _ = self.sums(params, rest, batch, None, **frozen)
         terms, tokens = self.weights(batch)
         loss = Mean(sum(minimized.values(), start=jnp.zeros(())), terms[self.minimized[0]])
@@ -123,7 +123,7 @@ class Preference(abc.ABC):
         return target_log_probs(self.apply, params, rest, hidden, batch["targets"], self.tiling).target, sown
 
     def _smoothed(self, logits: jax.Array) -> jax.Array:
-        """Returns the cross entropy of the labels, given the logits of the labels being correct."""
+        """Returns the cross entropy of the labels, given the logits of the event that the labels are correct."""
         return -(1 - self.smoothing) * jax.nn.log_sigmoid(logits) - self.smoothing * jax.nn.log_sigmoid(-logits)
 
 
@@ -173,8 +173,8 @@ class Orpo(Preference):
 
 
 def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) -> OfPairs:
-    """Returns the sums of `values_bt`, or the number of tokens if it is None, over the tokens that have a segment in
-    `batch[which]`: those of the answers, or with "inputs_segmentation" all."""
+    """Returns the sums of `values_bt` (None: the number of tokens) over the tokens that have a segment in
+    `batch[which]`: by default the tokens of the answers, with "inputs_segmentation" all tokens."""
     segment_bt = batch[which]
     sums_bs = segment_sums(jnp.ones_like(segment_bt) if values_bt is None else values_bt, segment_bt)
     end = 1 + segment_bt.shape[-1] // 2 * 2

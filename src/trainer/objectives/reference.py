@@ -13,8 +13,8 @@ from trainer.optim.optimizer import trainable
 def first_parameters(config: Config, model: Any) -> Frozen:
     """Returns the `frozen` declaration of an objective that reads the run's initial parameters.
 
-    It contains only the trained parameters, and None for the others, which the train state has unchanged. With
-    adapters, the reference is therefore the base with the initial adapters, and needs memory only for the adapters.
+    It contains only the trained parameters, and None for all others, which stay unchanged in the train state. With
+    adapters, the reference is therefore the base model with the initial adapters, and only adapters need memory.
 
     Args:
       config: resolved.

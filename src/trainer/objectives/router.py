@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.layers.sown import RouterLoss
 from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights, reads_of
 
-# The name of a term, and the last part of the path of the values that a layer sows for it.
+# The name of each term, and the last part of the path under which a layer sows the term's values.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
 KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
 
@@ -23,7 +23,7 @@ class WithRouters:
       router_z_loss: `z` times the mean over layers and tokens of the squared log of the softmax normalizer.
 
     Padding rows and padding tokens are left out. The mean includes all layers with a router, also in modules of
-    multi-token prediction. Evaluation has neither term.
+    multi-token prediction. Evaluation leaves out both terms.
     """
 
     objective: Objective
@@ -43,7 +43,7 @@ class WithRouters:
         return reads_of(self.objective)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns one of the attributes of `Objective` that not every objective has."""
+        """Returns an optional attribute of `Objective` from the wrapped objective."""
         return getattr(self.objective, name)
 
     def weights(self, batch: Batch) -> Weights:

@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]
 
 _OVER = ("activation_batch", "activation_length")  # the logical axes whose mesh axes shard the tokens
-_SAME = sharding.Axes(())  # replicated over these mesh axes
+_SAME = sharding.Axes(())  # replicated over the mesh axes of _OVER
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Tiling:
 
     Attributes:
       tiles: the number of tiles, which divides the number of tokens of a device.
-      matrix: canonical path of the head's matrix. Parameters stored next to it belong to the head, too.
+      matrix: canonical path of the head's matrix. Parameters stored next to the matrix are also part of the head.
       param_axes: the logical axes of the model's parameters.
       dtype: the dtype of the head's product.
     """
@@ -43,10 +43,9 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
     """Returns `fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
 
     `fn` must read only the output head's part of `params` and `rest`, and compute each token independently. A custom
-    VJP (docs/decisions/0014) gives the result gradients with respect to the head's parameters and `hidden_bte`. It
-    saves only these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient
-    over its tiles in float32. One all-reduce after the last tile adds the sums of the devices. Supports reverse mode
-    only.
+    VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves only
+    these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
+    in float32. One all-reduce after the last tile adds the devices' sums. Supports reverse mode only.
     """
     path = tiling.matrix[:-1]
     tiled = _Tiled(fn, tiling, _abstract(params), _abstract(rest))
@@ -66,7 +65,7 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
 
 
 class _Tiled:
-    """The forward and backward pass. A head is the tree of its parameters; buffers have no gradients."""
+    """The forward and backward pass. `head` is the tree of the head's parameters; `buffers` have no gradients."""
 
     def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
         """`params` and `rest` supply the shapes of the parts that `fn` does not read."""
@@ -88,8 +87,8 @@ class _Tiled:
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
             sums, hidden_grad = run(self._in_dtype(head), *others, inexact(grads)[0])
-            # Without the barrier the compiler reduces over devices late: the sums stay in memory through the backward
-            # pass.
+            # Without the barrier the compiler reduces over devices late and keeps the sums in memory through the
+            # backward pass.
             sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
         return jax.tree.map(lambda leaf, total: _if_any(lambda x: x.astype(leaf.dtype), total), head, sums), hidden_grad
 
@@ -104,7 +103,7 @@ class _Tiled:
         return jax.tree.map(lambda value: value.reshape(target_bt.shape), values)
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
-        """Runs on one device, for its tokens. Then adds the head's gradient over devices."""
+        """Runs on one device, for its tokens. Then sums the head's gradient over devices."""
         trained, join = inexact(self._constrained(head))
 
         def add(sums: Any, tile: Any) -> tuple[Any, jax.Array]:

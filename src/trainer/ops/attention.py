@@ -9,8 +9,8 @@ result has the queries' dtype. An op raises ValueError for anything it does not 
 
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
-`sinks`: float32 [h], the logit of an additional key per head, which every query attends to and which has the value zero
-(gpt-oss, arXiv:2508.10925); None for none.
+`sinks`: float32 [h], the logit of an additional key per head whose value is zero and to which every query attends
+(gpt-oss, arXiv:2508.10925); None: no sinks.
 
 `window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before the mask,
 scores are bounded by soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
@@ -31,14 +31,14 @@ class Mask(NamedTuple):
     key_position: jax.Array  # [b, s] int
     query_segment: jax.Array  # [b, t] int
     key_segment: jax.Array  # [b, s] int
-    # [b, n] int, the same segments as lengths (`ops.documents`), for kernels that read lengths; None: rows may have any
+    # [b, n] int, the segments as lengths (`ops.documents`), for kernels that read lengths; None: rows may have any
     # number of segments.
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
         """Returns a mask for chunked attention with `window` = `size`: queries see only their chunk of a document.
 
-        Each document becomes two segments: its even and its odd chunks. The window separates chunks of equal parity.
+        Each document becomes two segments: the even and the odd chunks. The window separates chunks of equal parity.
         """
 
         def halves(segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -51,23 +51,23 @@ class Mask(NamedTuple):
 class Dropout(NamedTuple):
     """Dropout of attention weights; see `ops.dropout.attention_keep`.
 
-    A device that computes part of a row's weights draws the mask of the whole row and uses its part.
+    A device that computes a part of a row's weights draws the mask of the whole row and uses that part of the mask.
     """
 
     key: jax.Array
     row: jax.Array  # [b] int
     rate: float
-    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a row; None: as in the call
-    first_head: jax.Array | int = 0  # of the call, among all heads
+    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a whole row; None: as in the call
+    first_head: jax.Array | int = 0  # the index of the call's first head among all heads
     first_query: jax.Array | int = 0
 
     def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
-        """Returns which weights are kept, bool [b, heads, t, keys]. `query_t`: int [t], indices of the call's queries;
-        `first_key`: an index in the row."""
+        """Returns the mask of kept weights, bool [b, heads, t, keys]. `query_t`: int [t], the indices of the queries in
+        the call. `first_key`: the index of the first key in the row."""
         if self.whole is None:
             return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
         drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)
-        drawn = jnp.pad(drawn, ((0, 0), (0, 0), (0, 0), (0, keys)))  # keys after the row are padding of a block
+        drawn = jnp.pad(drawn, ((0, 0), (0, 0), (0, 0), (0, keys)))  # keys past the row's end are block padding
         drawn = jax.lax.dynamic_slice_in_dim(drawn, self.first_head, heads, axis=1)
         return jax.lax.dynamic_slice_in_dim(drawn, first_key, keys, axis=3)
 
@@ -114,7 +114,7 @@ def attend(
     scores = scores * scale_of(scale, width)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # A finite number, so that a fully masked query (padding of a block) gives no NaN.
+    # A finite number, so that a fully masked query (block padding) gives no NaN.
     scores = jnp.where(visible(mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)

@@ -55,8 +55,8 @@ def blockwise_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention`, one block of queries at a time, with scores [b, h, block, s].
 
-    With a window, both passes read only the block + window - 1 keys that a block can see. In that case key i must
-    belong to query i, and positions must grow by one along a segment. Dropout draws the same masks as
+    With a window, both passes read only the block + window - 1 keys that a block can see. Then query i and key i must
+    be the same token, and positions must grow by one along a segment. Dropout draws the same masks as
     `dot_product_attention`.
     """
     rows, length = query.shape[:2]
@@ -107,7 +107,7 @@ def _one_block(
     value: jax.Array,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns block i of the output, [b, t, h, d], from its queries and the keys and values that it reads."""
+    """Returns block i of the output, [b, t, h, d], from the block's queries and the keys and values that it reads."""
     mask = Mask(
         context.query_position[i],
         _part(static, context.key_position, i),
@@ -131,7 +131,7 @@ def _one_block(
 def _all_blocks(
     static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, context: _Context
 ) -> jax.Array:
-    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d], with the width of the values."""
+    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d]. The last axis is the values'."""
 
     def step(_, xs):
         i, query = xs

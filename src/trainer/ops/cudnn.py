@@ -26,16 +26,16 @@ def cudnn_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
-    The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: key i must
-    belong to query i, and positions must grow by one along a segment. If `mask.documents` is given, it defines the
-    segments; results of padding are then undefined, but finite. Otherwise, segments become a bias on the scores: b t s
-    bfloat16 numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads share one bias,
-    so it is 1 / h of the score matrix, and the compiler may share it between layers. The residuals of the backward pass
-    have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not
-    rerun the forward kernel. `implementation="xla"` computes the same on any platform.
+    The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: query i and
+    key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given, it
+    defines the segments; results of padding are then undefined, but finite. Otherwise, segments become a bias on the
+    scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads
+    share one bias, so it is 1 / h of the score matrix, and the compiler may share it between layers. The residuals have
+    the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not rerun
+    the forward kernel. `implementation="xla"` computes the same on any platform.
 
     Raises:
-      ValueError: dropout, a soft cap, sinks, or another dtype.
+      ValueError: the call requests dropout, a soft cap, sinks, or another dtype.
     """
     if dropout is not None or soft_cap or sinks is not None:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
@@ -47,7 +47,7 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # Finite, and not lower, because the kernel subtracts two such numbers, which must not overflow (as in JAX).
+        # As in JAX: finite, and not lower, so that the kernel's difference of two such numbers cannot overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:
@@ -72,8 +72,8 @@ def cudnn_attention(
 
 
 def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
-    """Returns the documents of `mask`; None if the kernel cannot read several documents per row. It reads them by
-    offsets, int32 and in entries: one array for queries and results, and one for keys and values."""
+    """Returns the documents of `mask`; None if the kernel cannot read several documents per row. It reads documents by
+    int32 offsets in entries. Queries and results share one array of offsets, and so do keys and values."""
     if mask.documents is None or mask.documents.shape[1] < 2:
         return mask.documents
     return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

@@ -1,8 +1,8 @@
 """cuDNN's attention kernels: forward, and backward from the forward kernel's residuals.
 
-`jax.nn.dot_product_attention` calls the same kernels. But it does not name their residuals, so no rematerialization
-policy can save them, and it always computes the gradient of the bias. This file calls JAX's primitives directly. They
-are private to JAX, and only this file uses them (docs/decisions/0035-cudnn-kernels.md).
+`jax.nn.dot_product_attention` calls the same kernels, but it does not name their residuals, so no rematerialization
+policy can save them, and it always computes the gradient of the bias. This file therefore calls JAX's private
+primitives directly. No other file uses them (docs/decisions/0035-cudnn-kernels.md).
 """
 
 import functools
@@ -35,10 +35,10 @@ def fused_attention(
 ) -> jax.Array:
     """Computes causal attention by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
-    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`, int32 [b, n], are
-    as in `ops.documents`, n > 0. With n = 1, results of padding are zero. The residuals of the backward pass are the
-    result and the statistics of its softmax. They have the checkpoint name "context". With n documents, the statistics
-    are float32 [b n, h, t], because cuDNN has a row of them per document.
+    `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`: int32 [b, n], see
+    `ops.documents`; n > 0. With n = 1, results of padding are zero. The residuals of the backward pass are the result
+    and the softmax statistics. They have the checkpoint name "context". With n documents, the statistics are float32
+    [b n, h, t], because cuDNN stores a row of statistics per document.
     """
     (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias, documents)
     return out
@@ -60,7 +60,7 @@ fused_attention.defvjp(_forward, _backward)
 
 
 def _by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `kernel`, a function of arrays [b, ...], so that `jax.vmap` merges the mapped axis into the rows."""
+    """Returns `kernel`, a function of arrays [b, ...], for which `jax.vmap` merges the mapped axis into the rows."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Any) -> Any:
@@ -123,7 +123,7 @@ def _call(
     elif documents is not None:
         sizes, starts = packed(documents, query.shape[1])
         lengths, starts = sizes.reshape(documents.shape), starts.reshape(len(documents), -1)
-        # In entries, not in tokens. JAX 0.10 would use the number of query heads for keys, too.
+        # In entries, not in tokens. JAX 0.10 would use the number of query heads also for keys.
         offsets = [starts * (x.shape[2] * x.shape[3]) for x in (query, key)]
     # Lengths of queries and keys, their offsets, and two tables of pages.
     return [absent if bias is None else bias, lengths, lengths, *offsets, absent, absent], parameters

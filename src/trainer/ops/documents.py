@@ -1,8 +1,8 @@
 """The lengths of each row's documents, in order: int [b, n]. Rows with fewer than n documents have zeros at the end.
 
 n = 0: each row is one document. n = 1: one document, and padding, which attends to nothing. n > 1: up to n - 1
-documents, and padding as one more, so that the lengths sum to the length of the row. The lengths are equivalent to the
-segments of a `Mask`, but a kernel that reads them needs no mask for each pair of tokens.
+documents, with padding as a further document, so that the lengths sum to the length of the row. The lengths are
+equivalent to the segments of a `Mask`, but a kernel that reads lengths needs no mask over pairs of tokens.
 """
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 
 def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
-    """Returns the lengths of the documents of rows with at most `most` documents, whose segments are 1, 2, ..., and 0
-    for padding. With `most` = 1, a row of padding counts as a document of one token, because kernels need one."""
+    """Returns the lengths of the documents of rows with at most `most` documents. Segments are 1, 2, ..., and 0 for
+    padding. With `most` = 1, a row of padding counts as a document of one token, because kernels need a document."""
     if not most:
         return jnp.zeros((len(segment_bt), 0), jnp.int32)
     found = (segment_bt[:, :, None] == jnp.arange(1, most + 1)).sum(axis=1, dtype=jnp.int32)
@@ -21,14 +21,14 @@ def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
 
 
 def part_of_token(length_bn: jax.Array, tokens: int) -> jax.Array:
-    """Returns the index, from 0, of the document in its row to which each token belongs: int [b, t]."""
+    """Returns the index of each token's document within the row, from 0: int [b, t]."""
     ends = jnp.cumsum(length_bn, axis=1)
     return (jnp.arange(tokens)[None, :, None] >= ends[:, None, :]).sum(axis=2)
 
 
 def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the non-empty documents of all rows, concatenated: their lengths [b n], filled up with zeros; and the
-    index of each one's first token in all rows of `tokens` tokens, [b n + b], filled up with the number of all tokens.
+    """Returns the non-empty documents of all rows, concatenated: the lengths [b n], padded with zeros; and the index of
+    each document's first token among all rows of `tokens` tokens, [b n + b], padded with the number of all tokens.
     """
     rows, most = length_bn.shape
     first_bn = jnp.cumsum(length_bn, axis=1) - length_bn + tokens * jnp.arange(rows)[:, None]

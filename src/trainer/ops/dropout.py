@@ -1,4 +1,4 @@
-"""Dropout from explicit keys: a row's mask depends only on the key and on the row's index in the global batch."""
+"""Dropout with explicit keys: a row's mask depends only on the key and on the row's index in the global batch."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) 
 def attention_keep(
     key: jax.Array, row_b: jax.Array, query_t: jax.Array, heads: int, keys: int, rate: float
 ) -> jax.Array:
-    """Returns which attention weights dropout keeps: bool [b, h, t, s].
+    """Returns the mask of attention weights that dropout keeps: bool [b, h, t, s].
 
     A query's mask depends on its row and on its index `query_t` in the row, so an op that processes queries in blocks
-    draws the same mask as one that processes all at once.
+    draws the same mask as an op that processes all queries at once.
     """
 
     def one(row_key: jax.Array, query: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Expert parallelism: tokens are sent to the devices of their experts, and the results are sent back.
 
-All functions here run on one device, inside a manual region of the mesh axes `Spread.axes`. Shapes: d devices along
-these axes, e experts, l = e / d experts of a device, m choices (a token counts once for each of its experts), c choices
-that a device sends to one other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
+All functions here run on one device, inside a region in which the mesh axes `Spread.axes` are manual. Shapes: d devices
+along these axes, e experts, l = e / d experts per device, m choices (a token counts once for each chosen expert), c
+choices that a device sends to one other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
 """
 
 import functools
@@ -22,11 +22,11 @@ Experts = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
 
 class Spread(NamedTuple):
-    """Where experts are.
+    """The placement of experts on devices.
 
     Attributes:
-      axes: the mesh axes over which experts are spread; () or axes of size 1 if each device has all of them.
-      peers: all mesh axes along which devices have different tokens. Their devices run the same number of rounds.
+      axes: the mesh axes over which experts are sharded; () or axes of size 1 if each device has all experts.
+      peers: all mesh axes along which devices have different tokens. Devices along them run the same number of rounds.
       buffer: the size of a round, see `round_size`.
     """
 
@@ -41,7 +41,7 @@ class Spread(NamedTuple):
 
 
 def round_size(choices: int, devices: int, buffer: float) -> int:
-    """Returns c: `buffer` times an equal share of a device's choices; with -1 all, so one round is always enough."""
+    """Returns c: `buffer` times an equal share of a device's choices; with -1 all choices, so one round suffices."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
 
 
@@ -62,8 +62,8 @@ def dropless(
     """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each other device.
     There are as many rounds as the pair of devices with the most choices needs.
 
-    A result is multiplied by its weight where it is computed, and sent back in the dtype of `x_btw`. Only the sent data
-    is kept for the backward pass, which recomputes the experts.
+    The device that computes a result multiplies it by its weight, and sends it back in the dtype of `x_btw`. Only the
+    sent data is kept for the backward pass, which recomputes the experts.
     """
     rows, _, width = x_btw.shape
     x_mw, order, size_e = by_expert(x_btw, routing, experts)
@@ -77,8 +77,8 @@ class _Plan(NamedTuple):
     """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: where this device's choices for each device start, and how many there are.
-      arriving_dl: the number of choices that each device has for each expert of this device.
+      start_d, count_d: the start and the number of this device's choices for each device.
+      arriving_dl: the number of choices that each device sends to each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """
 
@@ -101,8 +101,8 @@ def _plan(size_e: jax.Array, spread: Spread, choices: int) -> _Plan:
 def _rounds(
     apply: Experts, spread: Spread, kernels: Any, x_mw: jax.Array, weight_m: jax.Array, plan: _Plan
 ) -> jax.Array:
-    """Returns the weighted results of choices that are sorted by expert, [m, w]. It defines its backward
-    pass, because JAX cannot differentiate a loop with a data-dependent number of rounds."""
+    """Returns the weighted results of choices that are sorted by expert, [m, w]. The backward pass is written by hand,
+    because JAX cannot differentiate a loop with a data-dependent number of rounds."""
 
     def body(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, out_mw = at
@@ -148,7 +148,7 @@ def _while(plan: _Plan, body: Callable[[Any], Any], start: Any) -> Any:
 def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tuple[jax.Array, jax.Array]:
     """Returns the choices that a device sends in a round, [d, c], and how many arrive for each of its experts, [d, l].
 
-    Empty slots have different indices past the end."""
+    Empty slots have distinct indices past the end."""
     size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)
@@ -172,7 +172,7 @@ def _there_and_back(
     apply: Experts, spread: Spread, kernels: Any, x_dcw: jax.Array, weight_dc: jax.Array, size_dl: jax.Array
 ) -> jax.Array:
     """Returns the weighted results of the choices `x_dcw`, which are sent to d devices. Of the slots that arrive from
-    device i, the first size_dl[i, 0] are for this device's first expert, and so on; the rest are empty."""
+    device i, the first size_dl[i, 0] are for this device's first expert, and so on; the last slots are empty."""
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])

@@ -1,9 +1,9 @@
 """Three ways to dispatch tokens to their experts and to combine the results.
 
-Each takes x_btw, its routing and `apply`, which runs the experts, and returns the weighted sums of the results of each
-token's experts, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts per token, c slots of
-an expert. `apply(rows, sizes)` returns an array with the shape of `rows`. With `sizes`, int32 [e], rows are [n, w],
-sorted by expert; with None, rows are [e, n, w].
+Each function takes x_btw, its routing and `apply`, which runs the experts, and returns for each token the weighted sum
+of its experts' results, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts per token, c
+slots per expert. `apply(rows, sizes)` returns an array with the shape of `rows`. With `sizes`, int32 [e], rows are
+[n, w], sorted by expert; with None, rows are [e, n, w].
 """
 
 import math
@@ -34,8 +34,8 @@ def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> 
 
 
 def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispatched]:
-    """Returns `dispatch`, one of the functions of this file, but with weights that multiply the experts' inputs instead
-    of their results. Each choice of a token becomes a separate token with one expert."""
+    """Returns `dispatch`, one of this file's functions, changed so that weights multiply the experts' inputs instead of
+    the results. Each choice of a token becomes a separate token with one expert."""
 
     def run(x_btw: jax.Array, routing: Routing, *args: Any, **how: Any) -> Dispatched:
         rows, length, chosen = routing.expert.shape
@@ -51,8 +51,8 @@ def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispat
 
 
 def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the n = b t k choices sorted by expert: tokens [n, w]; their order [n], indices into [b, t, k]; and their
-    number for each expert, int32 [e]."""
+    """Returns the n = b t k choices sorted by expert: tokens [n, w]; the order [n], indices into [b, t, k]; and the
+    number of choices for each expert, int32 [e]."""
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
@@ -97,7 +97,7 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
     """Returns how many tokens of a row an expert takes, by MaxText's formula: ceil(length k / e) times `factor`, >= 1.
 
-    It is at most the row's length, because no token chooses an expert twice.
+    The result is at most the row's length, because no token chooses an expert twice.
     """
     return min(length, max(1, int(math.ceil(length * chosen / experts) * factor)))
 
@@ -105,8 +105,8 @@ def slots(length: int, chosen: int, experts: int, factor: float) -> int:
 def within_capacity(
     x_btw: jax.Array, routing: Routing, apply: Apply, experts: int, *, real_bt: jax.Array, factor: float
 ) -> Dispatched:
-    """Lets each expert take the first `slots` real tokens of each row that chose it; a token's better choices come
-    first. Other choices are dropped: they add nothing, and the weights of the token's other experts do not change."""
+    """Lets each expert process, in each row, the first `slots` real tokens that chose it. Other choices are dropped:
+    they add nothing, and the weights of the token's other experts do not change."""
     rows, length, width = x_btw.shape
     chosen = routing.expert.shape[-1]
     capacity = slots(length, chosen, experts, factor)
@@ -116,7 +116,7 @@ def within_capacity(
     place_bn = jnp.sum((jnp.cumsum(mine_bne, axis=1) - mine_bne) * mine_bne, axis=-1)
     kept_bn = real_bn & (place_bn < capacity)
     end = experts * capacity
-    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # an index past the end means no slot
+    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # an index past the end: no slot
     token_n = jnp.repeat(jnp.arange(length), chosen)
 
     def fill(slot_n: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The leaves of a pytree that have gradients."""
+"""Selects the leaves of a pytree that have gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 def inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the floating-point leaves of `tree`, and `join`.
 
-    `join(leaves)` returns `tree` with these leaves replaced; `join(leaves, None)` also replaces the others by None.
+    `join(leaves)` returns `tree` with these leaves replaced; `join(leaves, None)` also replaces other leaves by None.
     """
 
     def floating(leaf: Any) -> bool:

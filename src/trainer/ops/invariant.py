@@ -1,9 +1,9 @@
 """Batch-invariant attention: the bits of a query's result depend only on its sequence.
 
-XLA's CPU backend chooses by shape how to multiply and sum. So queries are processed in blocks of `QUERIES`, and sums
-over keys are computed in tiles of `TILE` keys, whose results are added in order. A tile that a query does not see adds
-zero. So the result is the same in training, in a prefill, and over a cache of any length, provided that the sequence
-begins at a multiple of `TILE` in each.
+XLA's CPU backend multiplies and sums in an order that depends on shapes. So queries are processed in blocks of
+`QUERIES`, and sums over keys are computed in tiles of `TILE` keys, which are added in order. A tile that a query does
+not see adds zero. Therefore the result is the same in training, in a prefill, and over a cache of any length, provided
+that in each case the sequence begins at a multiple of `TILE`.
 """
 
 import functools
@@ -57,7 +57,7 @@ def rounded(product: jax.Array) -> jax.Array:
     """Returns `product`, float32, rounded before anything is added to it, so that no compiler fuses it with a sum.
 
     If a multiplication and an addition are in one loop, XLA's CPU backend fuses them; which of two products it fuses
-    depends on the rest of the loop. It does not remove this clipping between them, which changes no finite number.
+    depends on the rest of the loop. The clip between product and sum prevents this, and changes no finite number.
     """
     most = jnp.finfo(jnp.float32).max
     return jnp.clip(product, -most, most)
@@ -102,6 +102,6 @@ def _block(
     (out, total), _ = jax.lax.scan(lambda sum, part: (jax.tree.map(jnp.add, sum, part), None), zeros, (parts, totals))
     if sink is not None:
         total = total + jnp.exp(sink - largest)[..., 0]
-    # A query of padding may see nothing.
+    # A padding query may see no keys.
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return jnp.moveaxis(out, 3, 1).reshape(rows, length, heads, -1).astype(query.dtype)

@@ -14,8 +14,8 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
     with a uniform distribution.
 
     Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from log Z and
-    the logits in their own dtype. The target (less than v) is selected by comparison, which the compiler fuses into the
-    surrounding sums; a gather would need the float32 logits in memory. Supports reverse mode only.
+    the logits in their original dtype. Targets (less than v) are selected by comparison, which the compiler fuses into
+    the surrounding sums; a gather would need the float32 logits in memory. Supports reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -34,9 +34,9 @@ def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
 
 
 def _forward(logits_btv, target_bt, mean):
-    # Without the barrier XLA fuses the product of the head with the maximum of the logits, and the gradient of the
-    # logits cannot reuse their buffer. The barrier costs one more read of the logits, except on a CPU, where products
-    # are not fused (docs/decisions/0009).
+    # Without the barrier XLA fuses the head's product with the maximum of the logits, and the logits' gradient cannot
+    # reuse the logits' buffer. The barrier costs one more read of the logits, except on a CPU, where products are not
+    # fused (docs/decisions/0009).
     logits_btv = jax.lax.optimization_barrier(logits_btv)
     losses = cross_entropy(logits_btv, target_bt, mean)
     return losses, (logits_btv, target_bt, losses[1])

@@ -22,10 +22,10 @@ def max_logits(
 ) -> jax.Array:
     """Returns the largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
 
-    Only keys that a query sees count, and no padding (segment 0). If there are none, the result is a finite number
-    below any logit. It has no gradient. The logits are recomputed tile by tile: a tile takes [b, h, block,
-    block] float32. Tiles above the diagonal or outside of the window are skipped, so key i must belong to query i, and
-    positions must grow by one along a segment.
+    Only pairs in which the query sees the key count, and no padding (segment 0). Without such pairs, the result is a
+    finite number below any logit. The result has no gradient. The logits are recomputed tile by tile; a tile takes [b,
+    h, block, block] float32. Tiles above the diagonal or outside of the window are skipped, so query i and key i must
+    be the same token, and positions must grow by one along a segment.
 
     Args:
       query, key: [b, t, h, d] and [b, t, k, d], the operands of the attention op.
@@ -41,8 +41,8 @@ def max_logits(
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-        # The masks are the same in all layers of a scan. So the derivative of the scan would compute the masks of all
-        # tiles, for all heads, before the scan and keep them. Checkpointing prevents this.
+        # All layers of a scan share the masks, so the derivative of the scan would compute the masks of all tiles, for
+        # all heads, before the scan and keep them. Checkpointing prevents this.
         if when is None:
             return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
@@ -80,6 +80,6 @@ def _max_logits(
     if len(tiles) == 1:
         largest = tile(queries, keys)[None]
     else:
-        # Mapped, not carried, so that the compiler shards each tile's result by rows and heads like its operands.
+        # Mapped, not carried, so that the compiler shards each tile's result by rows and heads, like the operands.
         largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
     return largest.max(axis=(0, 1)).reshape(heads) * scale_of(scale, width)

@@ -3,10 +3,10 @@
 A token attends to earlier tokens, so the devices with the last tokens of a row would have most of the work. Two orders
 balance it. Devices split an axis into contiguous parts:
 
-    dual_chunk_swap: a row is split into 2n chunks. Device i has chunks i and 2n - 1 - i: an early one and a late one.
-    striped: device i has the tokens i, i + n, i + 2n, ...  It also balances rows of packed documents.
+    dual_chunk_swap: a row is split into 2n chunks. Device i has an early chunk, i, and a late chunk, 2n - 1 - i.
+    striped: device i has the tokens i, i + n, i + 2n, ...  This also balances rows of packed documents.
 
-Positions and segments move with their tokens, so nothing else needs to know the order. NumPy, on the host.
+Positions and segments move with their tokens, so no other code depends on the order. NumPy, on the host.
 """
 
 from collections.abc import Mapping

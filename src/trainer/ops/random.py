@@ -1,4 +1,4 @@
-"""Random keys. Always Threefry, because other generators do not draw each row from its own key under vmap."""
+"""Random keys. Always Threefry, because under vmap other generators do not draw each row from the row's key."""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
 
 
 def gumbel_at(key: jax.Array, index_n: jax.Array) -> jax.Array:
-    """Returns exactly `jax.random.gumbel(key, (v,), mode="low")[index_n]`, but draws only these: float32 [n].
+    """Returns exactly `jax.random.gumbel(key, (v,), mode="low")[index_n]`, float32 [n], but draws only these entries.
 
     Threefry's bits at an index are the key folded with the index (jax_threefry_partitionable, the default).
     """
     folded = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_n))
     bits = folded[:, 0] ^ folded[:, 1]
-    one = jnp.uint32(0x3F800000)  # the bits of 1.0; random ones are its mantissa
+    one = jnp.uint32(0x3F800000)  # the bits of 1.0, with a random mantissa below
     uniform = jax.lax.bitcast_convert_type(bits >> 9 | one, jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

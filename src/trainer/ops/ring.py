@@ -1,9 +1,9 @@
 """Ring attention: attention over keys on several devices (Liu et al. 2023, arXiv:2310.01889).
 
 Each device has the queries, keys and values of its tokens. Keys and values travel around the ring of devices, and each
-device accumulates its queries' results with an online softmax over the keys seen so far (Milakov and Gimelshein 2018,
-arXiv:1805.02867), in float32. Neither pass materializes keys or scores of the whole row. With one device, it is
-attention in blocks of queries and keys at any positions.
+device accumulates the results of its queries with an online softmax over the keys seen so far (Milakov and Gimelshein
+2018, arXiv:1805.02867), in float32. Neither pass materializes keys or scores of the whole row. With one device, this is
+blockwise attention over queries and keys at any positions.
 
 Shapes: b rows, t queries and s keys of a device, h heads, k heads of keys, g = h / k, d and v the widths of keys and
 values; i of n blocks of c queries, j of m blocks of keys.
@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from trainer.ops.attention import Dropout, Mask, scale_of, visible
 
 BLOCK = 512  # the most tokens along both sides of a tile of scores
-_NOWHERE = -1, -2  # segments of padding queries and keys, which see nothing
+_NOWHERE = -1, -2  # segments of padding queries and of padding keys, which match no segment
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
       axes: the mesh axes of the ring, inside `shard_mapped`; () if all keys are on this device.
       window, soft_cap, scale: see `ops.attention`.
       block: the most tokens along both sides of a tile of scores.
-      rate, whole, length: for dropout: its rate, `Dropout.whole`, and the number of keys of a device.
+      rate, whole, length: for dropout: the rate, `Dropout.whole`, and the number of keys on a device.
       together: whether all arrays are sent as one array of bytes.
     """
 
@@ -52,11 +52,11 @@ class Ring(NamedTuple):
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
     def source(self, step: int | jax.Array) -> jax.Array | int:
-        """Returns the device in the ring whose keys this device has in step `step`; in step 0, this device."""
+        """Returns the device whose keys this device has in step `step` of the ring; in step 0, this device."""
         return (jax.lax.axis_index(self.axes) - step) % self.devices if self.axes else 0
 
     def passed_on(self, arrays: Any) -> Any:
-        """Sends the arrays to the next device, and returns those of the previous device."""
+        """Sends the arrays to the next device, and returns the previous device's arrays."""
         count = self.devices
         pairs = [(at, (at + 1) % count) for at in range(count)]
         if not self.together:
@@ -112,13 +112,13 @@ def ring_attention(
     """Computes `ops.attention.dot_product_attention` for the queries of this device: [b, t, h, v].
 
     Keys may be at any positions. Tiles of scores in which no query sees a key are skipped. The backward pass sends keys
-    and values around the ring again, with float32 sums of their gradients. The residuals that it needs have the
+    and values around the ring again, with float32 sums of their gradients. The residuals of the backward pass have the
     checkpoint name "context".
 
     Args:
-      query, key, value, mask: of this device's tokens.
+      query, key, value, mask: the arrays for this device's tokens.
       dropout: requires that the devices' tokens are in the order of the ring.
-      ring: without the parameters of dropout.
+      ring: the parameters of the ring, without the dropout parameters.
       sinks: see `ops.attention`.
     """
     drop = None
@@ -133,7 +133,7 @@ def ring_attention(
 
 
 def ring_largest(query: jax.Array, key: jax.Array, mask: Mask, ring: Ring) -> jax.Array:
-    """Returns each head's largest logit over this device's queries and all keys, float32 [h]; see `ops.max_logits`."""
+    """Returns each head's largest logit over the device's queries and all keys, float32 [h]; see `ops.max_logits`."""
     query, key = jax.lax.stop_gradient((query, key))
     queries, keys = _cut(ring, query, key, key[..., :0], mask)
 
@@ -258,7 +258,7 @@ def _over_keys(
     ring: Ring, tile: Callable[..., Any], carry: Any, queries: _Queries, keys: _Keys, of_keys: Any = None
 ) -> tuple[Any, Any]:
     """Returns `carry` and `of_keys` [m, ...] after `carry, of_keys[j] = tile(carry, of_keys[j], seen, keys, at)` for
-    each block j of keys that the queries see, at least in part. `at`: the index of its first key on its device."""
+    each block j of keys that queries see, at least in part. `at`: the index of block j's first key on its device."""
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
         index, keys, own = xs
@@ -294,7 +294,7 @@ def _dropped(ring: Ring, drop: Any, weights: jax.Array, index: Any, source: Any,
 
 
 def _cut(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> tuple[_Queries, _Keys]:
-    # Without the barrier, JAX would compute the mask of all tiles before a loop over layers, and keep it.
+    # Without the barrier, JAX would compute the masks of all tiles before a loop over layers, and keep them.
     query, mask = jax.lax.optimization_barrier((query, mask))
     rows, length, heads, width = query.shape
     query = query.reshape(rows, length, key.shape[2], heads // key.shape[2], width)
@@ -327,8 +327,8 @@ def _shape(queries: _Queries) -> tuple[int, ...]:
 
 
 def _full(queries: _Queries, shape: tuple[int, ...], value: float) -> jax.Array:
-    """Returns a float32 array filled with `value`, whose type varies over the same mesh axes as the queries. A loop
-    needs this, because its results vary over them."""
+    """Returns a float32 array filled with `value`, whose type varies over the same mesh axes as the queries. The carry
+    of a loop needs this type, because the loop's results have it."""
     zero = ((queries.query.ravel()[0] > 0) & False).astype(jnp.float32)
     return jnp.full(shape, value, jnp.float32) + zero
 

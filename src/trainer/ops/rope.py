@@ -21,9 +21,9 @@ Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 class Rope(NamedTuple):
     """Parameters of the rotation. All but three fields are keys of base.yml.
 
-    `factors`: for kind longrope, the factors of either short or long texts. `share`: the fraction of a head's entries
-    that is rotated, from the first one. `rounded`: whether both products are rounded before they are added, so that
-    the rest of a loop does not change bits (`ops.invariant.rounded`).
+    `factors`: for kind longrope, the factors for short or for long texts. `share`: the fraction of a head's entries,
+    starting with the first, that is rotated. `rounded`: whether both products are rounded before they are added, so
+    that other code in a loop does not change bits (`ops.invariant.rounded`).
     """
 
     min_timescale: float
@@ -49,8 +49,8 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax
 
     Pair i of the d / 2 pairs turns by position * frequencies(how, d)[i] radians, where d = int(`share` * the entries of
     a head). Pair i is (x[i], x[i + d/2]), or with `interleave` (x[2i], x[2i + 1]). Computed in float32, returned in x's
-    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty. If
-    `how` is a `Rotation`, it is called instead.
+    dtype. The arithmetic uses full heads, because half heads would leave half of each TPU register empty. If `how` is a
+    `Rotation`, this function only calls it.
     """
     if not isinstance(how, Rope):
         return how(x_bthd, position_bt)
@@ -59,7 +59,7 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # The same in every layer. The name lets a loop over rematerialized layers compute the tables once, outside.
+    # All layers share the tables. The name lets a loop over rematerialized layers compute them once, outside.
     cos, sin = _per_entry(cos, cos, how), _per_entry(-sin, sin, how)
     if rest := width - cos.shape[-1]:
         cos, sin = (jnp.pad(it, [*[(0, 0)] * 3, (0, rest)], constant_values=i) for i, it in ((1, cos), (0, sin)))
@@ -94,10 +94,10 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
     - default multiplies all of them by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
     - llama3.1 multiplies by `factor` the wavelengths that fit fewer than `low_freq_factor` times into `original_length`
       tokens, keeps those that fit more than `high_freq_factor` times, and interpolates the frequencies in between by
-      that number (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
+      the number of fits (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
     - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the index of the pair (Peng et al. 2023,
       arXiv:2309.00071, and its reference code);
-    - longrope multiplies each by one of the `factors` (Ding et al. 2024, arXiv:2402.13753).
+    - longrope multiplies each wavelength by one of the `factors` (Ding et al. 2024, arXiv:2402.13753).
     """
     ratio = how.max_timescale / how.min_timescale
     plain = 1 / (how.min_timescale * ratio ** (np.arange(0, width, 2) / width))
@@ -107,7 +107,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        # Published files of Llama 4 have equal factors: then nothing is in between.
+        # Published files of Llama 4 have equal factors, so no wavelength is in between.
         kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind
@@ -140,7 +140,7 @@ def score_scale(how: Rope, mscale: float) -> float:
 
 
 def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
-    """Returns the pair indices between which YaRN interpolates: the pairs that turn beta_fast and beta_slow times."""
+    """Returns the indices between which YaRN interpolates: of the pairs that turn beta_fast and beta_slow times."""
 
     def pair(turns: float) -> float:
         wavelength = how.original_length / (2 * math.pi * turns)

@@ -11,31 +11,31 @@ import jax.numpy as jnp
 
 
 class Routing(NamedTuple):
-    """The chosen experts of each token, the best first, and the weights with which their results are added."""
+    """The chosen experts of each token, the best first, and the weights in the sum of the experts' results."""
 
     expert: jax.Array  # int32 [..., k], all different
     weight: jax.Array  # float32 [..., k]
 
 
-# (logits [..., e], k) -> the routing; with a router bias, (logits, k, bias [e])
+# (logits [..., e], k) -> the routing; with a router bias, the arguments are (logits, k, bias [e])
 Score = Callable[..., Routing]
 
 
 def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
-    """The largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal logits,
-    that of the first expert counts as larger."""
+    """Chooses the largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal
+    logits, the logit of the first expert counts as larger."""
     largest, expert = jax.lax.top_k(logits, chosen)
     return Routing(expert, jax.nn.softmax(largest, axis=-1))
 
 
 def chosen_of_softmax(logits: jax.Array, chosen: int) -> Routing:
-    """The largest logits, weighted by the softmax over all experts: the weights of a token sum to less than 1."""
+    """Chooses the largest logits, weighted by the softmax over all experts, so a token's weights sum to less than 1."""
     _, expert = jax.lax.top_k(logits, chosen)
     return Routing(expert, _probability(logits, expert))
 
 
 def sigmoid_of_chosen(logits: jax.Array, chosen: int) -> Routing:
-    """The largest logits, each weighted by its own sigmoid (Llama 4)."""
+    """Chooses the largest logits, each weighted by its sigmoid (Llama 4)."""
     largest, expert = jax.lax.top_k(logits, chosen)
     return Routing(expert, jax.nn.sigmoid(largest))
 
@@ -43,8 +43,8 @@ def sigmoid_of_chosen(logits: jax.Array, chosen: int) -> Routing:
 def _probability(logits: jax.Array, expert: jax.Array) -> jax.Array:
     """Returns the probabilities of the experts in `expert` [..., k], by a softmax over all experts.
 
-    With exp(logit - log Z), a forward pass with gradients would have other bits than one without: jaxlib 0.12 sums up
-    to 8 exponentials in another order if only the sum uses them (docs/decisions/0028).
+    With exp(logit - log Z), forward passes with and without gradients would have different bits: jaxlib 0.12 sums up to
+    8 exponentials in another order if only the sum uses them (docs/decisions/0028).
     """
     return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert, axis=-1)
 
@@ -57,8 +57,8 @@ def within_groups(logits: jax.Array, chosen: int, *, groups: int, kept: int) -> 
 
 
 def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups: int, kept: int) -> Routing:
-    """The largest probabilities, by a softmax over all experts, within the best `kept` of the `groups`: the groups with
-    the largest sums of their two best probabilities (Mistral 4). `normalize`: divide a token's weights by their sum."""
+    """Chooses the largest probabilities (softmax over all experts) within the best `kept` of the `groups`, which are
+    ranked by the sum of the two best probabilities (Mistral 4). `normalize`: divide a token's weights by their sum."""
     score = jax.nn.softmax(logits, axis=-1)
     _, expert = jax.lax.top_k(_of_best_groups(score, groups, kept, best=2), chosen)
     weight = _probability(logits, expert)
@@ -83,14 +83,14 @@ def by_sigmoid(
     groups: int = 1,
     kept: int = 1,
 ) -> Routing:
-    """The largest sums of sigmoid(logits) and `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
+    """Chooses the largest sigmoid(logits) + `bias` [e], weighted by the sigmoids (arXiv:2412.19437, section 2.1.2).
 
     Only experts in the best `kept` of the `groups` can be chosen. A group is ranked by the total of its two largest
-    sums. The bias gets no gradient.
+    values of sigmoid + bias. The bias gets no gradient.
 
     Args:
       normalize: divide the weights of a token by their sum.
-      groups: the number of groups, each of at least two consecutive experts.
+      groups: the number of groups. Each group consists of at least two consecutive experts.
     """
     score = jax.nn.sigmoid(logits)
     biased = jax.lax.stop_gradient(score if bias is None else score + bias)
@@ -126,11 +126,11 @@ def weight_of_each(routing: Routing, experts: int) -> jax.Array:
 
 
 def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """Returns the load-balance loss of each row, [b], over its real tokens: e times the sum, over experts, of the share
-    of tokens that chose the expert times its mean probability (Fedus et al. 2021, arXiv:2101.03961); 0 without tokens.
+    """Returns the load-balance loss of each row, [b], over real tokens: e times the sum over experts of (the share of
+    tokens that chose the expert x its mean probability) (Fedus et al. 2021, arXiv:2101.03961); 0 without tokens.
 
-    With sigmoid scores, pass log_sigmoid(logits): its softmax is the scores divided by their sum (DeepSeek-V3,
-    arXiv:2412.19437, equation 19). The shares sum to k, as in MaxText: the loss is k if experts are balanced, and up to
+    For sigmoid scores, pass log_sigmoid(logits): its softmax is the scores divided by their sum (DeepSeek-V3,
+    arXiv:2412.19437, equation 19). As in MaxText, the shares sum to k: the loss is k if experts are balanced, and up to
     e if all tokens choose the same k experts. Gradients flow through the probabilities.
     """
     experts = logits_bte.shape[-1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Scaled(NamedTuple):
-    """An array, stored in 8 bits. Dequantized, it has the scale's dtype."""
+    """An array that is stored in 8 bits. The dequantized array has the scale's dtype."""
 
     value: jax.Array
     scale: jax.Array  # size 1 along the axes that share a scale
@@ -21,13 +21,13 @@ class Scaled(NamedTuple):
 def scaled(array: jax.Array, dtype: jnp.dtype, axes: Sequence[int]) -> Scaled:
     """Returns `array` quantized to `dtype`. The largest magnitude along `axes` maps to the dtype's largest number.
 
-    The scale is rounded before the division, so its rounding adds no error to the values.
+    The scale is rounded before the division, so the rounding of the scale adds no error to the values.
     """
     integer = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     largest = jnp.abs(array).max(axis=tuple(axes), keepdims=True).astype(jnp.float32)
     scale = (largest / most).astype(array.dtype)
     units = array.astype(jnp.float32) / jnp.where(scale == 0, 1, scale).astype(jnp.float32)
-    # A cast to fp8 gives NaN beyond its range, and if the scale was rounded down, values exceed the range.
+    # Values may exceed the range if the scale was rounded down, and a cast to fp8 would make these NaN.
     units = jnp.clip(jnp.rint(units) if integer else units, -most, most)
     return Scaled(units.astype(dtype), scale)

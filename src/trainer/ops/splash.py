@@ -27,17 +27,17 @@ def splash_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention` without dropout, for lengths that are a multiple of 128: [b, t, h, d].
 
-    The causal mask and the window are static, and the kernel skips blocks of scores that they mask out. They apply by
-    index in the row, not by the positions of `mask`: key i must belong to query i, and positions must grow by one along
-    a segment. The residuals of the backward pass have the checkpoint name "context"
+    The causal mask and the window are static, and the kernel skips fully masked blocks of scores. Both apply by index
+    in the row, not by the positions of `mask`: query i and key i must be the same token, and positions must grow by one
+    along a segment. The residuals of the backward pass have the checkpoint name "context"
     (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not rerun the kernel. `tiles` are
     adapted to the length. `interpret` runs the kernel on any platform, slowly.
 
-    `among`: inside `shard_mapped`, the mesh axes over which a row's queries are split, and the order of its tokens
-    (`ops.order`; "" if unchanged). Keys and values are those of the whole row, in this order.
+    `among`: inside `shard_mapped`, the mesh axes over which a row's queries are split, and the row's token order
+    (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
 
     Raises:
-      ValueError: dropout, or a length that is not a multiple of 128.
+      ValueError: dropout is given, or a length is not a multiple of 128.
     """
     if dropout is not None:
         raise ValueError("splash_attention does not support dropout of attention weights")
@@ -105,7 +105,7 @@ def splash_kernel(
 
 
 def _of_device(kernel: Any, axes: tuple[str, ...], devices: int) -> Any:
-    """Returns the kernel for this device's queries, with this device's part of the metadata about tiles of the mask."""
+    """Returns the kernel for this device's queries, with this device's part of the metadata on mask tiles."""
     if devices == 1:
         return kernel
 

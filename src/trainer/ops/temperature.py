@@ -1,4 +1,4 @@
-"""A factor on queries that grows with their position, so that scores stay sharp over many keys (arXiv:2501.19399)."""
+"""A factor on queries that grows with position, so that attention stays sharp over many keys (arXiv:2501.19399)."""
 
 from typing import NamedTuple
 

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules and update rules, as functions of the dict of canonical names."""
+"""Optimizers, learning-rate schedules and update rules, over the dict of parameters by canonical name."""

@@ -19,7 +19,7 @@ class Average(NamedTuple):
     """The state of the rule."""
 
     average: Any  # averages of the trained parameters, float32; None for the others
-    updates: jax.Array  # int32 [], the number of averaged updates
+    updates: jax.Array  # int32 [], the number of updates in the average
 
 
 def averaging(config: Config) -> Rule:
@@ -57,7 +57,7 @@ def averaging(config: Config) -> Rule:
 
 
 def averaged(tree: Any) -> Any:
-    """Returns the parameters to evaluate: the averages of the optimizer state where it has them, in their dtype."""
+    """Returns the parameters to evaluate, in their dtypes: the averages where the optimizer state contains them."""
     rules = tree.opt_state.rules if isinstance(tree.opt_state, WithRules) else {}
     if NAME not in rules:
         return tree.params

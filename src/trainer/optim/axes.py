@@ -11,7 +11,7 @@ from trainer.sharding import STACKED as OF_STACKS
 
 # Axes that stack independent matrices: layers, and projections fused into one array.
 STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
-# As the leading axis it stacks independent matrices; after another axis it is the outputs of a router.
+# As the leading axis, this stacks independent matrices; after another axis, it is a router's output axis.
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
@@ -45,8 +45,8 @@ def matrix_axes(names: Sequence[str | None]) -> tuple[Side, Side] | None:
     """Returns the axes of the inputs and of the outputs of a matrix inside the model.
 
     Returns None for embeddings, output heads and routers, and for parameters that are not matrices. Also returns None
-    if the names do not distinguish inputs from outputs: with more than two sides, unless the residual stream is the
-    first or the last.
+    if the names do not distinguish inputs from outputs, that is, if there are more than two sides and the residual
+    stream is neither the first nor the last.
     """
     parts = sides(names)
     flat = [names[i] for side in parts for i in side]

@@ -14,11 +14,11 @@ from trainer.sharding import leading
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
     """Returns `tx`, applied to each layer of a stacked parameter separately, as if layers were separate arrays.
 
-    `tx` must treat parameters independently of each other. Its state for a parameter must have the parameter's name and
-    be stacked like the parameter.
+    `tx` must treat parameters independently of each other. The state of `tx` for a parameter must have the parameter's
+    name and stacked axes.
 
     Args:
-      param_axes: the logical axes of every parameter. The leading ones of a stacked parameter stack layers.
+      param_axes: the logical axes of every parameter. The leading axes of a stacked parameter stack layers.
     """
     stacked = {name: leading(axes) for name, axes in by_name(param_axes).items() if leading(axes)}
 
@@ -35,7 +35,7 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """Yields, for each leading axis of each stack, the axis to map over for each leaf of parameters and state."""
+        """Yields `jax.vmap` axes for the leaves of parameters and state, once for each leading axis of each stack."""
         layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -20,7 +20,7 @@ def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
     The first matching pattern applies.
 
     Raises:
-      UserError: a pattern determines the factor of no parameter.
+      UserError: a pattern is not the first match of any parameter, so it has no effect.
     """
     factor_of: dict[str, float] = {}
     unused = []
@@ -38,7 +38,7 @@ def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
 def in_groups(tx: optax.GradientTransformation, factor_of: dict[str, float]) -> optax.GradientTransformation:
     """Returns `tx` with each update multiplied by the factor of its parameter. The state is the state of `tx`.
 
-    If the last stage of an optimizer multiplies by the learning rate, the factor scales the learning rate.
+    For an optimizer whose last stage multiplies by the learning rate, this scales the learning rate.
     """
     if not factor_of:
         return tx

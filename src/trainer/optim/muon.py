@@ -24,9 +24,9 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
     """Returns Muon: momentum orthogonalized by Newton-Schulz iterations, with decoupled weight decay (Jordan 2024,
     https://kellerjordan.github.io/posts/muon), as in `optax.contrib.muon`.
 
-    Parameters that are not matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`: optax, and therefore
-    MaxText, uses Nesterov momentum for both groups. Both groups have the same learning rate. Unlike optax, this
-    function lets one choose the dtype of the iterations, and has weight decay masks for both groups.
+    Parameters that are not matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`, because optax, and
+    therefore MaxText, uses Nesterov momentum for both groups. Both groups have the same learning rate. Unlike optax,
+    this function supports a choice of the iterations' dtype, and weight decay masks for both groups.
     """
     dims_of = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
     dims = from_names(dims_of.__getitem__)
@@ -42,7 +42,7 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def dimension_numbers(param_axes: Any) -> Any:
-    """Returns, for each parameter, the axes of its inputs and outputs as a matrix, or None if Muon leaves it out.
+    """Returns, for each parameter, its input and output axes as a matrix, or None if Muon does not update it.
 
     The result depends only on logical axes (`optim.axes.matrix_axes`). The other axes stack matrices, and each matrix
     is orthogonalized separately.
@@ -59,7 +59,7 @@ def dimension_numbers(param_axes: Any) -> Any:
 
 
 def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
-    """Returns the bias-corrected average of the gradients, assuming that the next gradient equals this one."""
+    """Returns the bias-corrected average of the gradients, as if the next gradient equaled the current gradient."""
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
@@ -81,9 +81,9 @@ def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransforma
 def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.GradientTransformation:
     """Replaces each matrix U S V^T of the updates by approximately U V^T.
 
-    Runs five Newton-Schulz iterations in `dtype`, float32 or bfloat16, with matrix products in that precision. The
-    singular values of the result are about 0.7 to 1.2, except for those that were close to 0. First divides each
-    matrix by its Frobenius norm + `eps`.
+    Divides each matrix by (its Frobenius norm + `eps`), then runs five Newton-Schulz iterations in `dtype`, float32 or
+    bfloat16, with matrix products in that precision. The singular values of the result are about 0.7 to 1.2, except
+    those that were close to 0.
     """
     # optax implements the iterations as part of its momentum. With beta=0 the momentum is the gradient.
     iterations = optax.contrib.scale_by_muon(
@@ -102,8 +102,8 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
 
 
 def stages_first(param_axes: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx`, which merges the axes that stack matrices, with a pipeline's stage axis moved to the front. Merged
-    after the axis of repeats, it could not stay sharded."""
+    """Returns `tx` applied to arrays with a pipeline's stage axis moved to the front. `tx` merges the axes that stack
+    matrices; behind the axis of repeats, the stage axis could not stay sharded."""
     staged = {name for name, axes in by_name(param_axes).items() if STAGES in axes}
 
     def swapped(tree: Any) -> Any:

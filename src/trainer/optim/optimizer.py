@@ -20,18 +20,18 @@ from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
-    """Returns clipping, the optimizer `opt_type`, and the factors of `learning_rate_groups`, for trained parameters.
+    """Returns a chain for the trained parameters: clipping, the optimizer `opt_type`, `learning_rate_groups` factors.
 
-    Parameters and gradients are read in float32. Updates are float32, and so is the state, except for the parts in
-    `mu_dtype`; only the parameters themselves are rounded to their dtype. Parameters that are not trained keep their
-    values and have no optimizer state.
+    Parameters and gradients are read in float32. Updates and state are float32, except for the parts of the state in
+    `mu_dtype`; only the parameters themselves are rounded to their dtype. Untrained parameters keep their values and
+    have no optimizer state.
 
     Args:
       config: resolved.
       param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
 
     Raises:
-      UserError: a mask or the pattern of a group matches no parameter.
+      UserError: a mask or a group's pattern matches no parameter.
     """
     _check_masks(config, param_axes)
     given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
@@ -52,7 +52,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _clipped(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx` after clipping: first each gradient element to the value, then the global norm to the threshold."""
+    """Returns `tx` after two clips: of each gradient element to a value, then of the global norm to a threshold."""
     value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
     first = [optax.clip(value)] if value else []
     first += [optax.clip_by_global_norm(threshold)] if threshold else []

@@ -21,12 +21,12 @@ def make_outer_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def sent(dtype: str, grads: Any, shardings: Any) -> Any:
-    """Returns the outer gradients of all islands as every island receives them.
+    """Returns the outer gradients of all islands as every island receives them, in float32.
 
     Args:
       dtype: `diloco_outer_grad_dtype`. With float32 this function changes nothing, and the mean that follows becomes an
         all-reduce. With bfloat16 or int8 the gradients are rounded and all-gathered, so that no sum is taken in low
-        precision. The result is float32.
+        precision.
       grads: float32, each leaf [islands, ...].
       shardings: the shardings of the parameters.
     """
@@ -36,13 +36,13 @@ def sent(dtype: str, grads: Any, shardings: Any) -> Any:
 
 
 def _sent_as_bfloat16(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-    # Sent as bits: XLA would otherwise convert to float32 before the all-gather.
+    # Bitcast to integers, because XLA would otherwise convert to float32 before the all-gather.
     bits = jax.lax.bitcast_convert_type(grad.astype(jnp.bfloat16), jnp.uint16)
     return jax.lax.bitcast_convert_type(_gathered(bits, sharding), jnp.bfloat16).astype(jnp.float32)
 
 
 def _sent_as_int8(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Rounds to multiples of 1/127 of the largest magnitude in each row; rows lie along the last axis."""
+    """Rounds each row (the last axis) to multiples of 1/127 of the row's largest magnitude."""
     if grad.ndim == 1:  # one number per island
         return grad
     largest = jnp.max(jnp.abs(grad), -1, keepdims=True)
@@ -53,6 +53,6 @@ def _sent_as_int8(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _gathered(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns `x` [islands, ...] all-gathered over islands, and sharded as `sharding` on each island."""
+    """Returns `x` [islands, ...] all-gathered over islands, and sharded by `sharding` within each island."""
     apart, together = (sharding.update(spec=PartitionSpec(axis, *sharding.spec)) for axis in ("diloco", None))
     return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, apart), together)

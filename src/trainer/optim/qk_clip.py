@@ -22,9 +22,9 @@ def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> R
 
     tau is `qk_clip_threshold`. The rule acts in every `qk_clip_interval`-th step, starting with step 0.
 
-    The largest logit is measured in the step's forward pass, before the update, over the whole batch. Each layer
-    declares which of its weights eta scales (`layers.clip`). Layers whose weights are all frozen are not clipped. The
-    rule's state is also its metrics: `max_logit`, the largest logit of all heads in the last step that measured, and
+    The largest logit is measured over the whole batch in the step's forward pass, before the update. Each layer
+    declares the weights that eta scales (`layers.clip`). Layers with only frozen weights are not clipped. The rule's
+    state is also its metrics: `max_logit`, the largest logit of all heads in the last step that measured, and
     `clipped_heads`, the number of heads with eta < 1, which is 0 in a step that does not measure.
 
     Args:
@@ -96,7 +96,7 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 
 
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
-    """Refuses layers of a custom block that are in only one of the sets of paths."""
+    """Refuses layers of a custom block whose path is in only one of the two sets."""
     mistakes = [
         *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
         *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),

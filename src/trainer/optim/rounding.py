@@ -15,8 +15,8 @@ from trainer.ops.random import ROUNDING, seed_key
 def applied(config: Config, params: Any, updates: Any, step: jax.Array) -> Any:
     """Returns `params` + `updates` in the dtypes of `params`, rounded to the nearest number.
 
-    With `weight_stochastic_rounding`, a parameter in bfloat16 becomes one of the two numbers around the sum, with
-    probabilities such that its expected value is the sum (Gupta et al. 2015, arXiv:1502.02551). The draw depends on the
+    With `weight_stochastic_rounding`, a bfloat16 parameter is rounded to one of the two numbers next to the sum, with
+    probabilities such that the expected value is the sum (Gupta et al. 2015, arXiv:1502.02551). The draw depends on the
     seed, the step and the parameter's name. An update of 0 changes nothing.
     """
     if not config.weight_stochastic_rounding:
@@ -28,7 +28,7 @@ def applied(config: Config, params: Any, updates: Any, step: jax.Array) -> Any:
             return (param + update).astype(param.dtype)
         total = param.astype(jnp.float32) + update
         own = jax.random.fold_in(key, jnp.uint32(zlib.crc32(name_of(path).encode())))
-        # The upper half of a float32 is the bfloat16 towards zero; noise in the lower half may carry into it.
+        # The upper half of a float32 is the bfloat16 rounded towards zero. Noise in the lower half may carry into it.
         noise = jax.random.bits(own, param.shape, jnp.uint16).astype(jnp.uint32)
         upper = (jax.lax.bitcast_convert_type(total, jnp.uint32) + noise) >> 16
         rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)

@@ -13,7 +13,7 @@ from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule
 
 NAME = "router_bias"
-# The paths of a router's sown count and of its bias in `rest`, relative to its layer (`layers.moe`).
+# The paths of a router's sown count and, in `rest`, of the router's bias, relative to the layer (`layers.moe`).
 _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
@@ -21,8 +21,8 @@ def router_bias(config: Config, rest: Any) -> Rule:
     """Returns the rule that moves the bias of every expert towards the mean load.
 
     In each accepted step it adds `routed_bias_update_rate` times the sign of (mean load - load), where the load is the
-    number of tokens of the whole batch that chose the expert. The rule has no state: the bias is in `rest`, a tree of
-    arrays or their shapes.
+    number of tokens in the whole batch that chose the expert. The rule has no state, because the bias is in `rest`.
+    Here, `rest` may contain arrays or their shapes.
 
     Raises:
       UserError: no router of the model has a bias.

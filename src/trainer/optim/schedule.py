@@ -40,8 +40,8 @@ def make_schedule(config: Config) -> optax.Schedule:
 def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
     """Returns the number of completed updates that an optimizer passes to its schedule next, int32 [].
 
-    Skipped steps do not count. If an optimizer has several schedules, this is the count of the first; all counts are
-    equal. `otherwise` is returned for an optimizer without a schedule.
+    Skipped steps do not count. If an optimizer has several schedules, their counts are equal. Returns `otherwise` for
+    an optimizer without a schedule.
     """
     counts = [node.count for node in jax.tree.leaves(opt_state, is_leaf=_counts) if _counts(node)]
     return counts[0] if counts else otherwise

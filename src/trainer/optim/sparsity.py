@@ -18,8 +18,8 @@ NAME = "weight_sparsity"
 def weight_sparsity(config: Config, kernels: Sequence[Kernel]) -> Rule:
     """Returns the rule that makes the masks of `kernels` from the updated parameters (`products.sparse.largest`).
 
-    It does so after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps. Skipped
-    steps are counted but make no masks. The rule has no state: the masks are in `rest`.
+    It makes them after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps. Skipped
+    steps are counted but make no masks. The rule has no state, because the masks are in `rest`.
     """
     n, m, start, every = (
         config[key]

@@ -1,4 +1,4 @@
-"""Skips steps with a loss or gradient norm far above that of recent steps."""
+"""Skips steps whose loss or gradient norm is far above recent values."""
 
 from typing import Any, NamedTuple
 
@@ -23,11 +23,11 @@ class Window(NamedTuple):
 def skip_spikes(config: Config) -> Rule:
     """Returns the rule that refuses steps with a spike in the loss or in the gradient norm.
 
-    A step is refused if one of the two is above mean + `skip_step_scaling_factor` standard deviations of the last
-    `skip_step_interval` accepted steps.
+    A step is refused if its loss or gradient norm is above mean + `skip_step_scaling_factor` standard deviations of
+    the last `skip_step_interval` accepted steps.
 
     The first interval / 2 steps are accepted without a test. Until a whole interval of steps is accepted, the
-    statistics cover the steps accepted so far. They exclude refused steps. Variances are divided by the number of
+    statistics cover the steps accepted so far. Statistics exclude refused steps. Variances are divided by the number of
     steps.
 
     After interval / 2 consecutive skipped steps, for whatever reason, the next finite step is accepted and the

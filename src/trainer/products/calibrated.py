@@ -1,10 +1,10 @@
-"""Quantizes a trained kernel with calibration statistics of its inputs. Qwix rounds, scales and compensates.
+"""Quantizes a trained kernel with calibration statistics of its inputs. Qwix does the rounding and scaling.
 
-- `awq`: scales inputs before rounding, so that inputs with large activations lose less (Lin et al. 2023,
+- `awq`: scales inputs before rounding, so that the weights of large activations lose less precision (Lin et al. 2023,
   arXiv:2306.00978).
 - `gptq`: rounds inputs in order; later ones compensate the error of earlier ones (Frantar et al., arXiv:2210.17323).
 
-Kernels are [in, out], or [groups, in, out] for experts. Several input axes are merged into one, and so are several
+Kernels are [in, out], or [groups, in, out] for experts; several input axes are merged into one, and so are several
 output axes. The results are `qwix.QArray`s: qvalue has the kernel's shape, and scale is [*groups, in / block, out].
 """
 
@@ -33,9 +33,9 @@ class How:
     """How a kernel is quantized.
 
     Attributes:
-      dtype: such as "int4", "int8", "float8_e4m3fn" or "nf4".
-      block: the number of inputs that share a scale; 0: one scale for all inputs of an output.
-      method: Qwix's method of calibration; "minmax": integers also have a zero point for each scale.
+      dtype: the stored dtype, such as "int4", "int8", "float8_e4m3fn" or "nf4".
+      block: the number of inputs that share a scale; 0: all inputs of an output share one scale.
+      method: Qwix's calibration method; with "minmax", integers also have a zero point for each scale.
     """
 
     dtype: str
@@ -48,7 +48,7 @@ class How:
         return self.method == "minmax"
 
     def of_rows(self) -> qarray.HowToQuantize:
-        """Returns Qwix's description, for a matrix [out, in]."""
+        """Returns the equivalent settings of Qwix for a matrix [out, in]."""
         return qarray.HowToQuantize(
             qtype=self.dtype if self.dtype == "nf4" else jnp.dtype(self.dtype),
             channelwise_axes=(0,),
@@ -58,10 +58,10 @@ class How:
 
 
 def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel") -> tuple[QArray, jax.Array]:
-    """Returns the quantized kernel, multiplied by scales of its inputs, and the scales, float32 [*groups, in].
+    """Returns the quantized kernel, whose inputs were multiplied by scales, and the scales, float32 [*groups, in].
 
-    The caller must divide activations by the scales. An expert without activations has scales of 1, so it is only
-    rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the kernel in float32.
+    The caller must divide activations by the scales. An expert without activations gets scales of 1, so it is only
+    rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the size of the float32 kernel.
 
     Args:
       mean_abs: the mean magnitude of each input's activations, [*groups, in].
@@ -76,8 +76,8 @@ def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel"
 def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel") -> QArray:
     """Returns the quantized kernel.
 
-    An input whose activations are all zero is only rounded, and so is an expert without activations. (Qwix alone would
-    set their weights to zero.)
+    The weights of an input whose activations are all zero are only rounded, and so is an expert without activations.
+    (Qwix alone would set these weights to zero.)
 
     Args:
       hessian: the sum of x x^T over activations x, [*groups, in, in].
@@ -95,7 +95,7 @@ def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel"
 
 
 def values(quantized: QArray, scales: jax.Array | None = None) -> jax.Array:
-    """Returns the dequantized kernel, for activations that are not scaled. `scales`: see `awq`."""
+    """Returns the dequantized kernel for unscaled activations. `scales`: see `awq`."""
     found = dequantize(quantized)
     return found if scales is None else found / scales[..., None]
 
@@ -126,7 +126,7 @@ def _gptq(kernel: jax.Array, hessian: jax.Array, how: How) -> tuple[QArray, jax.
 
 
 def _each(fn: Callable[..., Any], kernel: jax.Array, *statistics: jax.Array) -> Any:
-    """Calls `fn` for each group, one by one, with its matrix, float32 [out, in], and statistics."""
+    """Calls `fn` for each group, one by one, with the group's matrix, float32 [out, in], and statistics."""
     args = kernel.mT.astype(jnp.float32), *statistics
     return fn(*args) if kernel.ndim == 2 else jax.lax.map(lambda args: fn(*args), args)
 
@@ -135,10 +135,10 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
     """Runs Qwix's GPTQ on blocks of columns in order. Also returns whether the Hessian has an inverse.
 
     Qwix unrolls all columns: under jit, 256 columns compile for a minute; without jit, it compiles a program for each
-    index. Here one program for a few columns runs in a loop. The result equals that of Qwix's function with
-    blocksize=`columns`, up to the order of sums. Let H^-1 = U^T U, U an upper triangle, and b a block of columns. Its
-    Hessian, given that later columns compensate, is (U_bb^T U_bb)^-1, and its error changes the matrix by
-    (w - w_quantized) U_bb^-1 U_b.
+    index. Here one program for a few columns runs in a loop. Up to the order of sums, the result equals Qwix's with
+    blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular, and let b be a block of columns. Since later
+    columns compensate, the block's Hessian is (U_bb^T U_bb)^-1, and the quantization error of the block changes the
+    matrix by (w - w_quantized) U_bb^-1 U_b.
 
     Columns are first divided by their scales, so that columns of several iterations may share a scale.
     """
@@ -173,9 +173,9 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
 
 
 def _factor(hessian: jax.Array) -> jax.Array:
-    """Returns the upper triangle U with U^T U = H^-1, where H is damped as in Qwix's function.
+    """Returns the upper triangular U with U^T U = H^-1, where H is damped as in Qwix.
 
-    For an input without activations, only the damping remains: its error and the errors of others do not interact.
+    An input without activations has only the damping, so its error does not interact with the errors of other inputs.
     """
     mean = jnp.mean(jnp.diag(hessian))
     damped = hessian + jnp.where(mean == 0, 1.0, DAMPING * mean) * jnp.eye(len(hessian))

@@ -1,7 +1,7 @@
 """Products with kernels that are stored quantized, and their storage formats. Qwix quantizes.
 
-A kernel is stored as a `qwix.QArray`. Its parts have the kernel's axes: values [*in, *out], and float32 scales with
-one entry for each block of inputs and outputs. Codes of nf4 are stored as `Packed`. A kernel with the scales of AWQ
+A kernel is stored as a `qwix.QArray`. Its parts have the kernel's axes: values [*in, *out], and float32 scales with one
+entry for each block of inputs and outputs. nf4 codes are stored as `Packed`. A kernel with AWQ scales
 (arXiv:2306.00978) is a `qwix.contrib.awq.WithAwqScale`. For experts, each part has a leading axis of groups.
 """
 
@@ -24,15 +24,15 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Product, grouped_product
 
 NF4 = "nf4"
-_LEAST = 16  # the fewest values that may share a scale, if a block does not divide an axis
+_LEAST = 16  # if a block does not divide an axis, at least this many values must share a scale
 
 
 @flax.struct.dataclass
 class Packed:
-    """4-bit codes with their scales, in place of a `QArray` of nf4, which Orbax cannot store.
+    """4-bit codes with their scales. Replaces an nf4 `QArray`, which Orbax cannot store.
 
     Attributes:
-      codes: uint8, each with two consecutive codes along the packed axis, the first in the lower bits.
+      codes: uint8; each stores two consecutive codes along the packed axis, the first in the lower bits.
       scale: see `QArray`.
       axis: the packed axis, counted from the end.
     """
@@ -50,11 +50,11 @@ class Storage:
     """How a kernel is stored.
 
     Attributes:
-      dtype: of the values, such as "int8", "float8_e4m3fn" or "nf4".
-      block: the numbers of inputs and of outputs that share a scale; 0: all. If a number does not divide an axis, its
-        greatest common divisor with the axis is used.
-      method: Qwix's method of calibration; "minmax" also stores zero points.
-      awq: whether inputs have the scales of AWQ.
+      dtype: the dtype of the values, such as "int8", "float8_e4m3fn" or "nf4".
+      block: the numbers of inputs and of outputs that share a scale; 0: all. If a number does not divide an axis, the
+        greatest common divisor of the number and the axis length is used.
+      method: Qwix's calibration method; "minmax" also stores zero points.
+      awq: whether inputs have AWQ scales.
     """
 
     dtype: str
@@ -63,7 +63,7 @@ class Storage:
     awq: bool = False
 
     def how(self, kernel: Kernel, stacked: int = 0) -> qarray.HowToQuantize:
-        """Returns how Qwix quantizes `kernel` with `stacked` leading axes. Raises UserError if too few values would
+        """Returns Qwix's settings for `kernel` with `stacked` leading axes. Raises UserError if too few values would
         share a scale."""
         first = stacked + bool(kernel.groups)
         inputs, outputs = self.block
@@ -78,7 +78,7 @@ class Storage:
         return qarray.HowToQuantize(qtype=dtype, channelwise_axes=own, tiled_axes=tiles, calibration_method=self.method)
 
     def store(self, kernel: Kernel, value: jax.Array, stacked: int = 0) -> Any:
-        """Returns `value` [*stacked, *groups, *in, *out] in stored form, rounded to nearest. AWQ's scales are 1."""
+        """Returns `value` [*stacked, *groups, *in, *out] in stored form, rounded to nearest, with AWQ scales of 1."""
         found = packed(qarray.quantize(value.astype(jnp.float32), self.how(kernel, stacked)), kernel)
         inputs = value.shape[: value.ndim - len(kernel.out_shape)]
         return with_awq_scale(found, jnp.ones(inputs, jnp.float32), kernel) if self.awq else found
@@ -95,8 +95,8 @@ class Storage:
         return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape)))
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
-        """Returns the stored form of `value` [*groups, in, out], which has one merged axis of inputs, one of outputs,
-        and a scale for each output. `awq_scale`: [*groups, in]."""
+        """Returns the stored form of `value` [*groups, in, out], which has one merged axis of inputs, one merged axis
+        of outputs, and a scale for each output. `awq_scale`: [*groups, in]."""
         groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
         counts = [
             size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))
@@ -129,7 +129,7 @@ def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScal
 
 
 def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
-    """Returns how many entries of each axis share a scale, if `size` consecutive entries of the merged axes do."""
+    """Returns how many entries of each axis share a scale if `size` consecutive entries of the merged axes do so."""
     if prod(shape) <= size:
         return list(shape)
     tiles, left = [], size
@@ -147,7 +147,7 @@ def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
 
 
 def packed(value: qarray.QArray, kernel: Kernel) -> Any:
-    """Returns `value` in stored form: codes of nf4 as `Packed`."""
+    """Returns `value` in stored form: nf4 as `Packed`."""
     if value.qtype != NF4:
         return value
     axis = -len(kernel.out_shape) - 1  # the last of the inputs
@@ -159,7 +159,7 @@ def packed(value: qarray.QArray, kernel: Kernel) -> Any:
 
 
 def _qarray(stored: Any) -> qarray.QArray:
-    """Returns a stored kernel, which has no scales of AWQ, as a `QArray`."""
+    """Returns a stored kernel without AWQ scales as a `QArray`."""
     if not isinstance(stored, Packed):
         return stored
     axis = stored.axis % stored.codes.ndim
@@ -176,17 +176,17 @@ def dequantize(stored: Any, dtype: jnp.dtype) -> jax.Array:
 
 
 def is_stored(value: Any) -> bool:
-    """Returns whether `value` is a kernel in a stored form of this file."""
+    """Returns whether `value` is a kernel in one of this file's stored forms."""
     return isinstance(value, qarray.QArray | Packed | WithAwqScale)
 
 
 def float_shape(stored: Any) -> tuple[int, ...]:
-    """Returns the shape of the dequantized kernel of `stored`, which has arrays or ShapeDtypeStructs."""
+    """Returns the shape of the dequantized kernel of `stored`, whose leaves are arrays or ShapeDtypeStructs."""
     return jax.eval_shape(partial(dequantize, dtype=jnp.dtype(jnp.float32)), stored).shape
 
 
 def parameter_count(params: Any) -> int:
-    """Returns the number of parameters in a tree. A stored kernel counts as if it were float, without scales."""
+    """Returns the number of parameters in a tree. A stored kernel counts its values, without scales."""
     return sum(map(_floats, jax.tree.leaves(params, is_leaf=is_stored)))
 
 
@@ -207,8 +207,8 @@ def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A `Product`. If there are few rows, they are multiplied with the quantized values, and the scales are applied to
-    the results: on a TPU, XLA would write the dequantized kernel to memory, 3 to 6 times the bytes of the values."""
+    """A `Product`. Few rows are multiplied with the quantized values, and the results are scaled. Otherwise XLA on a
+    TPU would write the dequantized kernel to memory, which takes 3 to 6 times the bytes of the values."""
 
     storage: Storage
     kernel: Kernel
@@ -235,13 +235,13 @@ class _Dense:
         value, rows = _qarray(kernel), x.shape[:-inputs]
         per_scale = prod(value.shape[:inputs]) // prod(value.scale.shape[:inputs])
         if per_scale < prod(value.shape[:inputs]) and prod(rows) > per_scale:
-            # The results for each block of inputs would be larger than the kernel.
+            # Separate results for each block of inputs would be larger than the kernel.
             dims = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))), ((), ())
             return jax.lax.dot_general(x, dequantize(value, x.dtype), dims)
         values = numerics.convert_from(value.qvalue, value.qtype).astype(x.dtype)
         zero = None if value.zero_point is None else value.zero_point.astype(x.dtype)
 
-        def merged(part: Any) -> Any:  # Qwix has no blocks of several axes
+        def merged(part: Any) -> Any:  # Qwix does not support blocks over several axes
             return None if part is None else part.reshape(-1, *part.shape[inputs:])
 
         # Qwix's public function would dequantize first.

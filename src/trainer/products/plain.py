@@ -23,10 +23,10 @@ EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
 
-    It may have a method `store(kernel)` that returns the layer's stored form of the initial kernel: an array, or a
-    pytree whose parts have the kernel's axes, except that some may be absent or have length 1
-    (`sharding.axes_of_parts`). A grouped product may also have it. It may have a method `array(kernel, dtype)` that
-    returns an array [*in, *out]; the product is then that with this array, up to rounding.
+    Optional method `store(kernel)`, also of grouped products: returns the stored form of the initial kernel, an array
+    or a pytree. Its parts have the kernel's axes; some may be absent or have length 1 (`sharding.axes_of_parts`).
+    Optional method `array(kernel, dtype)`: returns an array [*in, *out]. Up to rounding, this product equals the plain
+    product with that array.
     """
 
     def __call__(
@@ -36,11 +36,11 @@ class Product(Protocol):
 
         Args:
           inputs: the number of axes of `in`.
-          kernel: the parameter as stored, in its stored dtype. It may be a pytree, see above.
+          kernel: the parameter as stored, in the stored dtype. It may be a pytree, see above.
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
-          context: the layer's context; its rows are the first axis of `x`. None in the output head. The layer's dropout
-            also uses `context.key`: fold a number into it before use.
+          context: the layer's context; its rows are the first axis of `x`. None in the output head. Fold a number into
+            `context.key` before use, because the layer's dropout also uses it.
         """
 
 
@@ -50,7 +50,7 @@ def stored(product: Any, kernel: jax.Array) -> Any:
 
 
 def in_dtype(kernel: Any, dtype: jnp.dtype) -> Any:
-    """Casts a kernel that is an array to `dtype`, before it is all-gathered. Others are all-gathered as stored."""
+    """Casts a kernel that is an array to `dtype`, before its all-gather. Other kernels are all-gathered as stored."""
     return kernel.astype(dtype) if isinstance(kernel, jax.Array | np.ndarray) else kernel
 
 
@@ -70,9 +70,9 @@ class MakeProduct(Protocol):
     def __call__(self, kernel: Kernel, *, rngs: nnx.Rngs) -> "Product | GroupedProduct":
         """Returns a `Product`, or a `GroupedProduct` for a kernel with groups.
 
-        It may be an `nnx.Module`. Its parameters then belong to the model, under the name "product" next to the kernel.
-        For a grouped product, their logical axes determine which part a device gets: "exp" and "mlp" are sharded as in
-        the kernel.
+        It may be an `nnx.Module`. Its parameters are then stored in the model, as "product" next to the kernel. For a
+        grouped product, their logical axes determine which part a device gets: "exp" and "mlp" are sharded as in the
+        kernel.
         """
 
 
@@ -98,9 +98,9 @@ def product(
 ) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
-    Except on a TPU, this is one product of two matrices, so that XLA's CPU backend does not transpose a copy of the
-    operands for the weight gradient. On a TPU, merging axes would need a copy into a common layout, and where rows are
-    split over devices, it would need other devices' tokens (docs/decisions/0004).
+    Except on a TPU, axes are merged to multiply two matrices, so that XLA's CPU backend does not copy and transpose the
+    operands for the weight gradient. On a TPU, merging axes would need a copy into a common layout and, where rows are
+    split over devices, other devices' tokens (docs/decisions/0004).
 
     `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: except on a
     TPU, a kernel that is not `transposed` is padded to at least this many columns.
@@ -133,10 +133,10 @@ class GroupedProduct(Protocol):
         is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
-          kernel: [groups, in, out], in any dtype, or its stored pytree. If several devices share a product, it is one
+          kernel: [groups, in, out], in any dtype, or its stored pytree. If several devices share a product, this is one
             device's shard: some of the groups, and some of the inputs or of the outputs.
-          context: the context of the layer, with the device's rows of the batch. They differ from the rows of `x`,
-            which are sorted by group and may come from other devices.
+          context: the context of the layer, with the device's rows of the batch. The rows of `x` differ: they are
+            sorted by group and may come from other devices.
         """
 
 
@@ -178,7 +178,7 @@ def wide_grouped_product(
 def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
     """A `MakeProduct`: returns the plain product of `kernel`, padded with columns of zeros to at least COLUMNS.
 
-    Otherwise, with a narrow float32 matrix, XLA's CPU backend uses another algorithm for up to 80 rows than for more.
+    Otherwise, for a narrow float32 matrix, XLA's CPU backend switches to another algorithm above 80 rows.
     """
     if prod(kernel.out_shape) >= COLUMNS:
         return make_plain(kernel, rngs=rngs)

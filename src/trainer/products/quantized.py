@@ -27,7 +27,7 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
 MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
-DEVICES = -1  # `Recipe.parts`: as many as devices share the rows
+DEVICES = -1  # `Recipe.parts`: one part for each device that shares the rows
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Recipe:
     Attributes:
       forward: dtype of activations and weights, such as "int8" or "float8_e4m3fn".
       backward: dtype of the output's gradient.
-      per_channel: one scale for each row of activations and each output of the weight; otherwise one for each operand.
+      per_channel: one scale for each row of activations and each output of the weight; otherwise one per operand.
       rounding: "": to nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's noise
         of that name. Only for integers.
-      parts: the number of parts of the batch's rows; when the gradient of the weight is computed, the output's gradient
+      parts: the number of parts into which the batch's rows are split. For the weight gradient, the output's gradient
         has separate scales in each part.
     """
 
@@ -99,8 +99,8 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. Scales over rows, such as those for the weight's gradient, cover the rows of one product on
-    one device. The noise of stochastic rounding depends on a row's place among them."""
+    """A `GroupedProduct`. Scales over rows, as for the weight's gradient, cover the rows of one product on one device.
+    The noise of stochastic rounding depends on a row's index in this product."""
 
     recipe: Recipe
     kernel: Kernel
@@ -152,7 +152,7 @@ class _How:
     group, [rows, in].
 
     Attributes:
-      rows, inputs: the number of axes of rows, without the groups' axis, and of `in`.
+      rows, inputs: the number of row axes, without the axis of groups, and the number of axes of `in`.
       grouped: whether the kernel has groups.
       shared_inputs, shared_outputs: the mesh axes over which `in` and `out` are sharded.
       parts: see `Recipe`; never DEVICES.
@@ -178,12 +178,12 @@ class _How:
         noise: jax.Array | None = None,
         tiles: dict[int, int] | None = None,
     ) -> tuple[qarray.QArray, Any]:
-        """Returns `x`, quantized with scales over the axes `over`, and its calibration.
+        """Returns `x`, quantized with scales over the axes `over`, and the calibration of `x`.
 
         Args:
           shared: the mesh axes over which `over` is sharded.
-          noise: is added before rounding; it lacks the last axes of `x`.
-          tiles: the number of entries of an axis that share a scale.
+          noise: added before rounding; it lacks the last axes of `x`.
+          tiles: maps an axis to the number of its entries that share a scale.
         """
         channels = [axis for axis in range(x.ndim) if axis not in over]
         of_groups = [0] if self.grouped and x.ndim == 3 else []
@@ -218,7 +218,7 @@ class _How:
         """Refuses sums of so many integer products that int32 may overflow.
 
         Raises:
-          UserError: it may; the message names the limit.
+          UserError: int32 may overflow; the message names the limit.
         """
         limit = {"int8": MOST_INT8, "int4": MOST_INT8 * 256}.get(self.recipe.forward)
         terms = prod(left.shape[axis] for axis in dimensions[0][0])
@@ -233,8 +233,8 @@ class _How:
             )
 
     def _supported(self, x: Any) -> Any:
-        """Casts int4 to int8, except on a TPU: XLA's other compilers fail on many products of int4. The result is the
-        same."""
+        """Casts int4 to int8, except on a TPU, because XLA's other compilers fail on many int4 products. The result is
+        the same."""
         if self.on_tpu:
             return x
         return jax.tree.map(lambda part: part.astype(jnp.int8) if part.dtype == jnp.int4 else part, x)
@@ -259,8 +259,8 @@ def _multiply(
     how: _How, x: jax.Array, kernel: jax.Array, sizes: jax.Array | None, noise_keys: jax.Array | None
 ) -> jax.Array:
     """Returns the product of the quantized operands in the dtype of `x`. The backward pass quantizes the gradient of
-    the result twice: for its product with the quantized kernel, and for that with the quantized `x`. Rounding has the
-    gradient of the identity; clipping to a range has gradient 0 outside of it."""
+    the result twice: for the product with the quantized kernel, and for the product with the quantized `x`. Rounding
+    has the gradient of the identity; clipping has gradient 0 outside of the range."""
     return _forward(how, x, kernel, sizes, noise_keys)[0]
 
 
@@ -283,8 +283,8 @@ def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tup
 
 
 def _named(part: jax.Array) -> jax.Array:
-    """Returns `part` under a checkpoint name. 8-bit floats are kept as integers with the same bits: JAX rounds floats
-    that a checkpoint keeps, which gives NaN for float8_e4m3fn above 240."""
+    """Returns `part` under a checkpoint name. 8-bit floats are bitcast to integers while a checkpoint keeps them: JAX
+    rounds kept floats, which gives NaN for float8_e4m3fn above 240."""
     if part.dtype.itemsize > 1 or not jnp.issubdtype(part.dtype, jnp.floating):
         return checkpoint_name(part, QUANTIZED)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(part, jnp.uint8), QUANTIZED)
@@ -339,7 +339,7 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
         return scale.reshape((1,) * how.rows + scale.shape[how.inputs :])
     if sizes is None:
         return scale  # [g, 1, out]
-    if len(scale) == 1:  # of a fixed range
+    if len(scale) == 1:  # the scale of a fixed range
         return scale[0]
     return jnp.repeat(scale[:, 0], sizes, axis=0, total_repeat_length=len(gradient))
 
@@ -362,10 +362,10 @@ def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: An
 
 
 def _per_part(tokens: int, parts: int) -> int:
-    """Returns the number of tokens of a part.
+    """Returns the number of tokens in a part.
 
     Raises:
-      UserError: parts would be unequal, or too small.
+      UserError: the parts would be unequal or too small.
     """
     if tokens % parts or tokens // parts < LEAST_PER_SCALE:
         raise UserError(

@@ -9,10 +9,10 @@ from trainer.products.plain import Kernel
 
 
 def largest(kernel: Kernel, value: jax.Array, n: int, m: int) -> jax.Array:
-    """Returns which entries of `value` are used: bool, true for the `n` of largest magnitude among every `m`
-    consecutive ones along the axis that a product sums over. Of equal magnitudes, the first are used.
+    """Returns the mask of the used entries of `value`, bool: of every `m` consecutive entries along the axis that a
+    product sums over, the `n` with the largest magnitude. Of equal magnitudes, the first are used.
 
-    Several input axes count as one merged axis, in their order. `m` divides its length.
+    Several input axes count as one axis, merged in order. `m` must divide the length of that axis.
 
     Args:
       value: [*stacked, *groups, *in, *out] of `kernel`, in any floating-point dtype.

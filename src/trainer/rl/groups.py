@@ -15,8 +15,8 @@ class Rollout(NamedTuple):
 
     Attributes:
       prompt, completion: tokens, int32 [p] and [c]. The completion contains the stop token that ended it.
-      log_probs: of the completion's tokens when they were drawn, float32 [c].
-      truncated: whether the completion was cut, because it reached the end of its room.
+      log_probs: the log-probability of each completion token when it was sampled, float32 [c].
+      truncated: whether the completion was cut off because it reached its length limit.
     """
 
     prompt: np.ndarray
@@ -31,9 +31,9 @@ class Rollout(NamedTuple):
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns the advantages of completions, float32 [groups, size], given their rewards: the difference from the mean
-    of the group, divided by 1e-6 plus its standard deviation, with size - 1 degrees of freedom (Shao et al. 2024,
-    arXiv:2402.03300, 4.1.2). They are 0 in a group whose rewards are equal, or that has one member.
+    """Returns the advantages of completions, float32 [groups, size]: (reward - mean of the group) / (standard deviation
+    of the group + 1e-6), with size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). They are 0 in a
+    group with equal rewards or with one member.
     """
     rewards = np.asarray(rewards, np.float64)
     differ = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
@@ -43,14 +43,14 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def places(lengths: Sequence[int], row: int, align: int, *, together: bool = True) -> list[tuple[int, int]]:
-    """Returns a place for each of the sequences: the number of its row, and where it begins there.
+    """Returns a place for each sequence: the index of its row, and the position in the row at which it begins.
 
-    The longest sequence comes first, each into the first row with room for it.
+    Sequences are placed longest first, each in the first row with enough room.
 
     Args:
       lengths: at most `row` each.
-      row: the tokens of a row.
-      align: a sequence begins at a multiple of this.
+      row: the length of a row in tokens.
+      align: every sequence begins at a multiple of this number.
       together: whether a row may hold several sequences.
     """
     fills: list[int] = []

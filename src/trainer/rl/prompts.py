@@ -22,16 +22,16 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 
-_FORMAT = 1  # increases if equal records become other prompts
-INDEX = "prompt"  # the name of the array [n] with the numbers of prompts in a batch of them
+_FORMAT = 1  # increased whenever the same records give different prompts
+INDEX = "prompt"  # the batch field with the indices of the prompts, [n]
 
 
 class Prompt(NamedTuple):
-    """A prompt: what the reward functions get of it, and its tokens, int32 [n].
+    """A prompt: the arguments that it gives to reward functions, and its tokens, int32 [n].
 
     Attributes:
-      where: its text names the record. Making it reads the file up to there.
-      text: the value of its column: a text, or a list of messages.
+      where: `str(where)` names the record; it reads the file up to that record.
+      text: the value of the prompt column: a text, or a list of messages.
       columns: the values of the other columns by name.
     """
 
@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
-    """The prompts as a `data.RowSource`, whose rows are their numbers."""
+    """A `data.RowSource` whose rows are the indices of prompts."""
 
     prompts: Sequence[Prompt]
     length: int
@@ -60,11 +60,11 @@ class PromptRows:
 
 @dataclasses.dataclass(frozen=True)
 class PromptDataset(Dataset):
-    """A `Dataset` whose batches are numbers of prompts.
+    """A `Dataset` whose batches are indices of prompts.
 
     Attributes:
-      train, held_out: the prompts; none are held out without evaluation.
-      stop: the tokens that end a completion, and with use_chat_template=true a turn of the assistant.
+      train, held_out: the prompts; `held_out` is None without evaluation.
+      stop: the tokens that end a completion; with use_chat_template=true also those that end an assistant turn.
     """
 
     train: PromptRows = dataclasses.field(kw_only=True)
@@ -73,12 +73,12 @@ class PromptDataset(Dataset):
 
 
 def open_prompts(config: Config, say: Say) -> PromptDataset:
-    """Returns the prompts that the keys of `config`, resolved, name. All of them are held in memory.
+    """Returns the prompts of the files that `config`, resolved, specifies. All prompts are kept in memory.
 
-    `say` gets lines on prompts that are left out.
+    `say` gets messages about prompts that are left out.
 
     Raises:
-      UserError: the files are not there or not readable; a prompt is neither text nor messages; or none is left.
+      UserError: files are missing or unreadable, a prompt is neither text nor messages, or no prompt remains.
     """
     source = open_source(config, say)
     if len(source.train) > 1:
@@ -158,7 +158,7 @@ def _prompts(
 
 
 def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
-    """Returns why no prompt is left, and what helps. `long`: the tokens of each that is too long, and where it is."""
+    """Returns why no prompt remains, and a fix. `long`: (number of tokens, location) of each too long prompt."""
     if not long:
         return f"{counted(empty, 'prompt')} without text"
     most, limit = max(tokens for tokens, _ in long), longest_prompt(config)
@@ -170,7 +170,7 @@ def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> st
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of a file as plain Python: text instead of UTF-8 bytes, lists instead of arrays."""
+    """Converts a value read from a file to plain Python: UTF-8 bytes to text, arrays to lists."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if isinstance(value, np.ndarray | np.generic):

@@ -1,5 +1,5 @@
-"""The program of a process that calls a user's reward functions (rewards.py). It loads neither JAX nor the package's
-configuration, so that it starts in a few hundredths of a second."""
+"""The worker program that calls a user's reward functions (rewards.py). It loads neither JAX nor the package's
+configuration, so it starts within a few hundredths of a second."""
 
 import inspect
 import json
@@ -14,23 +14,23 @@ from typing import Any
 from trainer.chat.functions import failure, load_function
 
 Function = Callable[..., Any]
-_LARGEST = 3.4e38  # of float32, in which the trainer has rewards
+_LARGEST = 3.4e38  # the largest float32, the dtype in which the trainer stores rewards
 
 
 def main(paths: list[str], connection: int, lifeline: int) -> None:
     """Loads the functions `paths`, then scores samples, until the other side closes the connection.
 
-    It gets samples as (prompt, completion, columns), pickled. For each function that was loaded or called, it sends
-    JSON: a number, or a text that says what failed. It sends nothing that is pickled: what a completion makes a
-    function do must not reach the trainer.
+    It receives pickled samples (prompt, completion, columns). For each function that it loads or calls, it sends JSON:
+    a number, or a text that describes the failure. It never sends pickles, because a completion could make a function
+    produce a malicious one.
 
     Args:
       connection: the file descriptor of a socket.
-      lifeline: that of the reading end of a pipe that nobody writes to.
+      lifeline: the file descriptor of the read end of a pipe that nobody writes to.
     """
     _end_with(lifeline)
-    # The parent decides when a worker ends. The signals are not ignored, since programs that a function starts would
-    # inherit that.
+    # Only the parent ends a worker. The signals get handlers that do nothing, because programs that a function starts
+    # would inherit ignored signals.
     ending = (signal.SIGINT, signal.SIGTERM)
     for number in ending:
         signal.signal(number, lambda number, frame: None)
@@ -59,17 +59,17 @@ def main(paths: list[str], connection: int, lifeline: int) -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Makes the system end this process and those that it starts when the parent ends, whatever they are doing.
+    """Makes the system end this process and its children when the parent ends, whatever they are doing.
 
-    The parent holds the other end of the pipe. A thread that reads the pipe would not do: a regular expression that
-    does not end keeps all threads of Python waiting. Only Linux has this; elsewhere, a worker ends after the sample
-    that it is at.
+    The parent holds the other end of the pipe. A thread that reads the pipe would not suffice, because a regular
+    expression that never ends blocks all Python threads. Only Linux supports this; elsewhere, a worker ends after its
+    current sample.
     """
     os.set_inheritable(lifeline, False)
     if sys.platform == "linux":
         import fcntl
 
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # all processes of the group, which this one leads
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # the process group, which this process leads
         fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO ends a process
         if select.select([lifeline], [], [], 0)[0]:
             sys.exit("the parent has ended")
@@ -80,7 +80,7 @@ def _send(parent: Connection, result: float | str) -> None:
 
 
 def _score(function: Function, prompt: Any, completion: str, columns: Mapping[str, Any]) -> float | str:
-    """Returns what `function` returns for a sample, or what failed."""
+    """Returns the result of `function` for a sample, or a description of the failure."""
     try:
         given = dict({name: [value] for name, value in columns.items()}, prompts=[prompt], completions=[completion])
         first, named = _arguments(function, given)
@@ -92,10 +92,10 @@ def _score(function: Function, prompt: Any, completion: str, columns: Mapping[st
 
 
 def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of `function` by position and by name: those of `given` that it takes.
+    """Returns the positional and the keyword arguments for `function`: the entries of `given` that it accepts.
 
-    They are passed by name, since some functions take no prompts. If it takes neither of the two by their names, they
-    are the first two.
+    Arguments are passed by name, because some functions take no prompts. If a function has neither parameter name
+    `prompts` nor `completions`, these two are its first two positional arguments.
     """
     parameters = inspect.signature(function).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -107,8 +107,8 @@ def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], di
 
 
 def _number(value: Any) -> float | str:
-    """Returns the number that a function returned for one sample, or a text that says what it returned instead."""
-    one = value.tolist() if hasattr(value, "tolist") else value  # of NumPy, JAX and PyTorch
+    """Returns the number that a function returned for one sample, or a text that describes any other result."""
+    one = value.tolist() if hasattr(value, "tolist") else value  # NumPy, JAX and PyTorch
     if isinstance(one, list | tuple) and len(one) == 1:
         one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]
     if isinstance(one, int | float) and abs(one) <= _LARGEST:

@@ -1,9 +1,9 @@
-"""Rewards of completions, by functions of a user, which run in other processes with a time limit.
+"""Scores completions with a user's reward functions, which run in other processes with a time limit.
 
 A function is called as `function(prompts=[prompt], completions=[completion], NAME=[value], ...)`, with one sample and
-the further columns of its record. It gets those that it takes: all with `**columns`. It returns a finite number, or a
-list of one. It may start processes and threads. It must depend on its arguments only, and what it prints is discarded.
-Temporary files go to a folder that ends with the worker.
+the other columns of its record. It gets only the arguments that it accepts; with `**columns`, all. It returns a finite
+number, or a list of one. It may start processes and threads. Its result must depend only on its arguments. Its output
+is discarded. Its temporary files go to a folder that is deleted with the worker.
 """
 
 import collections
@@ -25,7 +25,7 @@ from trainer.config.words import visible
 
 _LOOK_SECONDS = 0.5
 START_SECONDS = 300  # for importing the functions
-# What a worker does, if it does not score the sample of an index; and how a task has ended.
+# The task of a worker that is not scoring a sample; and how a task ended.
 _IDLE, _START = -2, -1
 _DONE, _LATE, _DIED = "done", "late", "died"
 _PROGRAM = (
@@ -39,8 +39,8 @@ class Sample(NamedTuple):
 
     Attributes:
       prompt: text, or messages.
-      columns: the further columns of the record, by name. None is called prompts or completions.
-      where: its text names the record and the completion, for messages.
+      columns: the other columns of the record, by name. No column is called prompts or completions.
+      where: `str(where)` names the record and the completion, for messages.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -54,8 +54,8 @@ class Scored(NamedTuple):
 
     Attributes:
       reward: the sum of `by_function`.
-      by_function: in the order of the functions; 0.0 for those that did not end in time.
-      timed_out: whether there are such.
+      by_function: one for each function, in order; 0.0 for functions that did not finish in time.
+      timed_out: whether a function did not finish in time.
     """
 
     reward: float
@@ -64,13 +64,13 @@ class Scored(NamedTuple):
 
 
 class Rewards:
-    """A context in which samples are scored. When it ends, so do the workers and all processes that they started.
+    """A context in which samples are scored. Its end kills the workers and all processes that they started.
 
-    What happens to a sample:
-    - It takes too long: its worker is killed and replaced. The functions that were not done give 0.0, and the run goes
-      on. The first such sample is named through `say`; all are counted by `Scored.timed_out`.
-    - A function raises an exception, or returns something else than a number: a UserError names the first such sample.
-    - Its worker dies, such as by a lack of memory: another worker tries once more; then it is a UserError.
+    Failures of a sample:
+    - It takes too long: its worker is killed and replaced. The unfinished functions give 0.0, and the run goes on.
+      `say` reports the first such sample; `Scored.timed_out` marks all of them.
+    - A function raises an exception or does not return a number: a UserError names the first such sample.
+    - Its worker dies, for example out of memory: another worker tries once more, and a second death is a UserError.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class Rewards:
         """Starts the workers, which import the functions.
 
         Args:
-          functions: package.module:function, imported as in this process, such as from the current folder.
+          functions: package.module:function, imported with the import path of this process.
           workers: the number of processes. Results do not depend on it.
-          seconds: the time that all functions together may take for a sample.
-          say: gets a line when a sample takes too long, the first time.
-          key: what names the functions, for messages.
-          meanwhile: is called at least twice a second while workers work; if it raises, they are killed.
+          seconds: the time limit for all functions together on one sample.
+          say: gets a message about the first sample that takes too long.
+          key: the configuration key that lists the functions, for messages.
+          meanwhile: called at least twice a second while workers are busy; if it raises, they are killed.
 
         Raises:
-          UserError: names each function that is not there or cannot be imported, with the reason.
+          UserError: names each function that is missing or cannot be imported, with the reason.
         """
         self._functions, self._count, self._seconds, self._say = tuple(functions), workers, seconds, say
         self._said, self._key, self._meanwhile = False, key, meanwhile
@@ -145,7 +145,7 @@ class Rewards:
                         failed[index] = problem
                     else:
                         scored[index] = self._scored(worker, samples[index].where)
-                if failed:  # only an earlier sample would be named instead
+                if failed:  # the error names the first sample that failed, so only earlier ones still matter
                     waiting = collections.deque(index for index in waiting if index < min(failed))
         finally:
             for worker in [worker for worker in self._workers if worker.task >= 0]:
@@ -155,14 +155,14 @@ class Rewards:
         return [scored[index] for index in range(len(samples))]
 
     def _fill(self) -> None:
-        """Starts the workers that are missing."""
+        """Starts workers until the configured number runs."""
         while len(self._workers) < self._count:
             self._workers.append(_Worker(self._functions))
 
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
-        """Waits for busy workers, at most `_LOOK_SECONDS`, and yields those that have ended their task, with the task.
+        """Waits at most `_LOOK_SECONDS` for busy workers. Yields each worker that ended its task, with the task.
 
-        They are idle again, or are no longer workers if they died or took too long.
+        These workers are idle again; those that died or took too long are removed.
         """
         self._meanwhile()
         at_work = [worker for worker in self._workers if worker.task != _IDLE]
@@ -173,7 +173,7 @@ class Rewards:
             if worker.connection in ready:
                 worker.receive()
             elif worker.deadline <= now:
-                # A process that a dead worker has started may hold its connection.
+                # A child process may keep a dead worker's connection open.
                 worker.end = _LATE if worker.process.poll() is None else _DIED
             if worker.end:
                 task, worker.task = worker.task, _IDLE
@@ -221,24 +221,24 @@ def _about(sample: Sample, problem: str) -> str:
 
 
 class _Worker:
-    """A process that calls the functions (reward_worker.py), in a session of its own: Ctrl-C does not reach it.
+    """A process that calls the functions (reward_worker.py). It is in a separate session, so Ctrl-C does not reach it.
 
-    It is not one of `multiprocessing`: those import the program's main module again, and cannot have children.
+    It does not use `multiprocessing`, whose processes import the main module again and cannot have children.
 
     Attributes:
       task: the index of the sample that it scores, _START or _IDLE.
-      replies: of each function that is done: its reward, or a text that says what failed.
-      end: how the task has ended; "" before.
-      deadline: when it has to end, a time of `time.monotonic`.
+      replies: one for each finished function: its reward, or a text that describes the failure.
+      end: how the task ended; "" while it runs.
+      deadline: the `time.monotonic` time at which the task must have ended.
     """
 
     def __init__(self, functions: Sequence[str]):
         self._functions = functions
         self.connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()  # the system closes it when this process ends, in whatever way
+        lifeline, self._lifeline = os.pipe()  # however this process ends, the system closes it
         descriptors = (theirs.fileno(), lifeline)
         given = json.dumps([list(map(str, sys.path)), functions, *descriptors])
-        # The hash seed: a function that goes through a set of texts does so in one order in all workers.
+        # With a fixed hash seed, all workers iterate over a set of strings in the same order.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
         # A function that is killed leaves its temporary files.
         environment["TMPDIR"] = self._temporary = tempfile.mkdtemp(prefix="functions-")
@@ -262,9 +262,9 @@ class _Worker:
         self.replies: list[float | str] = []
 
     def begin(self, index: int, sample: Sample, seconds: float) -> None:
-        """Sends a sample, which may take `seconds`."""
+        """Sends a sample, with a time limit of `seconds`."""
         self._expect(index, seconds)
-        with suppress(OSError):  # a process that has died: `receive` notices it
+        with suppress(OSError):  # if the process has died, `receive` notices it
             self.connection.send((sample.prompt, sample.completion, dict(sample.columns)))
 
     def receive(self) -> None:
@@ -279,19 +279,19 @@ class _Worker:
 
     @property
     def function(self) -> str:
-        """The function that is loaded or called."""
+        """The function that is being loaded or called."""
         return self._functions[len(self.replies)]
 
     @property
     def problem(self) -> str | None:
-        """Why a sample has no reward; None if it has."""
+        """Why the sample has no reward; None if it has one."""
         if self.end == _DIED:
             return f"{self.function} ended its process twice, {self.status()}"
         last = self.replies[-1] if self.replies else 0.0
         return f"{self._functions[len(self.replies) - 1]} {last}" if isinstance(last, str) else None
 
     def status(self) -> str:
-        """Returns how the process, which was killed, has ended before, such as "with exit code 1"."""
+        """Returns how the process ended, such as "with exit code 1". Call it after `kill`."""
         code = self.process.returncode
         if code >= 0:
             return f"with exit code {code}"
@@ -299,7 +299,7 @@ class _Worker:
         return f"by {name}{', as for a lack of memory' if name == 'SIGKILL' else ''}"
 
     def kill(self) -> None:
-        """Ends the process and those that it started. It may be called twice."""
+        """Kills the process and the processes that it started. It may be called twice."""
         if not self.connection.closed:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

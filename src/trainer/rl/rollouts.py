@@ -1,4 +1,4 @@
-"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are judged."""
+"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are scored."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ class Round(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """Names a completion. The text is made only for a message, since that may read a file."""
+    """Names a completion. Its text is made only for messages, because making it may read a file."""
 
     name: str
     prompt: Any
@@ -55,21 +55,21 @@ class _Where(NamedTuple):
 
 
 class Rollouts:
-    """A `training.BatchSource`: a round's batch, drawn with its first parameters, is for `rl_num_iterations` updates.
+    """A `training.BatchSource`. A round's batch is sampled before its first update and used for `rl_num_iterations`.
 
-    Everything that is drawn depends on decode_sampling_seed, the number of the round and the parameters, so a run that
-    resumes makes the same rounds. Every process generates all completions; the first one judges them.
+    All sampling depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run
+    repeats the same rounds. Every process generates all completions; the first process scores them.
 
     Attributes:
-      updates: of a round; a run ends and is saved between rounds.
-      metrics: of the round whose batch was taken last.
+      updates: the number of updates in a round; a run ends and is saved only between rounds.
+      metrics: the metrics of the round whose batch was taken last.
     """
 
     def __init__(self, run: Run, dataset: PromptDataset, start: Start, files: RolloutFiles | None, say: Say):
         """
         Args:
-          files: gets all completions; None in processes other than the first.
-          say: gets lines of progress.
+          files: receives all completions; None in processes other than the first.
+          say: gets progress messages.
 
         Raises:
           UserError: the model cannot generate text on this mesh, or the run begins within a round.
@@ -108,7 +108,7 @@ class Rollouts:
         self._stream.close()
 
     def _judges(self) -> Rewards | None:
-        """Starts the processes of reward functions, in the first process of the run."""
+        """Starts the reward workers; None in processes other than the first of the run."""
         if not is_first():
             return None
         config = self._run.config
@@ -119,7 +119,7 @@ class Rollouts:
         """See `BatchSource.take`."""
         self._interrupted = interrupted
         if self._done % self.updates == 0:
-            current = jax.block_until_ready(state())  # the update before, which is not a part of the round's time
+            current = jax.block_until_ready(state())  # the round's time excludes the previous update
             started = time.perf_counter()
             made = self._make(current)
             self.waited += time.perf_counter() - started
@@ -130,7 +130,7 @@ class Rollouts:
         return self._round
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`: the likeliest answers, with rewards; with ema_decay those of the averages."""
+        """See `BatchSource.held_out`. Scores greedy answers; with ema_decay, the averaged parameters generate them."""
         run, held_out = self._run, self._dataset.held_out
         assert held_out is not None, "eval_interval is above 0"
         rows, steps = run.eval_rows, run.config.eval_steps
@@ -188,7 +188,7 @@ class Rollouts:
         samples: int,
         name: str,
     ) -> list[Rollout] | None:
-        """Returns `samples` completions of each prompt by `variables`, (params, rest); None if interrupted."""
+        """Returns `samples` completions of each prompt under `variables`, (params, rest); None if interrupted."""
         run, stop = self._run, self._dataset.stop
         scheduler = Scheduler(self._engine, self._engine.hold(*variables), fill=True)
         limit = completion_limit(run.config)
@@ -228,7 +228,7 @@ class Rollouts:
         ]
 
     def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Returns the texts of completions; [] in processes other than the first, which need none."""
+        """Returns the texts of completions; [] in processes other than the first, which do not need them."""
         return list(map(self._text, rollouts)) if is_first() else []
 
     def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
@@ -245,7 +245,7 @@ class Rollouts:
         return [Scored(*one) for one in from_first(scored)]
 
     def _text(self, rollout: Rollout) -> str:
-        """Returns the text of a completion, without what ended it."""
+        """Returns the text of a completion, without the stop token that ended it."""
         tokenizer = self._dataset.tokenizer
         assert tokenizer is not None
         stream = TextStream(tokenizer, rollout.prompt.tolist())

@@ -1,4 +1,4 @@
-"""Room for a round: the tokens of a completion, and the rows of an update."""
+"""The sizes of a round: the token limit of a completion, and the number of rows of an update."""
 
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.derived import global_batch_rows, microbatch_rows
@@ -15,7 +15,7 @@ def completion_limit(config: Config) -> int | None:
 
 
 def rows_for(config: Config, needed: int) -> int:
-    """Returns the rows of an update with `needed` rows: all, or a half, a quarter, ...: few programs are compiled."""
+    """Returns the rows of an update that needs `needed`: all, a half, a quarter, ..., so that few programs compile."""
     rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
     while parts > 1 and -(-parts // 2) * rows >= needed:
         parts = -(-parts // 2)
@@ -23,7 +23,7 @@ def rows_for(config: Config, needed: int) -> int:
 
 
 def check_rows(config: Config) -> None:
-    """Raises UserError if an update of `config`, resolved, may have too few rows for the sequences of a round."""
+    """Raises UserError if the sequences of a round may not fit the rows of an update. `config` is resolved."""
     length, sequences = config.max_target_length, config.batch_size * config.rl_num_generations
     longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
     align = TILE if config.batch_invariant else 1

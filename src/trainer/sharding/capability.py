@@ -30,7 +30,7 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
 def slice_of(device: Any) -> int | None:
     """Returns the number of a device's slice; None if it has none, as on CPU.
 
-    A host of GPUs is a slice. JAX reports this for present GPUs, but slice 0 for all GPUs that it only compiles for.
+    Each GPU host is one slice. JAX reports this for present GPUs, but slice 0 for all GPUs that it only compiles for.
     """
     return device.process_index if _is_absent_gpu(device) else getattr(device, "slice_index", None)
 

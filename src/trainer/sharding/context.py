@@ -22,8 +22,8 @@ from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, 
 # The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
 MAPPED = "mapped"
 
-_STAGE = "activation_stage"  # the axis of the stages of a pipeline, in activations
-_OF_STAGES = (_STAGE, "stages")  # and in parameters
+_STAGE = "activation_stage"  # the axis of a pipeline's stages in activations
+_OF_STAGES = (_STAGE, "stages")  # the same in activations and in parameters
 
 current_mesh: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -67,7 +67,7 @@ def _without_stages(rules: Rules) -> Rules:
 
 
 def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """Returns `fn`, mapped over the stages of a pipeline: `in_axes` as in `jax.vmap`. Inside, all arrays are sharded
+    """Returns `fn`, mapped over the stages of a pipeline. `in_axes`: as in `jax.vmap`. Inside, all arrays are sharded
     over the stages along the mapped axis."""
     current = current_mesh.get()
     if current is None:
@@ -83,7 +83,7 @@ def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function that makes a context of this mesh and these rules, for code traced later: a backward pass."""
+    """Returns a function that makes a context with the current mesh and rules, for a backward pass traced later."""
     return functools.partial(_traced_on, current_mesh.get())
 
 
@@ -108,11 +108,11 @@ def on_tpu() -> bool:
 
 
 def sum_dtype(x: jax.Array) -> jnp.dtype | None:
-    """Returns the `preferred_element_type` of a product with `x`, whose result is then cast to the dtype of `x`.
+    """Returns the `preferred_element_type` of a product with `x`; the result is then cast to the dtype of `x`.
 
-    Every platform adds up products of bfloat16 in float32. XLA's CPU backend has fast code only for those that return
-    float32: a product of bfloat16 that returns bfloat16 takes 2.5 to 4 times as long. None: the result is in the dtype
-    of `x` already.
+    Every platform accumulates bfloat16 products in float32. XLA's CPU backend has fast code only for products that
+    return float32: a bfloat16 product that returns bfloat16 takes 2.5 to 4 times as long. None: the product returns the
+    dtype of `x` without a cast.
     """
     return jnp.dtype(jnp.float32) if x.dtype == jnp.bfloat16 and on_platform("cpu") else None
 
@@ -129,10 +129,10 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
     """Returns `x` [*rows, *axes], the input or the result of a matrix product, with its axes sharded like the matrix
-    axes `names`, except over mesh axes that shard rows: over those the matrix is gathered.
+    axes `names`. Mesh axes that shard rows are excluded, because the matrix is gathered over them.
 
-    Without it, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there are few
-    tokens (docs/decisions/0021). libtpu is correct, so its programs are left unchanged.
+    Without this constraint, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there
+    are few tokens (docs/decisions/0021). libtpu is correct, so TPU programs are left unchanged.
     """
     current = current_mesh.get()
     if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:
@@ -202,8 +202,8 @@ def shard_mapped(
 ) -> Callable[..., Any]:
     """Returns a function that runs `fn` on each device with its shards, and assembles results by `out_names`.
 
-    Inside, `mesh_axes` gives the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
-    argument: values that `fn` assigns to its Variables persist after the call, attributes that `fn` adds do not.
+    Inside, `mesh_axes` returns the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
+    argument. Values that `fn` assigns to its Variables persist after the call; attributes that `fn` adds do not.
     Outside of `on_mesh` the result is `fn` itself.
 
     Args:
@@ -213,9 +213,8 @@ def shard_mapped(
       out_names: the same for the result.
       over: logical names whose mesh axes are manual in `fn`; the compiler shards the other axes as usual. None: all
         mesh axes are manual.
-      check: False for kernels and custom backward passes, such as the one of `take`. JAX cannot tell whether their
-        results are equal on all devices; with False it trusts `out_names` and the names of the Variables that `fn`
-        assigns.
+      check: False for kernels and custom backward passes, such as that of `take`: JAX cannot tell whether their results
+        are equal on all devices. With False, JAX trusts `out_names` and the names of the Variables that `fn` assigns.
 
     Raises:
       ValueError: at the call, if a Variable occurs twice in the arguments, or if a result or an assigned Variable may

@@ -28,10 +28,10 @@ def take(
     mapped axis stays sharded only with `spmd_axis_name`.
 
     Args:
-      dtype: of the result; None: the dtype of the table.
-      names: the logical names of the table's axes. If they are given, TPUs with a replicated table sum its gradient in
-        the memory of one table instead of two (`_summed_by_device`), and devices with a part of its columns sum only
-        these (`_summed_by_columns`).
+      dtype: the dtype of the result; None: the dtype of the table.
+      names: the logical names of the table's axes. If given, TPUs with a replicated table sum the table's gradient in
+        the memory of one table instead of two (`_summed_by_device`), and devices with a part of the table's columns sum
+        only these columns (`_summed_by_columns`).
     """
     dtype = table.dtype if dtype is None else dtype
     add = _sum
@@ -40,7 +40,7 @@ def take(
     elif names is not None and (at := _by_columns(names, out_names, ids.ndim)) is not None:
         add = functools.partial(_summed_by_columns, at=at)
     steps = [] if names is None else _steps(names, out_names, ids.ndim)
-    if steps:  # every device looks all ids up in its columns
+    if steps:  # every device looks up all ids in its columns of the table
         last = steps[-1]
         ids = jax.lax.with_sharding_constraint(ids, NamedSharding(last.mesh, PartitionSpec(*last.spec[: ids.ndim])))
     rows = _rows(table, ids, dtype, functools.partial(_in_steps, add, steps))
@@ -54,7 +54,7 @@ _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
-    # Casting after the lookup would also sum in float32, but devices would then exchange float32 rows.
+    # Casting after the lookup would also sum in float32, but devices would exchange rows in float32.
     return table.astype(dtype)[ids]
 
 
@@ -64,11 +64,11 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add)
 
 def _rows_backward(dtype: jnp.dtype, add: _Add, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # only the shape and dtype of the table are used
-    # The compiler sorts the ids for this sum. Without the barrier it sorts them before the backward pass and keeps the
-    # result through the whole pass.
+    # The compiler sorts the ids for this sum. Without the barrier it sorts them before the backward pass and keeps them
+    # through the whole pass.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = add(table.shape, ids, cotangent)
-    # Without this barrier the compiler adds into the gradient of a tied head and all-gathers that gradient to do so.
+    # Without this barrier the compiler all-gathers the gradient of a tied head in order to add to it.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
 
@@ -81,8 +81,8 @@ def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = 
 
 
 def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
-    """Returns a sequence of shardings of looked-up rows, from the ids' sharding to that of the table's columns, if the
-    mesh axes of the columns shard more than one axis of the ids, as with fsdp and context.
+    """Returns a sequence of shardings of looked-up rows, from the ids' sharding to the sharding of the table's columns.
+    It is empty unless the columns' mesh axes shard more than one axis of the ids, as with fsdp and context.
 
     Each transition is one all-to-all. Without these, the compiler gathers the rows of all ids on every device.
     """
@@ -113,7 +113,7 @@ def _in_steps(
 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
-    """Returns whether the ids, with `ndim` axes, are sharded over devices on which the table is replicated."""
+    """Returns whether the ids, with `ndim` axes, are sharded and the table is replicated."""
     if current_mesh.get() is None or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return shards(out_names[:ndim]) > 1 == shards(names) == shards(out_names[ndim:])
@@ -131,8 +131,8 @@ def _summed_by_device(
     """Returns the same as `_sum`, for the case `_only_rows_are_split`: each device sums its rows in the order of their
     ids, then an all-reduce adds the results.
 
-    libtpu reduces a sum over ordered ids in place. For unordered ids it uses another kernel and reduces the result into
-    a second float32 array of the table's size.
+    libtpu reduces a sum over ordered ids in place. For unordered ids it uses another kernel, and the reduction needs a
+    second float32 array of the table's size.
 
     `mesh`: makes the context of the forward pass (`same_mesh`), because JAX may trace the backward pass elsewhere.
     """
@@ -171,7 +171,7 @@ def _by_columns(
 def _summed_by_columns(
     shape: Sequence[int], ids: jax.Array, rows: jax.Array, *, at: tuple[NamedSharding, NamedSharding]
 ) -> jax.Array:
-    """Returns the same as `_sum`: each device gets its columns of more rows, sums them, and reduces the result over the
+    """Returns the same as `_sum`. Each device gets its columns of more rows, sums them, and reduces the sums over the
     mesh axes that do not shard the columns. Otherwise the compiler reduces the whole table on every device."""
     ids, rows = jax.tree.map(jax.lax.with_sharding_constraint, (ids, rows), at)
     return _sum(shape, ids, rows)

@@ -27,7 +27,7 @@ def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = 
 
 
 def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """Returns the `devices` for one side of a comparison: as many as its mesh needs, or all if a mesh size is -1."""
+    """Returns the `devices` for one side of a comparison: as many as the side's mesh needs, or all if a size is -1."""
     sizes = [config[key] for key in ICI.values()]
     if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, an axis of size -1 takes all devices
         return devices
@@ -38,8 +38,8 @@ def make_mesh(config: Config, devices: Sequence[jax.Device]) -> Mesh:
     """Returns a mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
 
     In an axis that spans both slices and devices within slices, slices are outermost. Devices without slices keep their
-    order, which follows their processes. Axes have JAX's type Auto: the compiler propagates shardings from `constrain`
-    and from the state. A mesh of several CPU devices disables JAX's compilation cache (`runtime.programs`).
+    order, which is by process. Axes have JAX's type Auto: the compiler propagates the shardings of `constrain` and of
+    the state. A mesh of several CPU devices disables JAX's compilation cache (`runtime.programs`).
 
     Raises:
       UserError: the physical network cannot form this mesh.

@@ -1,4 +1,4 @@
-"""The logical axes of arrays that are made from a parameter: its parts, and sums over some of its axes."""
+"""The logical axes of arrays derived from a parameter: its parts, and sums over some of its axes."""
 
 import itertools
 import math
@@ -22,18 +22,18 @@ def leading(axes: Sequence[str | None]) -> int:
 
 
 def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
-    """Returns the axes of each array of a parameter, in a tree of its structure.
+    """Returns the axes of each array of a parameter, in a tree with the parameter's structure.
 
     The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
-    parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, or lacks
-    some axes, or has length 1 in them. A part with an axis for each of `axes` may also have one entry for each tile of
-    an axis, such as a scale for each group of inputs. It keeps the name of that axis, as `Tiles`, if all tiles have
-    equal lengths: then a device holds the entries of its own tiles, or of all tiles if the mesh does not divide their
-    number.
+    parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, but may
+    lack some axes or have length 1 in them. A part with an axis for each of `axes` may also have one entry for each
+    tile of an axis, such as a scale for each group of inputs. If all tiles have equal lengths, the part's axis keeps
+    its name, as `Tiles`: a device then holds the entries for its tiles of the parameter, or for all tiles if the mesh
+    does not divide their number.
     If the last tile is shorter, the axis of the part has no name.
 
     Raises:
-      UserError: a part has another shape, or may lack one axis or another of the same length.
+      UserError: a part has another shape, or it is ambiguous which of several equally long axes a part lacks.
     """
     if jax.tree_util.all_leaves([parameter]):
         return axes
@@ -56,9 +56,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
-    """Returns the parameter with parts that can be sharded like it, for `shard_mapped`: if devices share a tile, the
-    parts get entries for smaller tiles, so that no tile spans two devices. `axes`: of the parameter, in `shard_mapped`.
-    Raises UserError if the last tile of an axis is shorter, and the axis is sharded."""
+    """Returns the parameter with parts that can be sharded like the parameter, for `shard_mapped`: if devices share a
+    tile, the parts get entries for smaller tiles, so that no tile spans two devices. `axes`: the parameter's axes in
+    `shard_mapped`. Raises UserError if the last tile of a sharded axis is shorter."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)
@@ -87,11 +87,11 @@ def _whole(axes: Axes, parameter: Any) -> tuple[int, ...]:
 
 
 def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
-    """Returns possible axes of an array of `shape`, made from one of shape `whole` with `axes`; [] if it does not fit.
+    """Returns possible axes of an array of `shape`, derived from an array of shape `whole` with `axes`; [] if it does
+    not fit.
 
-    The array may lack axes, except those of STACKED, or have length 1 in them, and then the axis has no name. It keeps
-    the other axes. If axes have equal lengths there are several possibilities. Those that lack the last axes come
-    first.
+    The array may lack axes, except those in STACKED. Axes that were reduced to length 1 have no name; the others keep
+    their names. If axes have equal lengths, there are several possibilities; those that lack the last axes come first.
     """
     if len(whole) != len(axes):
         return []

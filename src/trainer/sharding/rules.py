@@ -16,8 +16,8 @@ class Axes(tuple[str | None, ...]):
 
 
 class Tiles(str):
-    """The name of an axis in an array with one entry for each tile of that axis. If the mesh does not divide the number
-    of tiles, the array is replicated over the mesh axes of the name."""
+    """The name of an axis of a parameter, for an array with one entry for each tile of that axis. If the mesh does not
+    divide the number of tiles, the array is replicated over the mesh axes of the name."""
 
     __slots__ = ()
 
@@ -25,7 +25,7 @@ class Tiles(str):
 def spec(
     names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """Returns the PartitionSpec of `what`, an array with logical axes `names`; None is an axis that is never sharded.
+    """Returns the PartitionSpec of `what`, an array with logical axes `names`. An axis named None is never sharded.
 
     `shape` only makes messages clearer.
 
@@ -60,7 +60,7 @@ def named_sharding(
     """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`.
 
     Raises:
-      UserError: see `spec`; or the product of an axis's mesh axes does not divide its size, and its name is no `Tiles`.
+      UserError: see `spec`; or its mesh axes do not divide the size of an axis whose name is not a `Tiles`.
     """
     partition = spec(names, rules, what, shape)
     entries = []
@@ -83,7 +83,7 @@ def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the order of axes, outermost first, in which an array of `shape` takes the least memory on a TPU.
 
     A TPU stores the last two axes in tiles of 8 x 128 numbers and pads incomplete tiles. One axis is moved to the end,
-    or two if that still pads. In a tie, the given order is kept.
+    or two axes if moving one still leaves padding. In a tie, the given order is kept.
     """
 
     def padded(order: tuple[int, ...], small: tuple[int, ...] = ()) -> int:
@@ -99,7 +99,7 @@ def memory_order(shape: Sequence[int]) -> tuple[int, ...]:
     if padded(one) == math.prod(shape):
         return one
     both = [(*order[:i], *order[i + 1 : -1], order[i], order[-1]) for order in moved for i in reversed(axes[:-1])]
-    # There are tiles of 1, 2 and 4 rows, too.
+    # TPUs also have tiles of 1, 2 and 4 rows.
     return min([one, *both], key=lambda order: padded(order, small=(1, 2, 4)))
 
 

@@ -1,4 +1,4 @@
-"""Trees of shapes, shardings and specs for a native train state, under MaxText's names.
+"""Trees of shapes, shardings and specs for a native train state. The functions have MaxText's names.
 
 Each tree has exactly the structure of its state, so `jax.tree.map` can zip any two of them.
 See docs/guides/state-sharding.md.
@@ -42,7 +42,7 @@ def get_abstract_state_nnx(
       config: resolved or not. It must have the same combination of flags as the state.
       mesh: from `get_mesh_from_config`.
       init_fn: takes no arguments and returns a native train state with any optimizer: an `nnx.State`, a
-        `TrainStateNNX` (which is split), or a Linen `TrainState`. `init_state_fn(codec)` is one.
+        `TrainStateNNX` (which is split), or a Linen `TrainState`. `init_state_fn(codec)` returns such a function.
       is_training: False gives the shardings for evaluation and sampling: shard_optimizer_over_data and host offloading
         have no effect, and the state may lack an optimizer.
 

@@ -30,35 +30,35 @@ INNER = "inner_state"
 
 
 class DiLoCoTrainState(NamedTuple):
-    """A train state of DiLoCo; `inner_state` is a `TrainTree`, or in the native form the combination's state."""
+    """A train state of DiLoCo. `inner_state` is a `TrainTree`, or in native form the islands' native train state."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
     outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 [], only if islands take over a synchronized fragment some updates later. The number of the update that
-    # synchronized the fragment which islands have not taken over yet; 0 if there is none. The outer parameters already
-    # hold the new values of that fragment.
+    # int32 [], only if islands take over a synchronized fragment some updates later: the number of the update that
+    # synchronized the pending fragment, which islands have not taken over yet; 0 if no fragment is pending. The outer
+    # parameters already contain the pending fragment's new values.
     in_flight: Any = None
 
 
 @jax.jit
 def mean_of_islands(leaf: jax.Array) -> jax.Array:
-    """Returns the mean of an array of `rest` over the islands, its first axis. Integers are those of the first island.
+    """Returns the mean of an array of `rest` over its first axis, the islands; for integers, the first island's values.
 
-    Written in this form, nothing is rounded if all are equal.
+    This form of the mean is exact if all islands are equal.
     """
     first = leaf[0]
     return first + jnp.mean(leaf - first, 0) if jnp.issubdtype(leaf.dtype, jnp.floating) else first
 
 
 def without_islands(tree: DiLoCoTrainState) -> tuple[Any, Any]:
-    """Returns the parameters and the `rest` of a canonical state: the outer parameters, and the mean of the islands."""
+    """Returns the outer parameters of a canonical state, and `rest` averaged over the islands."""
     return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
 
 
 def widened(params: Any) -> Any:
-    """Returns parameters, arrays or ShapeDtypeStructs, in the dtypes of the outer parameters."""
+    """Returns parameters (arrays or ShapeDtypeStructs) cast to the dtypes of outer parameters."""
 
     def one(leaf: Any) -> Any:
         if leaf.dtype != jnp.bfloat16:
@@ -71,9 +71,9 @@ def widened(params: Any) -> Any:
 
 
 def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
-    """Returns the parameters, step and `rest` of `count` islands: shapes with shardings, like those of `tree`.
+    """Returns the parameters, step and `rest` of `count` islands as shapes, with shardings like those in `tree`.
 
-    The `rest` of all islands is on all devices that hold the `rest` of `tree`.
+    Every device that stores the `rest` of `tree` stores the `rest` of all islands.
     """
 
     def of_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -86,7 +86,7 @@ def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
 
 
 class DiLoCoCodec:
-    """Converts a `DiLoCoTrainState` between its native and its canonical form. Has the methods of a `StateCodec`.
+    """Converts a `DiLoCoTrainState` between its native and its canonical form, with the methods of a `StateCodec`.
 
     Attributes:
       inner: the codec of an island's train state.
@@ -94,7 +94,7 @@ class DiLoCoCodec:
     """
 
     def __init__(self, inner: StateCodec, outer: optax.GradientTransformation, count: int, *, delayed: bool):
-        """`outer`: the outer optimizer; `count`: the number of islands; `delayed`: the state has `in_flight`."""
+        """`outer`: the outer optimizer. `count`: the number of islands. `delayed`: whether `in_flight` exists."""
         self.inner, self.model = inner, inner.model
         self._outer, self._count, self._delayed = outer, count, delayed
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
@@ -105,7 +105,7 @@ class DiLoCoCodec:
 
     def broadcast(self, tree: TrainTree, outer: Any = None) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer
-        state. `outer`: parameters of which `tree` has the rounded values; None: there are none."""
+        state. `outer`: the outer parameters if `tree` contains their rounded values; None: `tree` is not rounded."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
         in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
         outer = widened(tree.params if outer is None else outer)
@@ -117,7 +117,7 @@ class DiLoCoCodec:
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Returns a native state in the canonical form, its leaves permuted. Raises ValueError if it is canonical."""
+        """Converts a native state to the canonical form by reordering leaves. Raises ValueError if it is canonical."""
         if isinstance(native.inner_state, TrainTree):
             raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))
@@ -199,9 +199,9 @@ def diloco_tensors(codec: DiLoCoCodec) -> DiLoCoTrainState:
 
 
 def _like_parameters(tree: Any, of_params: Any, other: Callable[[Any], Any]) -> Any:
-    """Returns `tree` with leaves of `of_params` at the parameters and at optimizer state that belongs to a parameter.
+    """Returns `tree` with the leaves of `of_params` in place of the parameters and of each parameter's optimizer state.
 
-    The path of such optimizer state ends with the path of the parameter. Every other leaf becomes `other(leaf)`.
+    The path of a parameter's optimizer state ends with the path of the parameter. Other leaves become `other(leaf)`.
     """
     found = by_path(of_params)
 

@@ -27,12 +27,12 @@ class Fragment:
     gradients, or optimizer state. Leaves that are not in the fragment become None.
     """
 
-    layers: dict[Path, range]  # the layers of the stack at each path; axis 0 of its parameters is layers
+    layers: dict[Path, range]  # the fragment's layers in the stack at each path; layers are axis 0 of stack parameters
     counts: dict[Path, int]  # the number of layers of each stack
     outside: bool
 
     def part(self, tree: Any, before: int = 0) -> Any:
-        """Returns this fragment of `tree`. Its leaves have `before` axes in front of the axes of a parameter."""
+        """Returns this fragment of `tree`, whose leaves have `before` axes in front of a parameter's axes."""
 
         def one(path: Any, leaf: Any) -> Any:
             if (stack := self._stack(path)) is None:
@@ -60,8 +60,7 @@ class Fragment:
     def shardings(self, tree: Any) -> Any:
         """Returns this fragment of `tree`, a tree of the parameters' shardings.
 
-        A mesh axis that shards the layers of a stack is dropped if it does not divide the number of layers of the
-        fragment.
+        A mesh axis that shards the layers of a stack is dropped if it does not divide the fragment's number of layers.
         """
 
         def one(path: Any, sharding: NamedSharding) -> NamedSharding | None:
@@ -99,10 +98,9 @@ def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Ar
 def fragments(config: Config) -> list[Fragment]:
     """Returns the fragments of the parameters of `config`, in the order of their numbers.
 
-    Fragment 0 holds the parameters outside of the stacks. The layers are counted through all stacks and divided among
-    the other n fragments: layer i belongs to fragment 1 + i modulo n, or, with `use_sequential_layers`, to one of n
-    contiguous runs whose lengths differ by at most one. One repetition of a pattern of several blocks counts as one
-    layer here.
+    Fragment 0 contains the parameters outside of the stacks. Layers are numbered through all stacks and divided among
+    the other n fragments: layer i is in fragment 1 + (i modulo n) or, with `use_sequential_layers`, in one of n
+    contiguous runs whose lengths differ by at most one. Here, one repetition of a pattern of blocks is one layer.
 
     Raises:
       UserError: there are more fragments than layers plus one.
@@ -139,7 +137,7 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
-    """Applies `choose` to the layer numbers, counted through all stacks; returns indices in each stack."""
+    """Applies `choose` to the layer numbers, counted through all stacks. Returns the chosen indices in each stack."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

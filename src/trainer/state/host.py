@@ -18,7 +18,7 @@ Fetch = Callable[[Any], Any]
 
 
 def storage_shardings(config: Config, model: Model, abstract: Any, shardings: Any) -> Any:
-    """Returns `shardings` of a native train state, with the parts that `config` offloads in host memory.
+    """Returns `shardings` of a native train state, with host memory for the parts that `config` offloads.
 
     Scalars stay on the device, because offloading them saves nothing.
     """

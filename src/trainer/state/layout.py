@@ -27,8 +27,8 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
 
     Args:
       leaf: an array, or any object with `ndim`.
-      path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path only the rank
-        decides. That is wrong for attention, whose kernels have the same rank as kernels of 1-D convolutions.
+      path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path, the result
+        depends only on the rank. It is then wrong for attention, whose kernels have the rank of 1-D convolutions.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:

@@ -22,7 +22,7 @@ from trainer.ops.paths import by_name, name_of
 from trainer.optim.muon import dimension_numbers
 from trainer.sharding import LAYERS, Axes
 
-# Parameters and their axes do not depend on these keys. With these values any configuration fits on one device.
+# Parameters and their axes do not depend on these keys. With these values, every configuration fits one device.
 _ALONE = {
     **dict.fromkeys((*ICI.values(), *DCN.values()), 1),
     "hardware": "",
@@ -44,12 +44,12 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
       source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
         `nnx.State` of a model or of a whole train state, abstract or not; or Linen params, variables or a TrainState,
         boxed or not.
-      config: the model's configuration. Needed only for arrays without logical axes: a canonical dict, or unboxed
-        params such as those of this trainer's TrainState; and in a pipeline for a user's parameters without names.
+      config: the model's configuration. Needed only for arrays without logical axes (a canonical dict, or unboxed
+        params such as in this trainer's TrainState), and for a user's parameters without axis names in a pipeline.
 
     Returns:
-      A nested dict with the parameter names of `source`; for a train state, the names below `model` or `params`; for a
-      configuration, the canonical names.
+      A nested dict with the parameter names of `source`. A train state's names are nested below `model` or `params`; a
+      configuration has the canonical names.
 
     Raises:
       UserError: the arrays have no logical axes and `config` is missing or has other parameters.
@@ -98,7 +98,7 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
 
 
 def _leading(config: Config | None) -> Callable[[str], Sequence[str]]:
-    """Returns the function from a parameter's name to its leading axes; without a configuration, as in a loop."""
+    """Returns a function that maps a parameter's name to its leading axes; without a configuration, those of a loop."""
     if config is not None:
         return functools.partial(leading_axes, stacks(_alone(config)))
     return lambda name: (LAYERS,) if in_stack(name) else ()

@@ -1,4 +1,4 @@
-"""The sharding of each tensor of a train state, derived from its path. The same for all combinations and optimizers."""
+"""The sharding of each tensor of a train state, derived from the tensor's path, for all combinations and optimizers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,9 +32,9 @@ def tensors(model: Model, native: Any) -> Any:
     """Returns a `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
     A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax stores
-    moments this way inside any wrapper. A leaf with the shape of its parameter has the parameter's axes; a leaf that
-    lacks some of its axes, such as a factored second moment of row or column sums, has the remaining axes
-    (`sharding.kept_axes`). Buffers have their own names, other leaves none.
+    moments this way inside any wrapper. A leaf with the parameter's shape has the parameter's axes. A leaf that lacks
+    some of these axes, such as a factored second moment of row or column sums, has the remaining axes
+    (`sharding.kept_axes`). Buffers declare their axis names; other leaves have no axis names.
     """
     axes_of, axes_of_rest = by_path(model.param_axes), by_path(model.rest_axes)
     leaves = [(model.canonical(path), leaf) for path, leaf in by_path(native).items()]
@@ -55,7 +55,7 @@ def _of_moment(axes: Axes, whole: Shape | None, shape: Shape, path: Path) -> Axe
     found = kept_axes(axes, whole, shape) if whole is not None else []
     if not found:
         return Axes((None,) * len(shape))
-    # If two axes have equal length: optax sums rows over the last axis and columns over the second to last.
+    # This decides between axes of equal length: optax sums rows over the last axis and columns over the second to last.
     return found[-1 if "v_col" in path else 0]
 
 
@@ -76,8 +76,8 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 
 def gathered_stages(named: Any, shardings: Any) -> Any:
-    """Returns `shardings`, those of a native train state, without fsdp for what the stages of a pipeline hold: their
-    weights are all-gathered once, before the first iteration. `named`: see `tensors`."""
+    """Returns `shardings` of a native train state, without fsdp for the weights of pipeline stages, which are
+    all-gathered once, before the first iteration. `named`: see `tensors`."""
 
     def one(tensor: Tensor, sharding: NamedSharding) -> NamedSharding:
         return without_fsdp(sharding) if STAGES in tensor.axes else sharding
@@ -92,5 +92,5 @@ class ParamShardings(NamedTuple):
     device memory, or host memory under `parameter_memory_host_offload`.
     """
 
-    storage: Any  # at the start and the end of a step; also of the reduced gradients and of the update
-    compute: Any  # in the forward and backward pass; under Zero-1 all-gathered over data
+    storage: Any  # for parameters at the start and the end of a step, reduced gradients, and updates
+    compute: Any  # for parameters in the forward and backward pass; under Zero-1 all-gathered over data

@@ -1,7 +1,7 @@
-"""Train states of a pipeline between their two forms: divided into stages, and by layer, as in checkpoints.
+"""Converts train states of a pipeline between two forms: divided into stages, and by layer, as in checkpoints.
 
-Without a pipeline the forms are the same, and nothing is done. Leaves are converted one by one, and their layers move
-between devices if there is more than one repeat.
+Without a pipeline the forms are the same, and nothing is done. Leaves are converted one by one. Layers move between
+devices if the pipeline has more than one repeat.
 """
 
 import functools
@@ -29,8 +29,8 @@ def abstract_layers(config: Config, abstract: T) -> T:
 
 
 def in_layers(config: Config, tree: T) -> T:
-    """Returns a canonical train state of arrays by layer. The arrays that it makes are in host memory if the devices
-    have pinned host memory, so that the device holds one leaf in both forms at most."""
+    """Returns a canonical train state of arrays by layer. New arrays are in host memory if the devices have pinned host
+    memory, so that at most one leaf is on the device in both forms."""
     return _in_layers(config, tree, _joined)
 
 
@@ -56,7 +56,7 @@ def _division(config: Config) -> Division | None:
 
 
 def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:
-    """Returns `fn(axes before the leading ones, *trees)`, with an axis of islands in the states of DiLoCo's islands."""
+    """Returns `fn(before, *trees)`. `before` is the number of axes before the layer axes: 1 in states of islands."""
     if not hasattr(trees[0], "inner_state"):
         return fn(0, *trees)
     outer = fn(0, *(tree._replace(inner_state=None) for tree in trees))
@@ -92,8 +92,8 @@ def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Cal
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the sharding of all layers. A mesh axis that does not divide their number shards the next
-    axis that it divides, so that a device holds no more than of the stages."""
+    """Returns the shape and the sharding of all layers. A mesh axis that does not divide the number of layers shards
+    the next axis that it divides, so that a device stores no more than in the form of stages."""
     shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)
     if at is None:

@@ -20,7 +20,7 @@ KINDS = {
     "rest": "other",
     "step": "other",
     "in_flight": "other",
-    "frozen": "frozen",  # what the objective reads beside the train state
+    "frozen": "frozen",  # arrays that the objective reads in addition to the train state
 }
 _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
@@ -28,8 +28,8 @@ _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
     """Returns a row for each leaf of three equal trees (see `state.shardings`): params first, then the optimizer.
 
-    `replicated` is the share of redundant copies in the bytes on all devices: 0 for an array that is sharded over every
-    mesh axis, 1 - 1/n for an array that is replicated on n devices.
+    `replicated` is the redundant fraction of the bytes on all devices: 0 for an array that is sharded over every mesh
+    axis, 1 - 1/n for an array that is replicated on n devices.
     """
     leaves = zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True)
     ordered = sorted(leaves, key=lambda row: (row[0].path[0] == _ISLANDS, list(KINDS).index(_part(row[0].path))))
@@ -44,7 +44,7 @@ def kind(path: Path) -> str:
 def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
     """Returns a row for the gradient of each parameter whose name is in `trained`.
 
-    A gradient has the dtype `dtype` and the storage sharding of its parameter; under DiLoCo, of the islands' parameter.
+    A gradient has the dtype `dtype` and the parameter's storage sharding; under DiLoCo, that of the islands' parameter.
     """
     leaves = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
     root = (_ISLANDS, "params") if any(tensor.path[0] == _ISLANDS for tensor, *_ in leaves) else ("params",)
@@ -70,7 +70,7 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
 def disagreements(found: Iterable[Row]) -> list[str]:
     """Returns a sentence for each parameter named bias that is not sharded like the outputs of its kernel.
 
-    A bias is added to the outputs of its kernel. If a mesh axis shards only one of the two, a step moves the other one
+    A bias is added to the outputs of its kernel. If a mesh axis shards only one of these two, a step moves the other
     between devices; or, if the axis also shards the batch, the bias is replicated needlessly.
     """
     rows = {row["name"]: row for row in found if row["name"].startswith("params/")}
@@ -125,7 +125,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _part(path: Sequence[str]) -> str:
-    """Returns the part of a train state that contains `path`, for an island's train state too."""
+    """Returns the part of a train state, or of an island's train state, that contains `path`."""
     return path[1] if path[0] == _ISLANDS else path[0]
 
 

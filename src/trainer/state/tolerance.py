@@ -11,15 +11,15 @@ from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
 SHOWN = 5  # the number of largest parameters that the message lists
-# The axes that replicate parameters by design; a pipeline replicates what is outside of it.
+# The axes that replicate parameters by design. A pipeline replicates the parameters outside of its stages.
 _COPIES = (DATA, "diloco", "stage")
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
 
-    Axes of size 1, data, diloco and stage are ignored. So is a parameter that has no dimension divisible by the axis
-    size, and so are low-rank adapters, which are small and have only one axis of their matrix each.
+    Axes of size 1, data, diloco and stage are ignored. So are parameters without a dimension that is divisible by the
+    axis size, and low-rank adapters, which are small and have only the matrix's input or output axis each.
 
     Args:
       tensors, abstract, shardings: trees with equal structure, see `state.shardings`.

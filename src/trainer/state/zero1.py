@@ -8,16 +8,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.sharding import axes_of, entry
 
 DATA = "data"
-# A dimension that is sharded over these axes is not sharded further: each device multiplies with its own part.
+# A dimension that is sharded over these axes is not sharded further, because each device multiplies with its part.
 TENSOR_AXES = ("tensor", "tensor_sequence")
 
 
 def over_data(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """Returns `sharding` of an array of `shape`, with the mesh axis data added to the first dimension that can take it.
 
-    A dimension can take it if tensor parallelism does not shard it and its size per device is a multiple of the size of
-    data. If other axes already shard that dimension, data comes last. If no dimension can take it, or if data already
-    shards the array, nothing changes.
+    A dimension can take data if tensor parallelism does not shard the dimension and its size per device is a multiple
+    of the size of data. If other axes already shard that dimension, data comes last. If no dimension can take data, or
+    if data already shards the array, nothing changes.
     """
     sizes = sharding.mesh.shape
     data = sizes.get(DATA, 1)

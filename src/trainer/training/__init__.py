@@ -1,1 +1,1 @@
-"""Turns a configuration into a run: build, step, evaluate, loop."""
+"""Builds and runs the training of a configuration: build, step, evaluate, loop."""

@@ -1,4 +1,4 @@
-"""The information about the model, other than weights, in a run's checkpoints: the initial one, and training's."""
+"""The model information other than weights in a run's checkpoints: inherited from the start, and of this training."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ from trainer.weights.open import open_adapters, open_source
 def about_run(
     config: Config, tokenizer: Tokenizer | None, own: Any, ends: Sequence[int], say: Callable[[str], Any]
 ) -> About:
-    """Returns the information about the model that the run's checkpoints contain from now on.
+    """Returns the model information that the run's checkpoints will contain from now on.
 
     Args:
-      tokenizer: the data's tokenizer.
-      own: the run's newest checkpoint; None for a new run.
+      tokenizer: the tokenizer of the data.
+      own: the newest checkpoint of this run; None for a new run.
       ends: the tokens that end training texts.
 
     Raises:
@@ -58,7 +58,7 @@ def _begun_with(config: Config, tokenizer: Tokenizer | None, own: Any, say: Call
 
 
 def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer) -> bool:
-    """Returns whether the tokens that `about` names have the same names in the tokenizer in the folder `files`."""
+    """Returns whether `tokenizer` and the tokenizer in the folder `files` agree on the tokens that `about` lists."""
     if config.tokenizer_path == str(files) or is_remote(files) or not has_tokenizer(files, "auto"):
         return True
     theirs = load_tokenizer(str(files), "auto", add_bos=False, add_eos=False)
@@ -67,7 +67,7 @@ def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer
 
 
 def _texts(tokenizer: Tokenizer, tokens: Collection[int]) -> list[Any]:
-    """Returns the name of each token that is special, and the bytes of others."""
+    """Returns the name of each special token and the bytes of each other token."""
     names = {token: name for name, token in tokenizer.markers.items()}
     known = [token for token in sorted(tokens) if 0 <= token < tokenizer.vocab_size]
     return [(token, names.get(token) or tokenizer.token_bytes(token)) for token in known]

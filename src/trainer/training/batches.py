@@ -23,27 +23,27 @@ from trainer.training.start import Start
 class BatchSource(Protocol):
     """The batches of a run: one per update, and the batches of its evaluations.
 
-    Each batch has the fields of the objective and `row` (`objectives.batch_fields`). With several processes, each
-    process gets its part (`runtime.place.share_of_rows`). A source may compute on the devices.
+    Each batch has the objective's fields and `row` (`objectives.batch_fields`). With several processes, each process
+    gets its share of the rows (`runtime.place.share_of_rows`). A source may compute on the devices.
     """
 
     waited: float  # total seconds that calls of `take` have waited so far
-    updates: int  # this number of updates belong together: a run is saved, and ends, only between such groups
-    metrics: dict[str, float]  # of the batch that was taken last, for its metrics row
+    updates: int  # the size of an indivisible group of updates: a run is saved, and ends, only between groups
+    metrics: dict[str, float]  # metrics of the batch that was taken last, for its row
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """Returns the next batch (`run.rows` rows, or the rows of some of its microbatches), and the position after it.
 
-        `state()` returns the native train state, for a source whose batches depend on it. A source that takes long may
-        return None as soon as `interrupted()`.
+        `state()` returns the native train state, for a source whose batches depend on it. A slow source may return None
+        as soon as `interrupted()` is true.
         """
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """Returns the batches of one evaluation, of `run.eval_rows` rows. Called only if eval_interval is above 0."""
+        """Returns the batches of one evaluation, `run.eval_rows` rows each. Called only if eval_interval is above 0."""
 
 
 class LoadedAhead(Loader[tuple[Batch, Position]]):
-    """Batches of the data set. They do not depend on the train state."""
+    """Batches from the data set, loaded ahead because they do not depend on the train state."""
 
     def __init__(self, run: Run, dataset: Dataset, start: Start):
         self._run, self._dataset = run, dataset
@@ -54,7 +54,7 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
         super().__init__(stream, max(0, run.config.steps - start.updates))
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position]:
-        """See `BatchSource.take`. Raises UserError if a row has a token of an image."""
+        """See `BatchSource.take`. Raises UserError if a row contains an image token."""
         del state, interrupted
         batch, position = next(self)
         check_no_images(batch, self._images)
@@ -66,7 +66,7 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
 
 def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
-    """Returns this process's part of the held-out rows; with `eval_steps` set, of their first `eval_steps` batches."""
+    """Returns this process's share of the held-out batches; with `eval_steps` set, only of the first `eval_steps`."""
     assert dataset.evaluation is not None, "eval_interval is above 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
     steps = run.config.eval_steps
@@ -75,8 +75,8 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
 
 
 def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
-    """Checks that no row of a batch has an image token, because the model has no tower here to replace it. `images`
-    maps the image tokens to the fields of config.json that name them.
+    """Checks that no row of a batch contains an image token, because the model has no vision tower to replace the
+    token. `images` maps the image tokens to the fields of config.json that define them.
 
     Raises:
       UserError: names a row and its token.
@@ -92,11 +92,11 @@ def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
 
 
 def check_batch(run: Run, batch: Batch, rows: int) -> None:
-    """Checks that `batch`, this process's part of `rows` rows, has the fields of the run's objective.
+    """Checks that `batch`, this process's share of `rows` rows, has the fields of the run's objective.
 
     Raises:
-      UserError: names every field that is missing or has the wrong shape or dtype. In that case it also names the
-        additional fields, which are allowed.
+      UserError: names every field that is missing or has the wrong shape or dtype, and any additional fields, which
+        alone are no error.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
@@ -115,8 +115,8 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
 
 
 def placed(run: Run, batch: Mapping[str, Any], rows: int | None = None) -> dict[str, jax.Array]:
-    """Returns a batch of `check_batch` on the devices of `run`: with the arrays that the objective derives, and its
-    tokens in the order of `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
+    """Returns a batch that passed `check_batch`, on the devices of `run`: with the arrays that the objective derives,
+    and with tokens in `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
     batch, moved = prepared(run.objective, batch), token_order(run.config)
     if moved is not None:
         strategy, n = moved

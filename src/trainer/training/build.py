@@ -1,4 +1,4 @@
-"""Builds everything that runs from a configuration and devices; shared by training and the ahead-of-time tools."""
+"""Builds a `Run` from a configuration and devices; shared by training and the ahead-of-time tools."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def build(
     Args:
       config: from `config.load`, resolved or not.
       devices: all devices of the mesh.
-      update_rules: applied after the optimizer and the rules of `config`, in order.
+      update_rules: further rules, applied in order after the optimizer and the rules of `config`.
       make_objective: makes the objective of training and evaluation from the resolved configuration and the model.
 
     Raises:
@@ -89,7 +89,7 @@ def build(
 
 
 def _states(config: Config, codec: StateCodec, named: Any, on_device: Any) -> States:
-    """Returns the train states of one model: leaves `named`, sharded as `on_device` except for those in host memory."""
+    """Returns the `States` of one model. `named`: its `Tensor`s; `on_device`: their shardings before host offload."""
     stored = storage_shardings(config, codec.model, codec.abstract, on_device)
     fetch = fetcher(config, codec.unpack(on_device))
     return States(
@@ -105,7 +105,7 @@ def _states(config: Config, codec: StateCodec, named: Any, on_device: Any) -> St
 
 
 def _trained(fetch: Fetch, averages: bool, tree: TrainTree) -> tuple[Any, Any]:
-    """Returns `Computation.trained`. `averages`: whether the optimizer state has them."""
+    """Implements `Computation.trained`. `averages`: whether the optimizer state contains parameter averages."""
     tree = fetch(tree if averages else tree._replace(opt_state=None))
     return averaged(tree), tree.rest
 

@@ -1,4 +1,4 @@
-"""The compiled step of a run, loaded from a file or compiled now, and its memory needs."""
+"""The compiled step of a run, loaded from a file or compiled, and its memory needs."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles the step and returns it. Reports whether saving more for the backward pass would fit. `place` is the
-    run's folder, which the message at SIGTERM or Ctrl-C names.
+    """Compiles the step and returns it. Reports whether saving more tensors for the backward pass would fit. `place` is
+    the run's folder, which the message on SIGTERM or Ctrl-C names.
 
     Raises:
       UserError: `dump_hlo_local_dir` is not writable.

@@ -1,8 +1,8 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105): islands train independently and synchronize from time to time.
 
-Each island takes `diloco_sync_period` updates independently. Then the islands synchronize: the difference between the
-outer parameters and the mean of the islands' parameters is the outer gradient, the outer optimizer updates the outer
-parameters with it, and every island continues from them with its own optimizer state.
+Each island makes `diloco_sync_period` updates independently. Then the islands synchronize: the outer optimizer updates
+the outer parameters with the outer gradient, which is the outer parameters minus the mean of the islands' parameters.
+Every island continues from the new outer parameters and keeps its optimizer state.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) synchronizes one fragment of the parameters at a time. Plain
 DiLoCo has a single fragment.
@@ -54,7 +54,7 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 
 
 def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
-    """Returns the rules inside an island, and the rules of a global batch, which has the rows of all islands."""
+    """Returns the rules inside an island, and the rules for a global batch, which contains the rows of all islands."""
     batch = {MAPPED: (), "activation_batch": (AXIS, *rules["activation_batch"])}
     return {**rules, MAPPED: (AXIS,)}, {**rules, **batch}
 
@@ -62,7 +62,7 @@ def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
 def with_islands(
     config: Config, mesh: Mesh, params: Any, island: States, computation: Computation
 ) -> tuple[States, Computation]:
-    """Returns the states and the computation of all islands of `config`, resolved, from those of one island.
+    """Returns the states and the computation for all islands of `config`, resolved, given the same for one island.
 
     Evaluation and sampling use the outer parameters, whose shardings are `params`, and all devices.
     """
@@ -99,7 +99,7 @@ def with_islands(
 
 
 def _same_rest(rest: Any) -> Any:
-    """Returns `rest` of the islands with the mean of all islands on each of them."""
+    """Returns the islands' `rest` with every island's values replaced by the mean over the islands."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(mean_of_islands(leaf), leaf.shape), rest)
 
 
@@ -109,12 +109,12 @@ def build_diloco_train_step(
     """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands read one `frozen`.
 
     The step runs `update` on every island, then synchronizes the fragments that are due
-    (`capabilities.diloco_keys.Schedule`). A synchronization is a conditional: in all other steps nothing is sent
-    between islands.
+    (`capabilities.diloco_keys.Schedule`). Synchronization runs in a conditional, so in all other steps islands exchange
+    nothing.
 
     Args:
       config: resolved.
-      update: the update of one island, over the island's mesh axes (`training.step.make_update`).
+      update: the update of one island, sharded over the island's mesh axes (`training.step.make_update`).
       shardings: the shardings of the outer parameters.
     """
     count, plan, synchronize = islands(config), schedule(config), _synchronization(config, shardings)
@@ -190,7 +190,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     stored = fragment.shardings(shardings)
 
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
-        if param.dtype != of_islands.dtype:  # rounding in the last synchronization must not count as a movement
+        if param.dtype != of_islands.dtype:  # rounding at the last synchronization must not count as movement
             kind = jnp.finfo(of_islands.dtype)
             param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may leave out a cast and its inverse
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
@@ -214,12 +214,12 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
 
 
 def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
-    """Sets islands to the outer parameters of `fragment` (None: all), mixed with their parameters at weight `alpha`."""
+    """Sets the islands' parameters of `fragment` (None: all) to alpha x island + (1 - alpha) x outer parameters."""
 
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
             return jnp.broadcast_to(param.astype(before.dtype), before.shape)
-        # Written in this form, nothing is rounded if both are equal, so frozen parameters keep their bits.
+        # This form is exact if both are equal, so frozen parameters keep their bits.
         mean = param.astype(jnp.float32)
         return (mean + alpha * (before.astype(jnp.float32) - mean)).astype(before.dtype)
 
@@ -236,17 +236,17 @@ def _unchanged(step: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
 
 
 def _disagreement(moved: Moved) -> dict[str, jax.Array]:
-    """Returns metrics of how much the islands disagree:
+    """Returns metrics of the disagreement between islands:
 
     - `outer_grad_norm`: the norm of the outer gradient;
     - `island_distance` [islands]: the distance of each island from the outer parameters;
-    - `island_cosine`: the mean dot product of the displacements of two islands, divided by their mean square. If all
-      islands moved equally far, this is their mean cosine.
+    - `island_cosine`: the mean dot product of two islands' displacements, divided by the mean square of a displacement.
+      If all islands moved equally far, this is the mean cosine between displacements.
     """
     metrics = {"outer_grad_norm": jnp.sqrt(moved.mean), "island_distance": jnp.sqrt(moved.islands)}
     if (count := len(moved.islands)) > 1:
         total = jnp.sum(moved.islands)
-        # The square of the sum contains each pair twice.
+        # The squared norm of the sum contains each pair twice.
         pairs = count**2 * moved.mean - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics
@@ -255,15 +255,15 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
 def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
     """Returns the function `Computation.read`, which combines the metrics of the islands.
 
-    Tokens are summed. A flag is set if it is set on any island (`finite`: on all islands). Any other number is the mean
-    over the islands that have loss-bearing tokens. `island_losses` holds the loss of each island. Metrics of a
-    synchronization are present only in steps that synchronize.
+    Tokens are summed. A flag is set if any island sets it (`finite`: if all islands set it). Other numbers are averaged
+    over the islands with loss-bearing tokens. `island_losses` contains the loss of each island. Only steps that
+    synchronize have synchronization metrics.
     """
     gather, plan = jax.jit(lambda metrics: metrics, out_shardings=replicated), schedule(config)
 
     def read(metrics: Metrics, step: int) -> dict[str, Any]:
         of_islands = due(config, metrics[ISLANDS], step)
-        # Each process has the metrics of its local islands.
+        # Each process can read only the metrics of its local islands.
         here = all(value.is_fully_addressable for value in of_islands.values())
         found = jax.device_get(of_islands if here else gather(of_islands))
         bearing = found["tokens"] > 0 if found["tokens"].any() else slice(None)

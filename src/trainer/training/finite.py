@@ -18,12 +18,12 @@ def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite:
     """Ends the run after a non-finite step, if the configuration requires it or the state is lost.
 
     Args:
-      row: the metrics of the step, with `skipped` and `finite`; see `step.make_update`.
+      row: the metrics of the step, including `skipped` and `finite`; see `step.make_update`.
       batch: a description of the step's batch.
       not_finite: returns the names of the arrays of the train state that contain a NaN or an infinity.
 
     Raises:
-      RunStopped: names what is not finite: the loss or the gradient, the update, or the state before the step.
+      RunStopped: names the non-finite part: the loss or the gradient, the update, or the state before the step.
     """
     bad = {name: row[name] for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
     nan, inf = (any(wrong(value) for value in bad.values()) for wrong in (math.isnan, math.isinf))

@@ -1,26 +1,26 @@
-"""A warning if a run that starts from a model destroys it in its first updates."""
+"""Warns if a run that starts from a trained model destroys it in the first updates."""
 
 from collections.abc import Callable
 
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# The losses of two batches of one model differ by less. A later loss must exceed the first by both:
-FACTOR, MARGIN = 2.0, 1.0  # times the first loss; nats above it
-UPDATES = 20  # how many are watched
+# Warns if a loss exceeds FACTOR times the first loss, and exceeds it by MARGIN nats. Batches of one model differ less.
+FACTOR, MARGIN = 2.0, 1.0
+UPDATES = 20  # the number of watched updates
 
 
 class FirstLosses:
-    """Watches the losses of the first updates. The first is that of the model as it was given."""
+    """Watches the losses of the first updates. The first loss is computed before any update."""
 
     def __init__(self, config: Config, begin: int, say: Callable[[str], None]):
-        """`begin`: the number of updates in the state that the run begins with."""
+        """`begin`: the number of updates already in the initial state."""
         self._config, self._begin, self._say = config, begin, say
         self._first: float | None = None
         self._ends = begin + UPDATES if config.load_parameters_path or config.load_full_state_path else begin
 
     def add(self, step: int, loss: float) -> None:
-        """Takes the loss of a step [nats], computed before its update, and warns at most once."""
+        """Takes the loss of a step in nats, computed before the step's update. Warns at most once."""
         if step > self._ends or self._ends == self._begin:
             return
         if self._first is None:

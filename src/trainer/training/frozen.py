@@ -14,7 +14,7 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () unless declared.
+    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () if not declared.
 
     Attributes:
       abstract: shapes with shardings.
@@ -31,7 +31,7 @@ class FrozenArrays(NamedTuple):
 
 
 def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArrays:
-    """Returns what `objective` declares, with the shardings that `rules` give.
+    """Returns the frozen arrays that `objective` declares, sharded by `rules`.
 
     Raises:
       UserError: the shape of an array does not fit the mesh and the rules.

@@ -1,4 +1,4 @@
-"""The training loop. The device never waits for the host: it gets the next step before metrics of a step are read."""
+"""The training loop. The device never waits for the host, which dispatches the next step before it reads metrics."""
 
 import contextlib
 import math
@@ -47,24 +47,24 @@ class Reports(NamedTuple):
     """Callbacks for the rows of metrics: one row per step, one row per evaluation."""
 
     step: Callable[[Row], None]
-    evaluation: Callable[[Row], None]  # of the loss, and by tasks
+    evaluation: Callable[[Row], None]  # for evaluations of the loss and of tasks
     sync: Callable[[], None]  # returns when all rows so far are on disk
     evaluations: Sequence[Row] = ()  # the rows of evaluations by an earlier process
-    unevaluated: bool = False  # whether an earlier process made the last update, and reported no evaluation of it
-    untested: bool = False  # whether it reported no evaluation of it by tasks
+    unevaluated: bool = False  # whether an earlier process made the last update without evaluating its loss
+    untested: bool = False  # the same for the evaluation by tasks
     profiler: Profiler | None = None
     during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
     waiting: Callable[[bool], None] = lambda begins: None  # before and after the loop waits for a batch
     times: Callable[[int, float, float, float], None] = lambda *times: None  # see `Stragglers.add`
 
 
-# Evaluates a state, after a number of updates, by tasks: returns a row of scores; None as soon as it is interrupted.
+# (state, updates so far, interrupted) -> a row of scores of the evaluation tasks; None as soon as `interrupted()`.
 Tasks = Callable[[Any, int, Callable[[], bool]], Row | None]
 
 
 class End(NamedTuple):
-    """The final native train state, the signal that ended the run before its last update and evaluation (0: none), and
-    the tokens with which a text of the model ends (`About.ends`)."""
+    """The final native train state, the signal that ended the run early (0: the run made its last update and
+    evaluation), and the tokens that end a text of the model (`About.ends`)."""
 
     state: Any
     signal: int
@@ -81,23 +81,23 @@ def fit(
     source: Callable[[Run, Dataset, Start], AbstractContextManager[BatchSource]] | None = None,
     tasks: Tasks | None = None,
 ) -> End:
-    """Trains up to `steps` updates, and evaluates and saves on the way.
+    """Trains up to `steps` updates. Evaluates and saves at the configured intervals.
 
     Args:
       run: from `build`.
-      compiled_step: `run.compile_on_leaves()`; may be None if `start` already has all updates.
-      start: the state to begin with; its buffers are donated.
+      compiled_step: `run.compile_on_leaves()`; may be None if `start` already contains all updates.
+      start: the initial state; its buffers are donated.
       dataset: the rows for training and evaluation, and the tokenizer that is stored in checkpoints.
       reports: called once for each row, in order.
       manager: saves the checkpoints; None: no checkpoints are saved.
       source: opens the source of the batches for training and evaluation. By default the batches come from `dataset`,
         with the fields of next-token prediction.
-      tasks: evaluates every `eval_tasks_interval` updates and after the last; None: nothing.
+      tasks: runs every `eval_tasks_interval` updates and after the last; None: no evaluation tasks.
 
     Raises:
       UserError: the first batch of training or of evaluation does not have the fields of the objective.
-      RunStopped: a loss or gradient is not finite and the configuration says to stop; an update is not finite; or no
-        batch of a new run, or no batch of an evaluation, has a loss-bearing token.
+      RunStopped: a loss or gradient is not finite and the configuration requires a stop; an update is not finite; or no
+        batch of a new run or of an evaluation has a loss-bearing token.
     """
     steps = run.config.steps
     with Preemption(manager is not None) as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
@@ -128,7 +128,7 @@ def fit(
 
 
 class _Loop:
-    """The native train state after `done` updates, and the work to do between two updates."""
+    """The native train state after `done` updates, and the work between two updates."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class _Loop:
             raise
 
     def update(self, compiled_step: Callable[..., Any] | None, batch: Batch, position: Position) -> None:
-        """Dispatches a step on `batch` and reports the previous step. `position`: in the data, after `batch`."""
+        """Dispatches a step on `batch` and reports the previous step. `position`: the data position after `batch`."""
         assert compiled_step is not None
         rows = len(batch["row"]) * share_of_rows(self._run.batch_shardings["row"], self._run.rows)["process_count"]
         if self.done == self._start.updates:
@@ -201,7 +201,7 @@ class _Loop:
         check_finite(self._run.config, row, batch, lambda: names_not_finite(self._run, self.state))
 
     def evaluate_if_due(self, loss: bool = True, tasks: bool = True) -> None:
-        """Evaluates the state if it is due and no signal interrupts it: its loss on held-out rows, and tasks."""
+        """Runs the evaluations that are due, unless a signal interrupts them: held-out loss and tasks."""
         config = self._run.config
         last, every = self.done == config.steps, config.eval_tasks_interval
         if loss and config.eval_interval > 0 and (last or not self.done % config.eval_interval):
@@ -232,14 +232,14 @@ class _Loop:
         self.reader.restart_clock()
 
     def _keep_scores(self, row: Row) -> None:
-        """Passes all evaluations so far of the state in the row's step to checkpoint retention."""
+        """Passes the merged evaluations of the state at the row's step to checkpoint retention."""
         before = self._last_evaluation
         self._last_evaluation = (before if before.get("step") == row["step"] else {}) | row
         if self._manager is not None:
             self._manager.evaluated(row["step"] + 1, self._last_evaluation)
 
     def save(self, *, initial: bool = False, force: bool = False) -> None:
-        """Saves the state if it is due."""
+        """Saves the state if a checkpoint is due."""
         config, dataset = self._run.config, self._dataset
         with contextlib.ExitStack() as during:
             maybe_save_checkpoint(
@@ -264,12 +264,12 @@ class _Loop:
 
     @property
     def untrained(self) -> bool:
-        """Whether no batch of a new run has had a loss-bearing token so far, so that there was no update."""
+        """Whether a new run made no update, because no batch so far had a loss-bearing token."""
         resumed = self._start.resumed and self._start.updates > 0
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`, without a checkpoint: the same command reports no finished run."""
+        """Stops a run that is `untrained`, without saving a checkpoint that would mark the run as finished."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 
@@ -293,9 +293,9 @@ def evaluate(
     preemption: Preemption | None = None,
     frozen: Any = (),
 ) -> Row | None:
-    """Returns a row of metrics over `batches`, of which this process has its part; None if preempted.
+    """Returns a row of metrics over `batches`, this process's share of the batches; None if preempted.
 
-    `tokenizer` gives the number of bytes of each token; `frozen`: see `Start`.
+    `tokenizer` provides the number of bytes of each token; `frozen`: see `Start`.
     """
     started = time.perf_counter()
     lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer, bytes are not counted
@@ -360,7 +360,7 @@ class _Reader:
         self._waited_before = self._waited
 
     def push(self, step: int, metrics: Any, of_batch: Mapping[str, float], waited: float) -> None:
-        """Takes the metrics of a step that was just dispatched, and those of its batch, and reports the previous step.
+        """Takes the metrics of the step that was just dispatched, and of its batch. Reports the previous step.
 
         `waited`: total seconds that the loop has waited for batches so far.
         """

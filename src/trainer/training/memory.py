@@ -1,4 +1,4 @@
-"""An early check, before tracing and allocation, of whether a model can fit the devices."""
+"""Checks, before tracing and allocation, whether a model can fit the devices."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from trainer.config.words import counted
 from trainer.observe.text import si
 from trainer.sharding import hardware
 
-# The files that hold a container's memory limit, in cgroup v2 and v1.
+# The files with a container's memory limit, for cgroup v2 and v1.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -26,7 +26,7 @@ def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | 
     Args:
       config: from `config.load`, not resolved.
       devices: the devices of the run.
-      memory: bytes of each device; None if unknown, and then nothing is checked.
+      memory: bytes of each device; None if unknown: then nothing is checked.
       margin: the factor by which the bound may exceed the memory.
 
     Raises:
@@ -42,19 +42,19 @@ def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | 
 
 
 def device_memory(devices: Sequence[jax.Device]) -> float | None:
-    """Returns the bytes of one of `devices`, for a CPU device its share of the machine's memory; None if unknown."""
+    """Returns the memory of one of `devices` in bytes (a CPU device: its share of the host memory); None if unknown."""
     local = _local(devices)
     return host_memory() / len(local) if local and local[0].platform == "cpu" else reported_memory(devices)
 
 
 def reported_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes that programs can use on one of `devices`; None if they do not report it, as on CPU."""
+    """Returns the bytes that programs can use on one of `devices`; None if it does not report them, as on CPU."""
     stats = [device.memory_stats() or {} for device in _local(devices)[:1]]
     return stats[0].get("bytes_limit") if stats else None
 
 
 def memory_in_use(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the peak bytes on any of this process's `devices` so far; None if devices do not report it, as on CPU."""
+    """Returns the peak bytes in use so far, the maximum over this process's `devices`; None if not reported (CPU)."""
     stats = [device.memory_stats() or {} for device in _local(devices)]
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 
@@ -64,7 +64,7 @@ def _local(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def host_memory() -> int:
-    """Returns the bytes of this machine's memory, or the limit of its container."""
+    """Returns the memory of this machine in bytes, or its container's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _LIMITS):
         if path.is_file() and (text := path.read_text().strip()).isdecimal():

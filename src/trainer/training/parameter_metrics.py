@@ -1,4 +1,4 @@
-"""Norms of parameters, gradients and updates, per layer, and the updates that rounding discards."""
+"""Metrics of parameters, gradients and updates: norms per layer, and the share of updates that rounding discards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def parameter_metrics(
       axes: the logical axes of each parameter, by name.
       grads: gradients of the trained parameters, by name, before clipping.
       params: parameters before the update.
-      updates: what the optimizer adds to the parameters.
+      updates: the updates that the optimizer adds to the parameters.
     """
     metrics = {}
     for name, param in params.items():
@@ -39,12 +39,12 @@ def parameter_metrics(
 
 
 def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
-    """Returns the metric lost_updates, float32 []: the share of the trained parameters whose update is not 0, but below
-    half the distance to the next number of their dtype, so that adding it changes nothing. {} if all are float32.
+    """Returns the metric lost_updates, float32 []: the share of trained parameters whose update is not 0, but smaller
+    than half the distance to the next number of the dtype, so adding it changes nothing. {} if all are float32.
 
     Args:
       params: the trained parameters before the update, a tree.
-      updates: what the optimizer adds to them, float32.
+      updates: the updates that the optimizer adds to `params`, float32.
     """
     pairs = [*zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=True)]
     lost = [_lost(param, update) for param, update in pairs if param.dtype != jnp.float32]

@@ -1,4 +1,4 @@
-"""How often a run goes over its training data."""
+"""The number of passes of a run over its training data."""
 
 from fractions import Fraction
 
@@ -8,15 +8,15 @@ from trainer.data.dataset import Dataset
 
 
 def steps_of(config: Config, dataset: Dataset) -> int:
-    """Returns the number of updates of `num_epoch` passes over the data, rounded up; with reinforcement learning, those
-    of whole rounds. `config` is resolved."""
+    """Returns the number of updates for `num_epoch` passes over the data, rounded up; with reinforcement learning, to
+    whole rounds. `config` is resolved."""
     assert dataset.epoch is not None, "the configuration was checked"
     every = config.rl_num_iterations if config.use_grpo else 1
     return -int(-config.num_epoch * dataset.epoch.rows // (_rows(config) * every)) * every
 
 
 def passes_text(config: Config, dataset: Dataset) -> str:
-    """Returns the passes of the steps of `config`, resolved: " (1.6 passes over 180 conversations)"; "" if unknown."""
+    """Returns the passes as text, such as " (1.6 passes over 180 conversations)"; "" if unknown. `config`: resolved."""
     if dataset.epoch is None:
         return ""
     passes = float(config.steps * _rows(config) / dataset.epoch.rows)
@@ -25,7 +25,7 @@ def passes_text(config: Config, dataset: Dataset) -> str:
 
 
 def _rows(config: Config) -> Fraction:
-    """Returns the rows of an update; with reinforcement learning, its share of the prompts of a round."""
+    """Returns the number of rows per update; with reinforcement learning, a round's prompts divided by its updates."""
     return (
         Fraction(config.batch_size, config.rl_num_iterations)
         if config.use_grpo

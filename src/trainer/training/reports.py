@@ -1,4 +1,4 @@
-"""A run's output while it trains: the files of metrics, which the first process writes, and the console."""
+"""The output of a run while it trains: metrics files, which the first process writes, and the console."""
 
 import contextlib
 import datetime
@@ -34,7 +34,7 @@ from trainer.training.start import Start
 
 
 def run_work(run: Run) -> Work:
-    """Returns the work of a step, with the peak FLOP/s of the devices if it is known."""
+    """Returns the work of a step, including the devices' peak FLOP/s if known."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
 
@@ -43,8 +43,8 @@ def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str,
     """Returns the entry of this process in the run's starts.json.
 
     Args:
-      begin: the state that it begins with.
-      sources: of the values of all keys; see `config.Loaded`.
+      begin: the initial state of this process.
+      sources: the sources of the values of all keys; see `config.Loaded`.
     """
     device, shardings = run.mesh.devices.flat[0], run.table()
     return {
@@ -73,8 +73,8 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
-    """Returns the file that the key metrics_file names: a list of one in the first process if the key is set, else [].
-    `path`, `name`: of the run's folder. Raises UserError if the file is not writable."""
+    """Returns the file of the key metrics_file: a list of one in the first process if the key is set, else [].
+    `path`, `name`: path and name of the run's folder. Raises UserError if the file is not writable."""
     found = []
 
     def check() -> None:
@@ -86,7 +86,7 @@ def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
 
 
 class _Files:
-    """What a run writes about its steps. Only the first process opens any of it."""
+    """The files in which a run reports its steps. Only the first process opens them."""
 
     def __init__(self, run: Run, run_dir: RunDir, timeline: Timeline, say: Callable[[str], None]):
         self._config, self._work, self._run_dir, self._say = run.config, run_work(run), run_dir, say
@@ -98,7 +98,7 @@ class _Files:
     def open(
         self, begin: Start, files: list[MetricsFile], stack: contextlib.ExitStack
     ) -> tuple[list[dict[str, Any]], bool, bool]:
-        """Opens all of it until `stack` ends. Returns what `earlier_evaluations` does."""
+        """Opens the files until `stack` ends. Returns the result of `earlier_evaluations`."""
         updates, resumes = begin.updates, self._config.enable_checkpointing
         self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
         self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
@@ -117,7 +117,7 @@ class _Files:
 
     @property
     def kept(self) -> Sequence[dict[str, Any]]:
-        """The rows of earlier parts of the run."""
+        """The metrics rows of earlier processes of the run."""
         return self._metrics.kept if self._metrics else ()
 
     def write(self, row: Any) -> None:
@@ -130,7 +130,7 @@ class _Files:
             writer.write(maxtext_row(row, self._work, clipped, name))
 
     def sync(self) -> None:
-        """Brings all rows to the disk, and to a bucket if the run's folder is one. Raises UserError: see `check`."""
+        """Writes all rows to disk, and uploads them if the run's folder is a bucket. Raises UserError: see `check`."""
         self._run_dir.check()
         if self._metrics and self._page:
             self._metrics.sync()
@@ -149,7 +149,7 @@ def open_reports(
     timeline: Timeline,
     stack: contextlib.ExitStack,
 ) -> Reports:
-    """Returns the callbacks of `fit`. `stack` closes everything they write to; `files` are from `metrics_files`."""
+    """Returns the callbacks for `fit`. `stack` closes the files that they write; `files` are from `metrics_files`."""
     config = run.config
     stack.callback(console.end_bar)
     profiler = None
@@ -188,13 +188,13 @@ def open_reports(
 
 
 def _times(config: Config, say: Callable[[str], None]) -> Callable[[int, float, float, float], None]:
-    """Returns `Reports.times`, which finds stragglers. A single process has none."""
+    """Returns `Reports.times`, which detects stragglers; with a single process it does nothing."""
     hosts = gather(platform.node())
     return Stragglers(config.log_period, hosts, gather_later, say).add if hosts[1:] else lambda *times: None
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
-    """Returns a warning if `row`, of an evaluation of the loss or by tasks, should have keep_best_metric."""
+    """Returns a warning if `row`, an evaluation of the loss or by tasks, should have keep_best_metric but lacks it."""
     name, by_tasks = config.keep_best_metric.partition(":")[2], TASKS_TIME in row
     if not config.keep_best_checkpoints or name in row or by_tasks != best_of_tasks(config) or row.get(TASKS_FAILED):
         return None
@@ -206,7 +206,7 @@ def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
 def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:
     """Returns `Reports.evaluations`, `unevaluated` and `untested` of a run that continues after `updates` updates.
 
-    `rows`: of its metrics.jsonl. The state that a run began with has no row: the run never evaluates it.
+    `rows`: the rows of its metrics.jsonl. The initial state of a run has no row, because a run never evaluates it.
     """
     evaluations = [dict(row) for row in rows if isinstance(row.get("eval_loss"), float) or TASKS_TIME in row]
     newest = [row for row in rows if row["step"] == updates - 1]

@@ -1,4 +1,4 @@
-"""Metrics of the routers of mixtures of experts in a step."""
+"""A step's metrics of the routers in mixtures of experts."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ TOKENS, DROPPED = "tokens_per_expert", "dropped_tokens"  # integers, summed over
 def router_metrics(counts: Mapping[str, jax.Array], drops: bool, by_layer: bool) -> dict[str, jax.Array]:
     """Returns metrics of a step, from the sums `counts` that `layers.moe` sows. Padding tokens do not count.
 
-    - router_entropy: entropy of the softmax over experts, in nats, averaged over layers and tokens: 0 if every token
-      chooses one expert with certainty, log(experts) if the distribution is uniform;
-    - expert_load: tokens of the busiest expert of all layers, divided by the mean tokens per expert: 1 if balanced;
-    - dropped_tokens, if experts may drop tokens (`drops`): the number of choices that found no capacity, over all
-      layers; a token counts once for each such choice;
+    - router_entropy: the entropy of the softmax over experts in nats, averaged over layers and tokens. It is 0 if every
+      token chooses one expert with certainty, and log(experts) for a uniform distribution;
+    - expert_load: the tokens of a layer's busiest expert divided by the mean per expert; the maximum over layers;
+    - dropped_tokens, if experts may drop tokens (`drops`): the number of choices beyond an expert's capacity, over all
+      layers; a token counts once for each dropped choice;
     - with `by_layer`: <layer>/tokens_per_expert, int32 [layers, experts], and <layer>/router_entropy [layers].
     """
     entropies, loads = [], []
@@ -36,6 +36,6 @@ def router_metrics(counts: Mapping[str, jax.Array], drops: bool, by_layer: bool)
             entropy = entropy.reshape(-1) if entropy.ndim > 1 else entropy
             found |= {f"{stem}{TOKENS}": tokens, f"{stem}router_entropy": entropy}
     if not loads:
-        return {}  # custom experts that sow nothing
+        return {}  # custom experts may sow nothing
     found |= {"router_entropy": jnp.concatenate(entropies).mean(), "expert_load": jnp.concatenate(loads).max()}
     return found | ({DROPPED: dropped} if drops else {})

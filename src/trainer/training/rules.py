@@ -18,7 +18,7 @@ from trainer.optim.spikes import skip_spikes
 def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
     """Returns the update rules of `config`, resolved, for `model`, and `more`.
 
-    The masks of weights and the parameter average come last: both are of the final parameters of a step.
+    Weight masks and the parameter average come last, because both depend on the final parameters of a step.
 
     Raises:
       UserError: a rule does not fit the model.

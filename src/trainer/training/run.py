@@ -1,4 +1,4 @@
-"""Everything that a configuration runs on given devices, not yet compiled."""
+"""Everything that a configuration runs on given devices, before compilation."""
 
 import functools
 import math
@@ -32,29 +32,29 @@ _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation
 
 
 class States(NamedTuple):
-    """The train states of a run: their form, their storage, and their beginning. DiLoCo replaces all of it."""
+    """The train states of a run: their form, storage and initialization. DiLoCo replaces all fields."""
 
     codec: Codec
     tensors: Any  # a `state.Tensor` for every leaf of the native train state
     shardings: Any  # storage shardings of the native train state, a tree with its structure
     init: Callable[..., Any]  # (params, rest, step), all optional -> native train state, sharded; see `init_state_fn`
     fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
-    one: TrainTree  # the train state of one model, with DiLoCo of one island: canonical, as shapes with shardings
+    one: TrainTree  # canonical train state of one model (with DiLoCo, of one island), as shapes with shardings
     from_one: Callable[[TrainTree], Any]  # the native train state that continues from the train state of one model
-    first: Callable[[Any], TrainTree]  # of a canonical train state, a model of its parameters; no optimizer state
+    first: Callable[[Any], TrainTree]  # canonical train state -> one model's state, without optimizer state
 
 
 class Computation(NamedTuple):
-    """What a run computes over canonical train states. The functions are for use under jit, except `read`."""
+    """The computations of a run over canonical train states. All functions except `read` are for use under jit."""
 
     update: Callable[..., Any]  # (tree, batch, frozen) -> (tree, metrics); see `make_update`
-    trained: Callable[[Any], tuple[Any, Any]]  # the (params, rest) for evaluation and sampling
+    trained: Callable[[Any], tuple[Any, Any]]  # train state -> the (params, rest) for evaluation and sampling
     metric_shardings: Any  # shardings of the metrics of an update, a prefix of their tree
-    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the metrics of that step on the host
+    read: Callable[[Any, int], dict[str, Any]]  # (metrics, step) -> the step's metrics on the host
 
 
 class Run(NamedTuple):
-    """Everything that a configuration runs on given devices. Functions are jitted; nothing is allocated or compiled."""
+    """Everything that a configuration runs on given devices. Functions are jitted; nothing is compiled or allocated."""
 
     config: Config  # resolved and frozen
     mesh: Mesh
@@ -65,7 +65,7 @@ class Run(NamedTuple):
     frozen: FrozenArrays
     states: States
     computation: Computation
-    step: Any = None  # jitted (state, batch, frozen) -> (state, metrics) of a native train state, which is donated
+    step: Any = None  # jitted (state, batch, frozen) -> (state, metrics); the native train state is donated
     # `step`, but the state is passed and returned as a list of leaves: flattening an `nnx.State` is slow.
     step_on_leaves: Any = None
     eval_step: Any = None  # jitted (state, batch, frozen, bytes per token [vocab]) -> sums
@@ -100,10 +100,10 @@ class Run(NamedTuple):
         return state, self.abstract_batch(self.rows), self.frozen.abstract
 
     def check_arguments(self) -> None:
-        """Refuses parameters that compiled programs do not take.
+        """Refuses parameters that compiled programs do not accept.
 
         Raises:
-          UserError: integers of 4 bits on CPUs: JAX compares the layouts of arguments, and finds different ones.
+          UserError: a parameter is a 4-bit integer on a CPU, because JAX's layout check of arguments fails for it.
         """
         leaves = by_name(self._params).items()
         names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
@@ -133,35 +133,35 @@ class Run(NamedTuple):
         }
 
     def given_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the part of `abstract_batch` that a source makes: without what the objective derives from it."""
+        """Returns the part of `abstract_batch` that a source makes, without the arrays that the objective derives."""
         abstract = self.abstract_batch(rows)
         return {name: abstract[name] for name in batch_fields(self.objective)}
 
     @property
     def rows(self) -> int:
-        """Rows of the global batch of one update."""
+        """Number of rows in the global batch of one update."""
         return global_batch_rows(self.config)
 
     @property
     def eval_rows(self) -> int:
-        """Rows of an evaluation batch that are computed at once."""
+        """Number of rows in an evaluation batch, which are computed at once."""
         return eval_batch_rows(self.config) // eval_parts(self.config)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return parameter_count(self._params)
 
     @property
     def trained_parameters(self) -> int:
-        """Parameters of the model that are trained."""
+        """Number of trained parameters of the model."""
         is_trained = by_path(trainable(self.config)(self._params))
         return sum(math.prod(leaf.shape) for path, leaf in by_path(self._params).items() if is_trained[path])
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of one training step for one token; see `models.families.forward_flops_per_token`. A reference
-        model adds a forward pass."""
+        """Model FLOPs per token of one training step; see `models.families.forward_flops_per_token`. A reference model
+        adds one forward pass."""
         return (3 + self.frozen.of_parameters) * forward_flops_per_token(self.config, self._params)
 
     @property
@@ -170,14 +170,14 @@ class Run(NamedTuple):
 
     @property
     def base_names(self) -> frozenset[Path]:
-        """The parameters that no step changes and no checkpoint has: the base of adapters."""
+        """The parameters that no step changes and no checkpoint contains: the base model of adapters."""
         if not self.config.enable_lora:
             return frozenset()
         is_trained = by_path(trainable(self.config)(self._params))
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of state and `frozen` as plain data: mesh axes above 1, rows, totals, warnings."""
+        """Returns the shardings of state and `frozen` as plain data: mesh axes of size > 1, rows, totals, warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
@@ -195,17 +195,17 @@ class Run(NamedTuple):
         return self.step.lower(*self.abstract_args()).compile()
 
     def trace_on_leaves(self, rows: int | None = None) -> Any:
-        """Traces `step_on_leaves`. `rows`: those of the batch, if it has not all microbatches."""
+        """Traces `step_on_leaves`. `rows`: the number of rows of the batch; by default of a whole batch."""
         state, batch, frozen = self.abstract_args()
         batch = batch if rows is None else self.abstract_batch(rows)
         return self.step_on_leaves.trace(jax.tree.leaves(state), batch, frozen)
 
     def compile_on_leaves(self, options: Mapping[str, Any] | None = None, rows: int | None = None) -> Any:
-        """Compiles `step_on_leaves`. `options` are compiler options of XLA. For `rows` see `trace_on_leaves`."""
+        """Compiles `step_on_leaves`. `options`: compiler options of XLA. `rows`: see `trace_on_leaves`."""
         return self.trace_on_leaves(rows).lower().compile(options)
 
     def sharded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `fn` such that its layers shard their arrays over this run's mesh when it is traced."""
+        """Returns `fn` in a context in which layers shard their arrays over this run's mesh during tracing."""
         return on_mesh(self.mesh, self.rules)(fn)
 
 

@@ -1,4 +1,4 @@
-"""The state a run begins with: its own newest checkpoint, another run's state, given parameters, or initial ones."""
+"""The first state of a run: its newest checkpoint, another run's state, given parameters, or initial parameters."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -43,13 +43,13 @@ class Start(NamedTuple):
     """The first native train state of a process, and its position in the run."""
 
     state: Any
-    updates: int = 0  # updates in the state
-    position: Any = None  # position in the data; None is the beginning
+    updates: int = 0  # number of updates in the state
+    position: Any = None  # position in the data; None: the beginning
     resumed: bool = False  # whether an earlier process began this run
     frozen: Any = ()  # the arrays that the objective reads in addition to the state; see `FrozenArrays`
-    base: Base | None = None  # of a run with adapters
-    reference: Base | None = None  # of a run with a reference model
-    about: About = About()  # information on the model for the run's checkpoints; see `about_run`
+    base: Base | None = None  # the base model of a run with adapters
+    reference: Base | None = None  # the reference model of a run that has one
+    about: About = About()  # model information for the run's checkpoints; see `about_run`
 
 
 def start(
@@ -61,7 +61,7 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the initial state of the run, with the other arrays that its objective reads. `say` gets its source.
+    """Returns the first state of the run, with the other arrays that its objective reads. `say` reports the source.
 
     Args:
       manager: the run's checkpoints, which take precedence over every other source; None if there are none.
@@ -99,8 +99,8 @@ def start(
 
 
 def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
-    """Returns the initial parameters of the run of the checkpoint `path`, loaded as at its beginning: from the same
-    place, unless load_parameters_path gives another."""
+    """Returns the first parameters of the run that wrote the checkpoint `path`. They are loaded from the place where
+    that run loaded them, unless load_parameters_path gives another."""
     before = inspect(path).reference
     place = run.config.load_parameters_path or (before.path if before else "")
     own = run._replace(config=Config({**run.config, "load_parameters_path": place}))
@@ -158,7 +158,7 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 
 def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
-    """Returns the (params, rest) that `load(configuration without a pipeline, wanted)` returns as one tree."""
+    """Returns (params, rest), which `load(configuration without a pipeline, wanted)` returns as one tree."""
     rest = run.states.one.rest
     wanted = joined(_abstract(run).params, rest)
     loaded = load(unpipelined(run.config), abstract_layers(run.config, wanted))
@@ -166,12 +166,12 @@ def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
 
 
 def _by_layer(run: Run, params: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Returns parameters by path in the form of checkpoints."""
+    """Returns parameters by path, in the layer-wise form of checkpoints."""
     return by_path(in_layers(run.config, nested({"/".join(path): leaf for path, leaf in params.items()})))
 
 
 def _frozen(run: Run, params: Any) -> dict[Path, Any]:
-    """Returns the parameters that no checkpoint contains: the base of adapters."""
+    """Returns the parameters that no checkpoint contains: the base model of adapters."""
     names = run.base_names
     return {path: leaf for path, leaf in by_path(params).items() if path in names}
 
@@ -184,7 +184,7 @@ def _placed(base: Base | None, config: Config) -> Base | None:
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
-    """Returns the base of adapters for the checkpoint `path`, from its current place; {} if the run has none."""
+    """Returns the base model of the adapters in checkpoint `path`, read from its current place; {} without adapters."""
     config = run.config
     if not run.base_names:
         return {}
@@ -195,7 +195,7 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
     if place := config.load_parameters_path or sidecar.base.path:
 
         def load(own: Config, wanted: Any) -> Any:
-            own = Config({**own, "lora_restore_path": ""})  # the adapters are those of the checkpoint
+            own = Config({**own, "lora_restore_path": ""})  # the checkpoint contains the adapters
             return load_parameters(place, own, wanted, say, given)
 
         found = _frozen(run, _weights(run, load)[0])
@@ -258,8 +258,8 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], s
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any, say: Say) -> Any:
     """Returns the content of another run's checkpoint.
 
-    If that run trained another block, a custom block that replaces it may list the parameter names of the old block in
-    `PARAMETER_NAMES`.
+    If that run trained another block, a custom block that replaces it may map its parameter names to the old block's
+    names in `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return with_base(_read(run, path, without_base(wanted, base), say), wanted, base)
@@ -275,10 +275,10 @@ def _read(run: Run, path: Any, wanted: Any, say: Say) -> Any:
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], say: Say) -> Any:
     """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
 
-    The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is
-    initial. With DiLoCo, the parameters are the outer ones and `rest` is the mean of the islands.
+    The learning-rate schedule continues from that step. All other state of the optimizer and the update rules starts
+    anew. With DiLoCo, these are the outer parameters, and `rest` averaged over the islands.
     """
-    at = _abstract(run).params  # with DiLoCo of the outer parameters, which have other dtypes
+    at = _abstract(run).params  # with DiLoCo the outer parameters, which have other dtypes
     params = jax.tree.map(lambda leaf, like: leaf.update(sharding=like.sharding), run.states.one.params, at)
     wanted = run.states.one._replace(params=params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):

@@ -32,7 +32,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """The loss, means and gradients of one batch. A mean is over loss-bearing tokens or its term's weight; NaN if 0."""
+    """The loss, means and gradients of one batch. Means are sums divided by their term's weight; NaN for weight 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
@@ -52,10 +52,10 @@ def make_gradients(
 
     It runs microbatch by microbatch and captures sown values of the types `capture`.
 
-    A batch may have fewer rows than configured: those of some of the microbatches. Gradients are summed in float32 and
-    then cast to `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The gradients
-    of each microbatch are resharded to storage sharding immediately. `Rule.due` specifies the steps in which one of
-    `rules` needs sown values.
+    A batch may have fewer rows than configured if it consists of fewer microbatches. Gradients are summed in float32
+    and then cast to `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The
+    gradients of each microbatch are resharded to storage sharding immediately. `Rule.due` determines the steps in which
+    `rules` need sown values.
     """
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
@@ -90,7 +90,7 @@ def make_gradients(
 
 
 def _parts(config: Config, rows: int) -> int:
-    """Returns the number of microbatches of a batch of `rows` rows."""
+    """Returns the number of microbatches in a batch of `rows` rows."""
     whole, each = (count(config) // islands(config) for count in (global_batch_rows, microbatch_rows))
     return rows // each if rows < whole and rows % each == 0 else config.gradient_accumulation_steps
 
@@ -158,14 +158,13 @@ def make_update(
 def _make_metrics(
     config: Config, maxima: Sequence[str], rules: Sequence[Rule], axes: Any
 ) -> tuple[tuple[type, ...], Callable[..., dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and `metrics(old, new, found, grad_norm, skipped, updates)`:
-
-    - float32 means over the whole batch, the norm of the gradient and the learning rate;
-    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also if there are
-      no loss-bearing tokens) or a rule has a reason to skip; each rule's reasons, 0 or 1; `finite`, 1 if the state is
-      finite after the step;
-    - with trained parameters in bfloat16 that are rounded to the nearest number, `lost_updates`;
-    - activation statistics [layers] if they are recorded, and parameter metrics, see `_every`;
+    """Returns the types of sown values that are metrics, and `metrics(old, new, found, grad_norm, skipped, updates)`,
+    which returns
+    - float32 means over the whole batch, the gradient norm and the learning rate;
+    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also without
+      loss-bearing tokens) or a rule has a reason; each rule's reasons, 0 or 1; `finite`, 1 if the new state is finite;
+    - `lost_updates`, if trained bfloat16 parameters are rounded to the nearest number;
+    - activation statistics [layers], if they are recorded, and parameter metrics, see `_every`;
     - with experts, router metrics, see `router_metrics`.
     """
     schedule, is_trained, period = make_schedule(config), trainable(config), config.parameter_metrics_period
@@ -180,7 +179,7 @@ def _make_metrics(
             **found.means,
             "grad_norm": grad_norm,
             **skipped,
-            # Finite gradients may give an update that is not finite: Adam without epsilon, a huge learning rate.
+            # Finite gradients may give a non-finite update, as Adam does without epsilon or with a huge learning rate.
             # Skipping it here would require the step to keep both the old and the new state (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(place_on_schedule(old.opt_state, old.step)), jnp.float32),
@@ -197,7 +196,7 @@ def _make_metrics(
 def _sown_metrics(
     config: Config, maxima: Sequence[str]
 ) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and the function that makes the metrics from their sums.
+    """Returns the types of sown values that are metrics, and the function that computes metrics from the values' sums.
     `maxima`: see `Objective`."""
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
     largest: tuple[type, ...] = (Maximum,) if maxima else ()
@@ -234,8 +233,8 @@ def _accumulated(
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
     """Returns a gradient in float32, sharded as its parameter is stored; on a TPU in the layout with least padding.
 
-    Otherwise XLA keeps the layout of the product that computed the gradient. That layout doubles the size of the
-    gradient of a matrix with 64 columns per device.
+    Otherwise XLA keeps the layout of the product that computed the gradient. For a matrix with 64 columns per device,
+    that layout doubles the gradient's size.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
@@ -244,7 +243,7 @@ def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
-    """Casts float32 gradients to `dtype`. Without the barrier XLA may remove a cast whose result is cast back."""
+    """Casts float32 gradients to `dtype`. Without the barrier XLA may remove the cast, as it is undone later."""
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
@@ -257,8 +256,8 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def _every(period: int, step: jax.Array, axes: Any, grads: Any, *others: Any) -> dict[str, jax.Array]:
-    """Returns `parameter_metrics` of the parameters that have a gradient, in every step that is a multiple of `period`,
-    otherwise zeros at almost no cost. `others`: the parameters and their updates."""
+    """Returns `parameter_metrics` of the parameters with a gradient if `step` is a multiple of `period`; otherwise
+    zeros, at almost no cost. `others`: the parameters and their updates."""
     names, trained = by_name(axes), by_name(grads)
     trees = trained, *({name: leaf for name, leaf in by_name(tree).items() if name in trained} for tree in others)
 
@@ -290,7 +289,7 @@ def _combine(left: Any, right: Any) -> Any:
 
 
 def _activation_statistics(totals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns mean, standard deviation and share of zeros of each layer's output, [layers], from batch sums."""
+    """Returns mean, standard deviation and share of zeros of each layer's output, [layers each], from batch sums."""
     statistics = {}
     totals = {path: total.reshape(-1) if total.ndim > 1 else total for path, total in totals.items()}
     for path, count in totals.items():

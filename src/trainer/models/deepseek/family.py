@@ -86,7 +86,7 @@ BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
 # transformers gives the norms of latents this epsilon and ignores rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
-# Keys in GGUF: the sizes of a head, of all keys of a layer (in one head), and how experts are scored.
+# Keys in GGUF: the sizes of a head, the size of a layer's keys (in one head), and the scoring of experts.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
 _KEYS, _VALUES = "attention.key_length", "attention.value_length"
 SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
@@ -94,7 +94,7 @@ NORM = "expert_weights_norm"
 
 
 def other_epsilon(said: Callable[..., Any]) -> bool:
-    """Returns whether a file's epsilon of norms differs from DeepSeek's. `said`: the argument of `Gguf.when`."""
+    """Returns whether the norm epsilon in a file differs from DeepSeek's. `said`: the argument of `Gguf.when`."""
     return round(said(EPSILON, float) or _ONLY["rms_norm_eps"], 12) != _ONLY["rms_norm_eps"]
 
 
@@ -195,7 +195,7 @@ _V3 = HuggingFace(
     gguf=GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE and not other_epsilon(said)),
 )
 
-# A preset with which MaxText's block routes as in DeepSeek-V3; all sizes of the preset are overridden by keys.
+# With this preset, MaxText's block routes as in DeepSeek-V3. Keys override all sizes of the preset.
 _AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 
 
@@ -203,8 +203,8 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     names = (*LATENT, "attention_type", "mscale", "first_num_dense_layers", "shared_experts", "routed_scaling_factor")
     keys = {name: config[name] for name in names}
     if config.rope_type != "yarn":
-        keys["rope_factor"] = 1  # MaxText scales the scores of MLA by it under every rope_type
-    if config.rope_type == "default":  # rotates halves in MaxText; YaRN with the factor 1 is the same with pairs
+        keys["rope_factor"] = 1  # under every rope_type, MaxText scales MLA scores by rope_factor
+    if config.rope_type == "default":  # default rotates halves in MaxText; YaRN with factor 1 is the same with pairs
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {"routed_score_func": "softmax"}

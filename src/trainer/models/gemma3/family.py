@@ -31,7 +31,7 @@ def stacks(config: Config) -> list[Stack]:
 
 
 def _named(config: Config) -> str:
-    """Returns a MaxText model name whose block has the same factor on scores; "" if none has."""
+    """Returns a MaxText model name whose block has the same factor on scores; "" if there is no such name."""
     scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
     if scalar in (0, head_dim):
         return "gemma3-4b"

@@ -24,7 +24,7 @@ def stacks(config: Config) -> list[Stack]:
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 
-# Heads are stored as the pairs that RoPE rotates.
+# Heads are stored in pairs, as RoPE rotates them.
 _SHARED = {name: layout._replace(rotated="") for name, layout in (LAYOUTS | qwen2.BIASES).items()}
 _OUTER = {
     "decoder/layers/post_self_attention_norm/scale": Layout("model.layers.{}.post_self_attn_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""The facts of GLM 4.7 Flash for the configuration stage: those of DeepSeek."""
+"""`Facts` of GLM 4.7 Flash, for the configuration stage, the same as DeepSeek's."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""Granite 3 (IBM 2024, Granite 3.0 Language Models): Llama's block with factors on embedded tokens, on each layer's
-addition to the residual stream, on scores and on logits, as in muP (arXiv:2203.03466)."""
+"""Granite 3 (IBM 2024, Granite 3.0 Language Models): Llama's block with, as in muP (arXiv:2203.03466), factors on
+embedded tokens, on each layer's addition to the residual stream, on scores and on logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ POWERS = {
     "logits_multiplier": ("logits_scaling", -1.0),
     "query_pre_attn_scalar": ("attention_multiplier", -2.0),
 }
-# transformers uses 1 for each absent factor, so an absent factor on scores does not mean 1 / sqrt(head_dim).
+# transformers uses 1 for each absent factor, even for the factor on scores, where one would expect 1 / sqrt(head_dim).
 DEFAULTS = dict.fromkeys((*FACTORS, "attention_multiplier"), 1.0)
 _SCALES = {
     **{"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"},
@@ -26,7 +26,7 @@ _ROTATES = "rope.scaling.finetuned"  # the switch of RoPE in llama.cpp
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a factor on scores, llama.cpp uses 1 / sqrt(head_dim)."""
+    """See `Gguf.fields`. Without a factor on scores, llama.cpp uses 1 / sqrt(head_dim)."""
     scale = {} if "attention_multiplier" in said else {"attention_multiplier": max(said["head_dim"], 1) ** -0.5}
     return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})  # which is refused
 

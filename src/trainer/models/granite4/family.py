@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025) without Mamba and without experts: the same function as Granite 3. Its files have the format of
-the models with both: they merge gate and up, and name the MLP like a shared expert."""
+"""Granite 4 (IBM 2025) without Mamba and without experts: the same architecture as Granite 3. Its files have the format
+of models with Mamba and experts: they merge gate and up, and name the MLP like a shared expert."""
 
 from collections.abc import Mapping
 from typing import Any

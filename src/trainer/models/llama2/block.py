@@ -68,12 +68,12 @@ class Block(nnx.Module):
     A family overrides the methods in which its block differs.
     """
 
-    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, so the prefix of its names
+    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, and its parameters' prefix
     ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
     PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer also reads the block's input
 
     def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
-        """`window`: the window of this layer in a pattern of layers (0: none); None: determined by `attention_type`."""
+        """`window`: the layer's window in a pattern of layers (0: no window); None: `attention_type` determines it."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
         self.residual_multiplier = config.residual_multiplier

@@ -26,8 +26,8 @@ NAME = "Llama4MoEBlock_0"
 
 
 class DenseBlock(llama2.Block):
-    """Llama's block. If it rotates: attention in chunks and, with `use_qk_norm`, a norm of queries and keys after RoPE.
-    If not: `temperature_tuning`."""
+    """Llama's block. Layers with RoPE attend in chunks and, with `use_qk_norm`, normalize queries and keys after RoPE.
+    Layers without RoPE apply `temperature_tuning`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, rotates: bool):
         self.rotates = rotates
@@ -77,7 +77,7 @@ def _gated(own: str, there: str) -> dict[str, Layout]:
     }
 
 
-# Heads are stored as the pairs that RoPE rotates.
+# Heads are stored in pairs, as RoPE rotates them.
 LAYOUTS = {
     **{name: layout._replace(rotated="") for name, layout in OF_LLAMA.items()},
     **_gated("mlp", ""),
@@ -145,7 +145,7 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp fixes the published values, and norms queries and keys unless experts are 128."""
+    """See `Gguf.fields`. llama.cpp uses the published values, and norms queries and keys except with 128 experts."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 

@@ -1,5 +1,5 @@
-"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. Queries grow with their position, as in
-Llama 4 (arXiv:2501.19399), from the length at which YaRN starts to scale."""
+"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. As in Llama 4 (arXiv:2501.19399), a factor
+on queries grows with position, starting at the length at which YaRN starts to scale."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +54,7 @@ TEMPERATURE = "attention.temperature_scale"  # a key in GGUF
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp scales queries and keys by YaRN's factor, unless a file has a divisor of it."""
+    """See `Gguf.fields`. llama.cpp scales queries and keys by YaRN's factor, unless a file specifies its divisor."""
     scale = float(f"{said[LOG]:.7g}") if LOG in said else None
     return {"rope_scaling": {**with_beta(said), **dict.fromkeys(("mscale", "mscale_all_dim"), scale)}}
 

@@ -1,4 +1,4 @@
-"""The facts of Mistral 4 for the configuration stage: those of DeepSeek and of Ministral 3."""
+"""`Facts` of Mistral 4, for the configuration stage, combined from DeepSeek's and Ministral 3's."""
 
 from trainer.config.family import LATENT, Facts
 from trainer.models.deepseek import facts as deepseek

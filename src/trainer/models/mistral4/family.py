@@ -62,12 +62,12 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp's converter omits the growth of queries, so it is that of the published model."""
+    """See `Gguf.fields`. llama.cpp's converter omits the growth of queries; the published model's value is used."""
     own = deepseek.fields(said)
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
-    other = {} if length == original else {_LENGTH: length}  # a field that is not known
+    other = {} if length == original else {_LENGTH: length}  # an unknown field
     return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
 
 

@@ -14,7 +14,7 @@ from trainer.models.llama2.family import LAYOUTS, stacks
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Published models with LongRoPE have a window as long as their texts: it has no effect."""
+    """See `HuggingFace.read`. In published models with LongRoPE, windows are as long as texts and have no effect."""
     del refused
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"

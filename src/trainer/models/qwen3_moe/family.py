@@ -15,8 +15,8 @@ NAME = "moe_block"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are their probabilities. With `norm_topk_prob`, these are divided by their sum
-    and thus equal the softmax over the chosen experts."""
+    """The weights of a token's experts are the experts' probabilities. `norm_topk_prob` divides these by their sum, so
+    that they equal the softmax over the chosen experts."""
 
     NAME = NAME
 
