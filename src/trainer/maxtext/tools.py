@@ -101,8 +101,7 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
-        # MaxText's tools write the published config.json, whatever the preset contains; only sizes must match the
-        # preset.
+        # MaxText's tools write the published config.json whatever the preset has; only sizes must be the preset's.
         wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):

@@ -24,8 +24,8 @@ def versions() -> list[str]:
 
 
 def version_of(names: Iterable[str]) -> str:
-    """Returns the MaxText version with the keys `names`: 0.2.5, or 0.2.4 (also for earlier ones); "" if both have
-    them."""
+    """Returns the MaxText version that the keys `names` reveal: 0.2.5, or 0.2.4 (or earlier); "" if they reveal
+    none."""
     given = set(names)
     return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
