@@ -191,7 +191,7 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """Returns the error for corpora whose rows have `pairs` tokens, none with loss: needs two columns."""
+    """Returns the error for corpora whose rows have `pairs` tokens, none with loss: possible only with two columns."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(

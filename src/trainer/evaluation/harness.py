@@ -181,7 +181,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Makes a method of `InProcess` set `answering` while it runs, and shows the model's output meanwhile."""
+    """Wraps a method of `InProcess`: while it runs, `answering` is set, and the model's output is shown."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:

@@ -24,8 +24,7 @@ def versions() -> list[str]:
 
 
 def version_of(names: Iterable[str]) -> str:
-    """Returns the MaxText version that the keys `names` reveal: 0.2.5, or 0.2.4 (or earlier); "" if they reveal
-    none."""
+    """Returns the MaxText version that the keys `names` reveal: 0.2.5, or 0.2.4 (or earlier); "" for no hint."""
     given = set(names)
     return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
