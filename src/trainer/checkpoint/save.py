@@ -47,8 +47,8 @@ def maybe_save_checkpoint(
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
       force: saves even if no checkpoint is due, because the run ends.
-      before: called before a due save begins. It syncs to disk the files that the checkpoint depends on, and returns
-        the metrics for retention.
+      before: called before a due save begins. It syncs to disk the files whose contents the checkpoint covers, and
+        returns the metrics for retention.
       unsaved: the parameters to omit, together with their state.
 
     Returns:

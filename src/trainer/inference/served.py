@@ -22,7 +22,7 @@ from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights.adapters import Adapters
 
-# A row's tokens are not sharded, because they are added one by one. Mesh axes that do so in training shard the batch.
+# A row's tokens are not sharded, because they are added one by one. Mesh axes that shard tokens in training shard rows.
 _ROWS = "activation_batch"
 
 
