@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path | None, started: float) -> None:
-    """Every process runs every batch, and the first one writes."""
+    """Every process runs every batch; only the first process writes."""
     from trainer.chat.encoder import Prompts
     from trainer.config.files import by_hand
     from trainer.evaluation.model import EvaluatedModel, TooLong
@@ -104,7 +104,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
         return engine, tokenizer, chat, stop, images, open_tasks(specs, config, tokenizer, say)
 
     engine, tokenizer, chat, stop, images, tasks = agreed(prepared)
-    # Hosts may have the files of tasks in different folders.
+    # The paths of task files may differ between hosts.
     check_same(lambda: program() | {"the tasks": "\n".join(str(spec._replace(path=None)) for spec in specs)})
     folder = output or Path(from_first(lambda: str(_new_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}

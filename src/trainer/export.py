@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[Any, Config]:
-    """Returns the checkpoint, and the configuration of the exported model."""
+    """Returns the checkpoint, and the configuration of the model to export."""
     from trainer.weights.adapters import WithAdapters
     from trainer.weights.model_keys import check_words, model_config
     from trainer.weights.open import open_source
@@ -111,7 +111,7 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
             f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
             "leave it out"
         )
-    # Quantized weights are written as such where that is possible and no dtype is given.
+    # Quantized weights are written quantized if the format supports it and no dtype is given.
     floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
     own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
     config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
@@ -125,7 +125,7 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns `Source.about`; for a checkpoint without such information, as of MaxText, that of its tokenizer."""
+    """Returns `Source.about`; for a checkpoint without it, such as MaxText's, the `About` of the tokenizer."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -144,7 +144,7 @@ def _about(checkpoint: Any) -> Any:
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes only the adapters. The run describes their model; for a PEFT folder, the base does."""
+    """Writes only the adapters. A run describes their model; for a PEFT folder, the base does."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes
@@ -183,7 +183,7 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, dict[str, str], list[str]]:
-    """Returns FROM, OUT, the options of this command, and the `key=value` arguments for base.yml."""
+    """Returns FROM, OUT, this command's options, and the `key=value` arguments for base.yml."""
     paths, rest = words[:2], words[2:]
     named = {"format", "dtype", "weights", "like", *schema().keys}
     own: tuple[str, ...] = ("format=", "dtype=", "weights=", "like=", "load_parameters_path=")
@@ -254,7 +254,7 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns the command with which MaxText loads the output: MaxText checkpoints do not describe their model."""
+    """Returns the command with which MaxText loads the output, because a checkpoint does not describe its model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _version(words: list[str]) -> tuple[str, list[str]]:
-    """Returns the version of MaxText that the first word gives, or "", and the other words."""
+    """Returns the MaxText version in the first word, or "", and the other words."""
     option, _, version = words[0].partition("=") if words else ("", "", "")
     if option != "--maxtext":
         return "", words

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
-    with distributed(connection.config):  # before a checkpoint is read, which may use devices
+    with distributed(connection.config):  # before a checkpoint is read, because reading may use devices
         if loaded is None:
             from trainer.weights.load import of_checkpoint
 
@@ -109,7 +109,7 @@ def _generate(
     as_json: bool,
     started: float,
 ) -> None:
-    """Every process runs every step; the first one writes. Averages of adapters replace the adapters, unless `raw`."""
+    """Every process runs every step; only the first writes. Averages of adapters replace the adapters, unless `raw`."""
     from trainer.config.files import by_hand
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.scheduler import Scheduler
@@ -137,7 +137,7 @@ def _generate(
         return engine, tokenizer, [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())], tokens
 
     engine, tokenizer, stop, tokens = agreed(prepared)
-    # With different tokens, processes would run different steps and wait for each other forever.
+    # If tokens differed, processes would run different steps and wait for each other forever.
     what = "the tokens of the prompts, and those that end a text,"
     check_same(lambda: program() | {what: "\n".join(map(str, [*tokens, stop]))})
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -154,7 +154,7 @@ def _generate(
 
 
 def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """Returns the encoder of prompts as conversations with use_chat_template=true, otherwise None."""
+    """With use_chat_template=true, returns the encoder of prompts as conversations, otherwise None."""
     if not loaded.config.use_chat_template:
         if (template := tokenizer.chat_template) and "use_chat_template" not in loaded.changed:
             say(
@@ -196,8 +196,8 @@ def _print(
     loading: float,
     write: Callable[[str], None],
 ) -> str:
-    """Writes the texts in order while they are generated; later texts wait for their turn. Returns a line about the
-    time."""
+    """Writes the texts in order while they are generated; a later text waits for the earlier ones. Returns a line about
+    the time."""
     from trainer.inference.text import TextStream
 
     streams = {number: TextStream(tokenizer, text.tokens) for number, text in texts.items()}
@@ -239,7 +239,7 @@ def _print(
 
 
 def _write(text: str) -> None:
-    # A file or a program gets the text unchanged; on a terminal, the model's control characters must have no effect.
+    # Files and programs get the text unchanged; on a terminal, control characters from the model must have no effect.
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -258,10 +258,10 @@ def read_words(
     """Returns FROM or "", the options of a program, and the arguments for base.yml.
 
     Args:
-      own: the allowed values of each option, () for any text.
+      own: the allowed values of each option; (): any text.
 
     Raises:
-      UserError: FROM is no path, or the value of an option is not allowed.
+      UserError: FROM is not a path, or the value of an option is not allowed.
     """
     names = {*own, *schema().keys}
     options = {name: value for name, _, value in (word.partition("=") for word in words) if name in own}

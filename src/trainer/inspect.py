@@ -98,7 +98,7 @@ def _combination(keys: Mapping[str, Any]) -> str:
 
 
 def _differing(keys: Mapping[str, Any]) -> list[str]:
-    """Returns KEY=VALUE for keys that differ from base.yml, without the sizes that are printed separately."""
+    """Returns KEY=VALUE for keys that differ from base.yml, except for sizes that are printed separately."""
     defaults = schema().keys
     return [
         f"{name}={shortened(to_flow(value))}"
@@ -108,7 +108,7 @@ def _differing(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(position: Any) -> str:
-    """Returns JSON on one line, an object without its outer braces."""
+    """Returns JSON on one line; for an object, without its outer braces."""
     if isinstance(position, dict):
         return ", ".join(f"{key}: {json.dumps(value)}" for key, value in position.items())
     return json.dumps(position)
@@ -141,7 +141,7 @@ def _parameters(contents: Any, norms: bool) -> Iterator[str]:
 
 
 def _others(contents: Any) -> Iterator[str]:
-    """Yields a line for each part of the state other than parameters, and for each part of an optimizer state."""
+    """Yields a line for each part of the state except parameters, and for each part of an optimizer state."""
     names = [param.name for param in contents.tensors if param.part == "params"]
     parts: dict[str, list[Any]] = {}
     for tensor in contents.tensors:

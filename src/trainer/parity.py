@@ -46,8 +46,8 @@ A side whose mesh sizes are all given as numbers takes that many devices; other 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None, **own: Any) -> None:
-    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of `training.build`, such
-    as `make_objective`, with which each side is built."""
+    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of `training.build` for
+    every side, such as `make_objective`."""
     words = command_line(argv)
     if (asked := question(words)) and asked.section == "":
         print(HELP)

@@ -42,7 +42,7 @@ key     weight_block_size=[32,1]: how many inputs and outputs share a scale (def
 Matrices are quantized layer by layer, and other weights are unchanged. Tokenizer files next to FROM are copied.
 --help SECTION and --explain KEY explain the keys. docs/guides/quantization.md"""
 _ROWS = "calibration_rows"
-_DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: rows of a batch, at most
+_DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: the maximum rows of a batch
 
 
 @exit_on_user_error
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the arguments for the storage of weights, those for data, and those for the model."""
+    """Returns the arguments for the storage of weights, the arguments for data, and the arguments for the model."""
 
     def kind(word: str) -> int:
         key = schema().keys.get(word.partition("=")[0])
@@ -113,7 +113,7 @@ def _parted(keys: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | None) -> Iterator[Any]:
-    """Yields batches of text for calibration, tokenized as for the model of `checkpoint`."""
+    """Yields batches of text for calibration, tokenized for the model of `checkpoint`."""
     from trainer.data.dataset import open_dataset
 
     given = [word.partition("=")[0] for word in words]
@@ -177,7 +177,7 @@ def _report(
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[str]]:
-    """Returns FROM, OUT, the rows for calibration, which weights, and the `key=value` arguments for base.yml."""
+    """Returns FROM, OUT, the rows for calibration, the choice of weights, and `key=value` arguments for base.yml."""
     own = (f"{_ROWS}=", "weights=")
     paths, keys = words[:2], [word for word in words[2:] if not word.startswith(own)]
     options = dict(word.split("=", 1) for word in words if word.startswith(own))

@@ -138,7 +138,7 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
-    """Returns the names of the base and of adapters with their numbers. Raises UserError if two are the same."""
+    """Returns the names of the base and of the adapters, with their numbers. Raises UserError if two are equal."""
     names = {base: 0}
     for number, path in enumerate(paths, 1):
         if (name := _name(path)) in names:
@@ -151,14 +151,14 @@ def _names(base: str, paths: list[str]) -> dict[str, int]:
 
 
 def _name(path: str) -> str:
-    """Returns the name of the folder of a model or of a run."""
+    """Returns the name of a model's or a run's folder."""
     parts = [part for part in PurePath(path).parts if part != ".."]
     run = parts[:-2] if len(parts) > 2 and parts[-2] == "checkpoints" else parts
     return visible(run[-1]) if run else "model"
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the address and an example command for it: a chat or a completion of `text`, or of a default if empty."""
+    """Returns the address and an example command: a chat, or a completion of `text` (if empty, of a default text)."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

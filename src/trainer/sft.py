@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains, or, with --show N, prints the first N records with `show`. Raises UserError if it cannot."""
+    """Trains; with --show N, prints the first N records with `show` instead. Raises UserError if it cannot."""
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)
@@ -43,7 +43,7 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns the words without `--show N`, and N; None without it."""
+    """Returns the words without `--show N`, and N; None instead of N if it is not given."""
     words, count = list(words), None
     for i, word in enumerate(words):
         option, equals, text = word.partition("=")
@@ -56,7 +56,7 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
-    """Raises UserError if a configuration does not belong to the command with the key `own`, or has `mistakes`."""
+    """Raises UserError if a configuration is not for the command with the key `own`, or has `mistakes`."""
     if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
@@ -66,11 +66,11 @@ def _check(config: Config) -> None:
 
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Sets keys that the user does not give, see `train.Kind`: the tokenizer of the initial model, the columns of the
-    data, and the length of a row.
+    """Sets keys that the user does not give (see `train.Kind`): the tokenizer of the initial model, the columns of the
+    data, and the row length.
 
     Raises:
-      UserError: they cannot be read.
+      UserError: the model or the data cannot be read.
     """
     from trainer.chat.from_data import taken
 
@@ -87,7 +87,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
 
 def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
     """Returns the keys and the checkpoint of the run that this command continues; None for a new run. A run without a
-    name is continued if it has the same configuration, or if its model is gone."""
+    name is continued if it has the same configuration, or if its model no longer exists."""
     if not config.run_name and not config.load_parameters_path:
         return None
     from trainer.weights.model_of_command import own_run as of_command
@@ -103,7 +103,7 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def positions(config: Config) -> int | None:
-    """Returns the number of positions with which the model at load_parameters_path was trained; None if unknown."""
+    """Returns the text length for which the model at load_parameters_path was trained; None if unknown."""
     from trainer.weights.open import open_source
 
     return open_source(config.load_parameters_path, config.decoder_block, verify=False).length
@@ -126,7 +126,7 @@ def _encoder() -> Any:
 
 
 def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """Returns the encoder of the sample's prompt, see `train.Kind`."""
+    """Returns the encoder of the sample prompt, see `train.Kind`."""
     from trainer.chat.encoder import Prompts
 
     return Prompts(config, tokenizer, say)

@@ -65,7 +65,7 @@ def _prepare(configs: Sequence[Any]) -> None:
 def describe(config: Config, side: str = "") -> dict[str, Any]:
     """Returns the table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
-    The devices are those of `compile_topology` if it is given, otherwise this machine's. `side` names a side of a
+    The devices are those of `compile_topology` if this key is given, otherwise this machine's. `side` names a side of a
     comparison. As in parity, a side uses as many of this machine's devices as its mesh needs.
 
     Raises:

@@ -34,19 +34,19 @@ _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties in which training commands differ. A function `say` gets lines for the user.
+    """The properties in which training commands differ. A function `say` receives lines for the user.
 
     Attributes:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
       prepare: `prepare(loaded, say)` sets keys that the user does not give, from the model and the data
-        (`Loaded.complete`), and returns them. It runs after JAX is loaded, in the first process.
+        (`Loaded.complete`), and returns these keys. It runs after JAX is loaded, in the first process.
       encoder: returns the encoder of records, see `data.open_dataset`.
-      prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample's prompt, see `inference.tokens_of`.
+      prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample prompt, see `inference.tokens_of`.
       dataset: `dataset(config, say)` opens data other than records; `config` is resolved.
       source: `source(run, dataset, begin, run_dir, say)` returns the source of batches, see `training.fit`. It is
-        opened before the step is compiled. `run_dir` is None if it must not write.
+        opened before the step is compiled. `run_dir` is None if the source must not write.
     """
 
     command: str
@@ -74,7 +74,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     """Trains as the command line `words` specifies.
 
     Raises:
-      UserError: that is not possible; RunStopped: a rule of the run ended it.
+      UserError: this is not possible; RunStopped: a rule of the run ended it.
     """
     if prints_usage(kind.command, words):
         return
@@ -86,7 +86,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
         _specs(kind, begun.config)
     if begun.config.supervise and tell is None and DRY_RUN not in words:
         raise SystemExit(supervise(f"trainer.{kind.command}", words, begun.config))
-    # The command line has been checked by itself. What follows loads JAX.
+    # The command line has been checked by itself. The following code loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
 
@@ -144,7 +144,7 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
 
 
 def _dry_run(loaded: Loaded, kind: Kind) -> None:
-    """Does everything that `_run` does before the first step, but writes nothing to the run's folder."""
+    """Does everything that `_run` does before the first step, except that it writes nothing to the run's folder."""
     from trainer.checkpoint.manager import SavedCheckpoints
     from trainer.config.dump import to_flow
     from trainer.observe.rundir import FINISHED_FILE
@@ -214,7 +214,7 @@ def _opened(loaded: Loaded, kind: Kind):
 
 
 def _prepare(loaded: Loaded, kind: Kind, console):
-    """Returns the run, its data, and the tokens of its prompt with the tokens that end a continuation."""
+    """Returns the run, its data, its prompt's tokens, and the tokens that end a continuation."""
     import jax
 
     from trainer.checkpoint.compare import check_dtypes
@@ -233,11 +233,11 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     index = jax.process_index()
 
     def say(text: str) -> None:
-        # Messages about reading, waiting, skipped and truncated documents differ between processes.
+        # Messages about reading, waiting, and skipped or truncated documents differ between processes.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     config = run.config
-    if loaded.tokenizer:  # the run keeps the path of the folder that is gone
+    if loaded.tokenizer:  # the run keeps the path of the missing folder
         config = Config({**config, "tokenizer_path": loaded.tokenizer})
     if kind.dataset:
         dataset = kind.dataset(config, say)
@@ -251,7 +251,7 @@ def _prepare(loaded: Loaded, kind: Kind, console):
 
 
 def _with_passes(loaded: Loaded, run, dataset, console):
-    """Returns the run with the steps of num_epoch, unless fewer are given."""
+    """Returns the run with the steps of num_epoch, unless the user gives fewer."""
     import jax
 
     from trainer.training.build import build
@@ -277,7 +277,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            from_first(run_dir.check)  # before it removes saves that were interrupted
+            from_first(run_dir.check)  # before it removes interrupted saves
             manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
         resumes = manager is not None and manager.latest is not None
         with timeline.during(RESTORE) if resumes else contextlib.nullcontext():
@@ -291,7 +291,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
             opened = stack.enter_context(kind.source(run, dataset, begin, run_dir, console.say))
             source = lambda *args: contextlib.nullcontext(opened)  # noqa: E731
         tasks = _tasks(kind, run, dataset, begin, console)
-        # All possible errors in the command have been reported, so the run may now write to its folder.
+        # All possible errors in the command have been reported by now, so the run may write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         saves = run.config.enable_checkpointing
@@ -322,7 +322,7 @@ def _specs(kind: Kind, config: Config) -> list[Spec]:
 
 
 def _tasks(kind: Kind, run, dataset, begin, console):
-    """Returns the evaluator of eval_tasks, with their data opened; None without tasks."""
+    """Returns the evaluator of eval_tasks, with the tasks' data opened; None without tasks."""
     if not run.config.eval_tasks:
         return None
     from trainer.evaluation.in_run import RunTasks
@@ -340,7 +340,7 @@ def _tasks(kind: Kind, run, dataset, begin, console):
 
 
 def _start(loaded: Loaded, run, dataset, prompt, saved, console):
-    """See `training.start`. `saved` are the checkpoints of the run."""
+    """See `training.start`. `saved`: the checkpoints of the run."""
     from trainer.runtime.agreement import agreed
     from trainer.training.about import about_run
     from trainer.training.start import start
@@ -356,7 +356,7 @@ def _start(loaded: Loaded, run, dataset, prompt, saved, console):
 
 
 def _files(run_dir, goodput):
-    """Returns how a finished run spent its time and where its results are, for its summary."""
+    """Returns, for a finished run's summary, how the run spent its time and where its results are."""
     from trainer.checkpoint.manager import newest
     from trainer.observe.rundir import REPORT_FILE
 

@@ -20,7 +20,7 @@ from trainer.config.paths import local_path
 from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_to_compile
 
-# A step that certainly needs more than this many times the devices' memory is not compiled, as libtpu would take
+# A step that certainly needs more than this many times the devices' memory is not compiled, because libtpu would take
 # minutes.
 OUT_OF_PROPORTION = 64
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     begun = begin(words, os.environ)
     prepare_to_compile(begun.config.compile_topology)
-    # The command line has been checked by itself. What follows loads JAX.
+    # The command line has been checked by itself. The following code loads JAX.
     from trainer.aot import executable
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
-    """Compiles the step that `trainer.train` would run on the devices that `compile_topology` names.
+    """Compiles the step that `trainer.train` would run on the devices in `compile_topology`.
 
-    A step that does not fit is a result, not an error, unless it far exceeds the memory.
+    A step that does not fit into memory is a result, not an error, unless it needs far more memory.
 
     Args:
       config: from `config.load`, not resolved.
@@ -103,7 +103,7 @@ def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | N
     run = build(config, devices)
 
     def traced() -> Any:
-        return run.step.trace(*run.abstract_args())  # JAX keeps the result
+        return run.step.trace(*run.abstract_args())  # JAX caches the result
 
     compiled, report = compile_step(run, lambda: traced().lower(), slices, compiler_options, keep)
     if report.fits is False:
@@ -130,7 +130,7 @@ def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
         known = {"platform": topology.platform, "num_slices": slices, "capability": compute_capability(devices)}
         resolve(values, device_count=topology.devices * slices, **known)
 
-    assert report.hbm_bytes is not None  # a simulated device has no size to exceed
+    assert report.hbm_bytes is not None  # a simulated device has no memory size to exceed
     suggestions = suggest(
         run.config,
         needed=max(report.memory.peak, report.hbm_bytes + 1),

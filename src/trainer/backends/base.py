@@ -18,8 +18,8 @@ from trainer.optim.schedule import on_schedule
 class TrainTree(NamedTuple):
     """A train state in canonical form, the same for every combination.
 
-    `params` and `rest` are nested dicts of canonical names; `opt_state` is optax's structure over `params`; `rest` is
-    state without gradients. Leaves may be arrays or stand-ins for them (see `Permutation`).
+    `params` and `rest` are nested dicts of canonical names; `opt_state` has optax's structure over `params`; `rest` is
+    the state without gradients. Leaves may be arrays or stand-ins for arrays (see `Permutation`).
     """
 
     step: Any
@@ -32,9 +32,9 @@ class Model(Protocol):
     """The model of one combination, made from a resolved configuration."""
 
     config: Config
-    param_axes: Any  # the tree of params, with a `sharding.Axes` for each array: a parameter may be a pytree
+    param_axes: Any  # the tree of params with a `sharding.Axes` for each array, because a parameter may be a pytree
     rest_axes: Any  # the same for rest
-    abstract: tuple[Any, Any]  # (params, rest) as `init` makes them, with a ShapeDtypeStruct at each leaf
+    abstract: tuple[Any, Any]  # (params, rest) in the structure of `init`, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Returns the initial (params, rest), nested dicts of canonical names.
@@ -62,21 +62,21 @@ class Model(Protocol):
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
-        """Returns the native train state for the optimizer `tx`, with ShapeDtypeStructs. Nothing is allocated."""
+        """Returns the native train state for the optimizer `tx`, as ShapeDtypeStructs. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
-        """Returns the path in a TrainTree of the leaf at `path` of a native train state, for any optimizer."""
+        """Returns the path in a TrainTree of the leaf at `path` in a native train state, for any optimizer."""
 
 
 class Codec(Protocol):
     """Converts a train state between its native and its canonical form.
 
-    Implemented by `StateCodec` and by the codec of DiLoCo (`state.diloco`). A canonical state has at least the fields
+    `StateCodec` and DiLoCo's codec (`state.diloco`) implement this interface. A canonical state has at least the fields
     `params` and `step`.
     """
 
     model: Model
-    abstract: Any  # the native train state, with a ShapeDtypeStruct at each leaf
+    abstract: Any  # the native train state: a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
         """Returns a native train state with a new optimizer state; see `StateCodec.init`."""
@@ -90,7 +90,7 @@ class Codec(Protocol):
 
 class StateCodec:
     """Converts the train state of a model and an optimizer between its native form and a `TrainTree`. `abstract`: the
-    native train state, with a ShapeDtypeStruct at each leaf."""
+    native train state: a ShapeDtypeStruct at each leaf."""
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model
@@ -103,9 +103,9 @@ class StateCodec:
 
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
         """Returns a native train state with a new optimizer state, and with the canonical `params`, cast to the model's
-        dtypes, and `rest` if given. What is not given has its initial value, drawn from `key`. With `step`, the state
-        continues there, and so does the learning-rate schedule; all else of the optimizer and of the update rules is
-        initial.
+        dtypes, and `rest` if given. A missing part has its initial value, drawn from `key`. With `step`, the state
+        continues at that step, and so does the learning-rate schedule; all other state of the optimizer and of the
+        update rules is initial.
         """
         abstract, initial = self.model.abstract
         drawn = None

@@ -1,4 +1,4 @@
-"""The NNX model. Its train state is a TrainStateNNX, split into a flat nnx.State."""
+"""The NNX model. Its train state is a TrainStateNNX that is split into a flat nnx.State."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ class NNXModel:
 
 
 def canonical(path: Path, param_paths: set[Path]) -> Path:
-    """Returns the path in the TrainTree of the leaf at `path` of a split TrainStateNNX.
+    """Returns the path in the TrainTree of the leaf at `path` in a split TrainStateNNX.
 
     `param_paths`: the paths of the model's parameters.
     """
@@ -86,12 +86,12 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
         return tuple(names[:-1])  # opt_state/... and step; the last entry is the Variable's value
     for end in range(len(names)):
         if tuple(names[:end]) in param_paths:
-            return ("params", *names[:end], *names[end + 1 :])  # after the value are the parts of a pytree
+            return ("params", *names[:end], *names[end + 1 :])  # the parts of a pytree follow the value
     return ("rest", *names[:-1])
 
 
 def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
-    """Returns the logical axis names of each array in the Params of a model, with the tree structure of params.
+    """Returns the logical axis names of each array in a model's Params, with the tree structure of params.
 
     `leading(name)`: the leading axes of a parameter, if it has no names.
     """
@@ -103,7 +103,7 @@ def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -
 
 
 def axes_of_buffers(rest: nnx.State) -> dict:
-    """Does the same for the buffers of a model. One without names has only None."""
+    """Does the same for a model's buffers. The axis names of a buffer without names are None."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")

@@ -9,18 +9,18 @@ from trainer.ops.paths import Path, path_of
 
 
 class Permutation:
-    """Moves leaves between a native tree and a canonical one. Leaves are matched by path, never by position.
+    """Moves leaves between a native tree and a canonical tree. Leaves are matched by path, never by position.
 
     Both directions only reorder: no cast, no copy, no arithmetic. Leaves may be anything: arrays, abstract arrays,
-    PartitionSpecs, NamedShardings, None, pytrees. A tree only needs the same containers as the tree from which the
+    PartitionSpecs, NamedShardings, None, pytrees. A tree only needs the same containers as the tree for which the
     permutation was made.
     """
 
     def __init__(self, native: Any, canonical: Any, rename: Callable[[Path], Path] = lambda path: path):
-        """`rename` maps a path of `native` to the path of the same leaf in `canonical`.
+        """`rename` maps a path in `native` to the path of the same leaf in `canonical`.
 
         Raises:
-          ValueError: the two trees have different paths; the message lists the paths that only one of them has.
+          ValueError: the two trees have different paths; the message lists the paths that are in only one tree.
         """
         self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
         self._canonical: Any

@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 from trainer.models.families import check_products
 from trainer.ops.paths import by_name
 
-# Imported on use, so that one combination does not load the dependencies of another.
+# Imported on use, so that a combination does not load the dependencies of another one.
 MODELS = {
     "nnx": "trainer.backends.nnx_model:NNXModel",
     "nnx_linen_decoder": "trainer.linen.model:NNXLinenDecoder",

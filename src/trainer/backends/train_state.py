@@ -8,7 +8,7 @@ from flax import nnx
 
 
 class TrainStateNNX(nnx.Module):
-    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the top-level keys `model` and `optimizer`.
+    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the keys `model` and `optimizer` at the top.
 
     A state for inference may have no optimizer; its split state then has only the key `model`.
     """
@@ -24,7 +24,7 @@ class TrainStateNNX(nnx.Module):
           grads: gradients of the model's parameters, as `nnx.grad` returns them: an `nnx.State`, or a module in tree
             mode.
           kwargs: extra arguments of the optax transformation, such as `value` of `optax.contrib.reduce_on_plateau`.
-            An argument with the tree structure of the parameters must be an `nnx.State`.
+            An argument with the parameters' tree structure must be an `nnx.State`.
 
         Raises:
           RuntimeError: the state has no optimizer.
@@ -46,10 +46,10 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx`, converted to take nested dicts where it is given an `nnx.State`, also in extra arguments.
+    """Returns `tx`, converted to use nested dicts where it is given an `nnx.State`, also in extra arguments.
 
-    Masks, labels and Muon's dimensions are functions of names and shapes. On nested dicts neither they nor the
-    summation order of a global norm depend on the module system.
+    Masks, labels and Muon's dimensions are functions of names and shapes. On nested dicts, neither these functions nor
+    the summation order of a global norm depend on the module system.
     """
     inner = optax.with_extra_args_support(tx)
 

@@ -1,4 +1,4 @@
-"""Reads conversations out of records: a column of messages, a prompt and its completion, or a function of one's own."""
+"""Reads conversations from records: a column of messages, a prompt and its completion, or a user function's result."""
 
 import functools
 import hashlib
@@ -20,26 +20,26 @@ from trainer.data.documents import Record, text_of
 from trainer.data.text import mended
 
 Message = dict[str, Any]
-# ShareGPT's names of roles.
+# ShareGPT's names for roles.
 _SHARED = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = re.compile(f"[{MARKS}]")
-# The columns that a user's function may make.
+# The columns that a user's function may return.
 _CONVERSATION = (("messages",), ("prompt", "completion"))
 _PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 _HINT = "convert the data, or give a function that does, formatting_func_path=package.module:function"
 
 
 class Conversation(NamedTuple):
-    """Messages, and the tools that a template describes to the model; None without any."""
+    """Messages, and the tools that a template describes to the model; None without tools."""
 
     messages: list[Message]
     tools: Any = None
 
 
 class Preference(NamedTuple):
-    """Two answers to a prompt, as whole conversations or texts. They begin with `prompt`: messages, or the text.
+    """Two answers to a prompt, each a complete conversation or text that includes the prompt.
 
-    It is empty if a prompt or an answer is.
+    `prompt`: the prompt's number of messages; 0 for texts. Both answers are empty if a prompt or an answer is empty.
     """
 
     chosen: list[Message] | str = ""
@@ -50,11 +50,11 @@ class Preference(NamedTuple):
 
 @dataclass(frozen=True)
 class Formatter:
-    """A user's function, which gets a dict of the columns and returns one with `messages`.
+    """A user's function. It receives a dict of the columns and returns a dict with `messages`.
 
     Attributes:
       path: package.module:function, or package.module.function as in MaxText.
-      kwargs: its further arguments. The JSON object of a file `template_path` is the argument `template_config`.
+      kwargs: further arguments of the function. The JSON object in the file `template_path` becomes `template_config`.
     """
 
     path: str
@@ -70,19 +70,19 @@ class Formatter:
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """The function's further arguments."""
+        """The further arguments of the function."""
         given = dict(self.kwargs)
         if path := given.pop("template_path", None):
             given["template_config"] = read_object(local_path(str(path), "formatting_func_kwargs: template_path="))
         return given
 
     def load(self) -> None:
-        """Raises UserError if the function or its template_path cannot be read."""
+        """Raises UserError if the function or the file at template_path cannot be read."""
         _ = self.function, self.arguments
 
     @property
     def identity(self) -> Any:
-        """A JSON-compatible value, which changes with the function's module."""
+        """A JSON-compatible value that changes with the function's module."""
         try:
             source = inspect.getsource(inspect.getmodule(self.function) or self.function)
         except (OSError, TypeError):  # no source, such as a function of C
@@ -94,11 +94,11 @@ class Formatter:
 
 
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
-    """Returns the conversation of a record, without messages if it is empty; and how many characters of it were
-    replaced by U+FFFD: lone surrogates, and noncharacters that templates get as marks.
+    """Returns the conversation of a record, without messages if it is empty; and the number of its characters that were
+    replaced by U+FFFD: lone surrogates, and the noncharacters that templates use as marks.
 
     Raises:
-      UserError: names the record, and what it holds instead.
+      UserError: names the record and what it contains instead.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -115,13 +115,13 @@ def conversation(record: Record, columns: Sequence[str], formatter: Formatter | 
 
 
 def preference(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Preference, int]:
-    """Returns the two answers of a record, and how many characters were replaced, see `conversation`.
+    """Returns the two answers of a record, and the number of replaced characters (see `conversation`).
 
-    Without a prompt, the prompt is what both have at their beginning: of conversations, all equal messages but the last
-    one. With a prompt, answers may repeat it.
+    If the record has no prompt, the prompt is the common beginning of both answers: for conversations, the equal
+    messages at the beginning, never including the last message of either. If it has one, answers may repeat it.
 
     Raises:
-      UserError: names the record, and what it holds instead.
+      UserError: names the record and what it contains instead.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -160,11 +160,11 @@ class _Reader:
     def formatted(
         self, named: dict[str, Any], formatter: Formatter, forms: Sequence[tuple[str, ...]]
     ) -> dict[str, Any]:
-        """Returns the columns that a user's function makes, which are those of one of `forms`."""
+        """Returns the columns that a user's function returns, which must match one of `forms`."""
         function, arguments = formatter.function, formatter.arguments
         try:
             result = function(named, **arguments)
-        except Exception as error:  # a user's function can raise any
+        except Exception as error:  # a user's function can raise any exception
             raise self.error(f"{formatter.path} failed: {failure(error)}") from error
         if not isinstance(result, Mapping):
             result = {"messages": result}
@@ -184,7 +184,7 @@ class _Reader:
         return self.spoken(self.text(value, column), role)
 
     def said(self, value: Any, column: str) -> str | list[Message]:
-        """Returns a text, or messages, also of their JSON text."""
+        """Returns a text or messages; JSON text of messages is also parsed."""
         value = _value(value)
         text = self.text(value, column) if isinstance(value, str | bytes | None) else ""
         is_text = isinstance(value, str | bytes | None) and not (text.startswith("[") and _is_of_messages(text))
@@ -197,18 +197,18 @@ class _Reader:
         return text
 
     def spoken(self, said: str | list[Message], role: str) -> list[Message]:
-        """Returns messages: those that were given, or a text as the only one; [] if it is empty."""
+        """Returns messages: those given, or a text as a single message; [] if it is empty."""
         if not isinstance(said, str):
             return said
         return [{"role": role, "content": self.clean(said)}] if said else []
 
     def messages(self, value: Any, column: str) -> list[Message]:
-        """Returns the messages of a list of them, or of JSON text of such a list."""
+        """Returns the messages in a list, or in the JSON text of such a list."""
         found = self.listed(value, column)
         return [self.message(one, f"{column}[{i}]") for i, one in enumerate(found)]
 
     def listed(self, value: Any, column: str) -> list[Any]:
-        """Returns a list, also of a dict of lists, as TFDS stores a list of dicts, and of JSON text."""
+        """Returns a list. Also accepts JSON text, and a dict of lists, which is how TFDS stores a list of dicts."""
         value = _value(value)
         if isinstance(value, str | bytes):
             text, _ = text_of(value, column, self.record)
@@ -231,7 +231,7 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content as text or None, other fields that are not None."""
+        """Returns a message as templates read it: a role, content (text or None), and other fields except None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}
@@ -250,7 +250,7 @@ class _Reader:
         return {key: self.clean(item) for key, item in (given | {"role": role}).items()}
 
     def of_sharegpt(self, given: dict[str, Any], where: str) -> dict[str, Any]:
-        """Returns a message whose role and content are called from and value."""
+        """Converts a message whose role and content are called from and value."""
         name = given["from"].decode(errors="replace") if isinstance(given["from"], bytes) else given["from"]
         if not isinstance(name, str) or name not in _SHARED or "value" not in given:
             raise self.error(
@@ -260,7 +260,7 @@ class _Reader:
         return rest | {"role": _SHARED[name], "content": given["value"]}
 
     def part(self, part: Any, where: str) -> str:
-        """Returns the text of a part of a message's content."""
+        """Returns the text of one part of a message's content."""
         if isinstance(part, str):
             return part
         if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
@@ -269,7 +269,7 @@ class _Reader:
         raise self.error(f"{where} has content of the type {shortened(str(kind))}: only text is supported")
 
     def clean(self, value: Any) -> Any:
-        """Returns a value of JSON's types, with U+FFFD for characters that are not allowed in text."""
+        """Returns a JSON-compatible value, with U+FFFD for characters that are not allowed in text."""
         if isinstance(value, bytes):
             value, replaced = text_of(value, "of messages", self.record)
             self.replaced += replaced
@@ -285,7 +285,7 @@ class _Reader:
         return value if isinstance(value, int | float | None) else str(value)
 
     def error(self, text: str) -> UserError:
-        """Returns the error with the place of the record."""
+        """Returns the error, with the record's location."""
         return UserError(f"{self.record.where}: {text}")
 
 
@@ -298,7 +298,7 @@ def _is_of_messages(text: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns lists in place of NumPy's arrays, at any depth."""
+    """Replaces NumPy arrays by lists, at any depth."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -307,6 +307,6 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """Returns the value of a column: `_plain`, and the only text of an array or list of one."""
+    """Returns the value of a column: `_plain`, or the text if it is the only item of an array or list."""
     value = _plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | bytes) else value

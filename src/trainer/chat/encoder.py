@@ -21,12 +21,12 @@ from trainer.data.documents import Counts, Document, Encoder, Record, text_of
 from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 
-_FORMAT = 1  # increases if equal conversations become other tokens or other masks
+_FORMAT = 1  # incremented if equal conversations give other tokens or other masks
 SHOWN = 2000  # characters of a conversation in a message
 
 
 class Example(NamedTuple):
-    """A conversation with its tokens [n], and which of them are learnt: bool [n]."""
+    """A conversation with its tokens [n], and which of them are trained: bool [n]."""
 
     turns: Turns
     encoded: Encoded
@@ -35,12 +35,12 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
-    """See `Encoder`. Nothing is put before and after a conversation: the template writes all of its text.
+    """See `Encoder`. Nothing is added before or after a conversation: the template writes its complete text.
 
     Attributes:
-      template: how conversations become text.
-      formatter: a user's function that makes messages of records.
-      longest: a conversation is cut after this many targets; None if it continues in another row.
+      template: converts conversations to text.
+      formatter: a user's function that converts records to messages.
+      longest: a conversation is truncated after this many targets; None if it continues in another row.
     """
 
     noun: ClassVar[str] = "conversation"
@@ -67,7 +67,7 @@ class ChatEncoder(Encoder):
         }
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """See `Encoder.encode`. Skips conversations without a target that is learnt.
+        """See `Encoder.encode`. Skips conversations without a trained target.
 
         Raises:
           UserError: names a record that is not a conversation, or that the template cannot render.
@@ -79,11 +79,11 @@ class ChatEncoder(Encoder):
         ]
 
     def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
-        """Yields the tokens of each of the conversations of `records` that are not empty. Errors are as in `encode`."""
+        """Yields the number of tokens of each nonempty conversation in `records`. Errors are as in `encode`."""
         return (len(example.learnt) for example in self.examples(records, counts) if example)
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
-        """Returns the conversations of `records`, None for one without messages. Errors are as in `encode`."""
+        """Returns the conversations of `records`, with None for one without messages. Errors are as in `encode`."""
         found = [self._of_record(record, counts) for record in records]
         encoded = iter(self.encoded([one for one in found if one]))
         return [one and next(encoded) for one in found]
@@ -107,7 +107,7 @@ class ChatEncoder(Encoder):
         return self.turns(messages, tools, record, counts)
 
     def turns(self, messages: Sequence[Message], tools: Any, record: Record, counts: Counts, first: int = 0) -> Turns:
-        """Returns a rendered conversation, and what is learnt of it from message number `first` on."""
+        """Returns a rendered conversation, and which part of it is trained, beginning with message number `first`."""
         try:
             found = turns(self.template, messages, tools, self._markers, first)
         except TemplateFailed as error:
@@ -153,7 +153,7 @@ class ChatEncoder(Encoder):
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a conversation; None if no target in a row is learnt. Counts either."""
+        """Returns the document of a conversation; None if no target in a row is trained. Counts both cases."""
         found, encoded, learnt = example
         loss = learnt[1:]
         if not loss[: self.longest].any():
@@ -170,7 +170,7 @@ class ChatEncoder(Encoder):
         return Document(encoded.ids, loss if self.masked else None)
 
     def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:
-        """Counts tokens of which only a part is learnt."""
+        """Counts tokens that are only partly within trained text."""
         found, encoded, _ = example
         crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
         if crossing and self.completion_only:
@@ -194,10 +194,10 @@ class ChatEncoder(Encoder):
 
 
 def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
-    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with its template.
+    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with the encoder's template.
 
     Raises:
-      UserError: the template or the formatting function is not there, or not valid.
+      UserError: the template or the formatting function does not exist or is not valid.
     """
     assert tokenizer is not None
     template, formatter = open_template(config, tokenizer), open_formatter(config)
@@ -215,7 +215,7 @@ def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str
 
 
 def open_formatter(config: Config) -> Formatter | None:
-    """Returns the function of formatting_func_path, None without one. Raises UserError if it cannot be imported."""
+    """Returns the function at formatting_func_path; None without one. Raises UserError if it cannot be imported."""
     path = config.formatting_func_path
     kwargs: Any = config.formatting_func_kwargs
     formatter = Formatter(path, kwargs.to_dict()) if path else None
@@ -225,9 +225,9 @@ def open_formatter(config: Config) -> Formatter | None:
 
 
 def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
-    """Returns the template of chat_template or chat_template_path, of the tokenizer's files, or the default one.
+    """Returns the template of chat_template or chat_template_path, else the tokenizer's, else the default.
 
-    The tokenizer has it from now on. `today`: see `Template`.
+    Also sets it as the tokenizer's template. `today`: see `Template`.
 
     Raises:
       UserError: it cannot be read.
@@ -243,7 +243,7 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
 
 
 def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
-    """Counts a record of which characters were replaced."""
+    """Counts a record in which characters were replaced."""
     if replaced:
         counts.mended_first = counts.mended_first or str(record.where)
         counts.mended += 1
@@ -251,7 +251,7 @@ def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
 
 
 def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if the template writes a token that the model has not, as after one was added to a tokenizer."""
+    """Raises UserError if a token exceeds the model's vocabulary, for example one that was added to a tokenizer."""
     most = int(encoded.ids.max(initial=0))
     if most >= vocab_size:
         name = next((name for name, i in tokenizer.markers.items() if i == most), "")
@@ -262,8 +262,8 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Prompts:
-    """Renders prompts as the user's message of a conversation, for generation. `own_template`: whether the model has a
-    template, so that it probably answers conversations."""
+    """Renders prompts as the user's message in a conversation, for generation. `own_template`: whether the model has a
+    template and was thus probably trained on conversations."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class Prompts:
         *,
         today: bool = True,
     ):
-        """Says which template it is. `today`: see `Template`. Raises UserError: see `open_template`."""
+        """Reports which template is used. `today`: see `Template`. Raises UserError: see `open_template`."""
         self.template, self._tokenizer = open_template(config, tokenizer, today=today), tokenizer
         self._vocab_size = config.vocab_size
         self.own_template = tokenizer.chat_template is not DEFAULT
@@ -284,8 +284,8 @@ class Prompts:
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
-        """Returns the tokens of the conversation, or the user's text, in the first column of `record`, up to where the
-        assistant begins. Raises UserError if it is no conversation, or the template cannot render it."""
+        """Returns the tokens of the conversation, or the user's text, in the first column of `record`, up to the start
+        of the assistant's turn. Raises UserError if it is not a conversation, or the template cannot render it."""
         value = record.values[0]
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
@@ -295,7 +295,7 @@ class Prompts:
         return encoded.ids.tolist()
 
     def stop_tokens(self) -> list[int]:
-        """Returns the token that ends a turn of the assistant; [] if the template writes none."""
+        """Returns the token that ends the assistant's turn; [] if the template writes none."""
         said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
         try:
             found = turns(self.template, said, None, pattern(self._tokenizer.markers))
@@ -308,7 +308,7 @@ class Prompts:
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt of a record, whose first column is `column`, and its tokens; [] if it has no text.
+    """Returns the prompt in a record, whose first column is `column`, and the prompt's tokens; [] if it has no text.
 
     Raises:
       UserError: it is neither text nor messages.

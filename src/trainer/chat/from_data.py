@@ -1,4 +1,4 @@
-"""What a run takes from its data where no key says it: columns, and the length of rows if it starts from a model."""
+"""Settings that a run derives from its data if no key gives them: columns, and the row length of runs from a model."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ from trainer.data.tokenizer import Tokenizer
 LENGTH = "max_target_length"
 EXAMINED = 2000  # records
 LONGEST_ROW = 2048  # tokens of a conversation, or of a prompt and its completion; a pair has two sequences
-# What each command reads, and which columns it takes, the first that are there. trainer.grpo takes all others, too.
+# For each command, the possible columns; the first that exist are used. trainer.grpo also uses all other columns.
 COLUMNS = ("train_data_columns", "eval_data_columns")
 CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "use_sft": (("messages",), ("prompt", "completion")),
     "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
     "use_grpo": (("prompt",), ("messages",)),
 }
-COMPLETION = 512  # tokens of a completion for which a row has room beside the longest prompt
+COMPLETION = 512  # tokens that a row reserves for a completion, after the longest prompt
 _CHUNK = 64  # records to encode at once
 Say = Callable[[str], None]
 
@@ -43,15 +43,15 @@ def taken(
     own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
     positions: Callable[[Config], int | None],
 ) -> Mapping[str, Any]:
-    """Sets the columns, and `max_target_length` of a run from a model, if no key gives them. `say` gets a line on each.
+    """Sets the columns, and `max_target_length` of a run from a model, if no key gives them. Reports each to `say`.
 
-    They are those of the run's own checkpoint, if the run continues. Otherwise the columns are the first of CONVENTIONS
-    that the data have, and the length is the longest of the first EXAMINED records, up to LONGEST_ROW and the positions
-    of the model.
+    A run that continues takes both from its own checkpoint. Otherwise the columns are the first of CONVENTIONS that
+    exist in the data, and the length is the longest of the first EXAMINED records, at most LONGEST_ROW and the model's
+    number of positions.
 
     Args:
-      own_run: returns the keys of the run that a command continues, and its checkpoint; None if it continues none.
-      positions: returns with how many positions the model at load_parameters_path was trained; None if it does not say.
+      own_run: returns the keys and the checkpoint of the run that the command continues; None if it continues none.
+      positions: returns the text length for which the model at load_parameters_path was trained; None if not known.
 
     Raises:
       UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
@@ -82,7 +82,7 @@ def taken(
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the columns of the first of CONVENTIONS that the data have; [] for none of them, if the default is there.
+    """Returns the columns of the first of CONVENTIONS in the data; [] if none fits but the default column exists.
 
     Raises:
       UserError: the data do not have the default column either.
@@ -111,7 +111,7 @@ def _conventional(config: Config) -> list[str]:
 
 
 def _measured(config: Config, positions: Callable[[Config], int | None]) -> tuple[int, str]:
-    """Returns the length that the data ask for, 0 without any, and why."""
+    """Returns the row length that the data require, 0 without data, and the reason."""
     train, tokenizer = _opened(config)
     most = max(1, EXAMINED // len(train))
     lengths: list[int] = []
@@ -149,7 +149,7 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns what a record is, and a function that returns the tokens of each."""
+    """Returns the noun for a record, and a function that returns the number of tokens of each record."""
     if config.use_grpo:
         from trainer.chat.encoder import Prompts, prompt_of
 

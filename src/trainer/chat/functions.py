@@ -1,4 +1,4 @@
-"""Functions of a user, named package.module:function. Importing it loads only the standard library: workers do."""
+"""User functions, named package.module:function. Importing this module loads only the standard library, for workers."""
 
 import importlib
 import os
@@ -11,12 +11,12 @@ def load_function(path: str) -> Callable[..., Any]:
     """Returns the function package.module:function, or package.module.function.
 
     Raises:
-      ImportError: the message says what is wrong and what to do.
+      ImportError: the message states the problem and the remedy.
     """
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a user's module can raise any
+    except (Exception, SystemExit) as error:  # a user's module can raise any exception
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
             hint = f"; modules are found from the current folder, {os.getcwd()}, and from PYTHONPATH"
@@ -33,10 +33,10 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def failure(error: BaseException) -> str:
-    """Returns what a user's code raised, in at most 80 characters, and the last line of that code in its traceback.
+    """Returns the exception of a user's code, in at most 80 characters, with that code's last line in the traceback.
 
-    Call it in the function that called the user's code: that is the traceback's first frame. The next one, apart from
-    those of an import, is the user's.
+    Call it in the function that called the user's code: that is the traceback's first frame. The next frame, apart from
+    the frames of an import, is the user's.
     """
     from trainer.config.errors import shortened
 

@@ -1,7 +1,7 @@
-"""Encodes pairs of answers as documents for preference optimization: the encoder of records of `data.open_dataset`.
+"""Encodes pairs of answers as documents for preference optimization: the encoder of records for `data.open_dataset`.
 
-The document of a pair is the chosen sequence, with the rejected one behind it: each a prompt and an answer, whose
-targets bear loss. Conversations are rendered by the chat template; two texts are taken as they are.
+The document of a pair is the chosen sequence, followed by the rejected one. Each is a prompt and an answer, and the
+answer's targets bear loss. Conversations are rendered by the chat template; texts are used unchanged.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from trainer.data.documents import Counts, Document, Record
 from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 
-_FORMAT = 1  # increases if equal pairs become other tokens or other masks
+_FORMAT = 1  # incremented if equal pairs give other tokens or other masks
 
 
 class Pair(NamedTuple):
@@ -36,10 +36,10 @@ class PairEncoder(ChatEncoder):
     """See `Encoder`.
 
     Attributes:
-      row: the tokens of a row, which holds both sequences of a pair.
-      align: each begins at a multiple of this many tokens.
-      truncate: whether pairs that are too long are cut, instead of skipped.
-      longest_prompt: the most tokens of a prompt; None: prompts are cut only in pairs that do not fit a row.
+      row: the number of tokens of a row, which contains both sequences of a pair.
+      align: each sequence begins at a multiple of this many tokens.
+      truncate: whether pairs that are too long are truncated instead of skipped.
+      longest_prompt: the maximum tokens of a prompt; None: prompts are truncated only in pairs longer than a row.
     """
 
     noun: ClassVar[str] = "pair"
@@ -54,23 +54,23 @@ class PairEncoder(ChatEncoder):
         return super().identity | {"pairs": _FORMAT}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """See `Encoder.encode`. Skips pairs that teach nothing, or do not fit a row.
+        """See `Encoder.encode`. Skips pairs that have nothing to train, or do not fit into a row.
 
         Raises:
-          UserError: names a record that is no pair, or that the template cannot render.
+          UserError: names a record that is not a pair, or that the template cannot render.
         """
         pairs = zip(self.pairs(records, counts), records, strict=True)
         return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
 
     def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
-        """Yields the places of a row that each of the pairs of `records` takes whole."""
+        """Yields the number of places in a row that each pair in `records` needs without truncation."""
         return (self._places(pair) for pair in self.pairs(records, counts) if pair)
 
     def _places(self, pair: Pair) -> int:
         return _document(_parts(pair)).places(self.align)
 
     def pairs(self, records: Sequence[Record], counts: Counts) -> list[Pair | None]:
-        """Returns the pairs of `records`, None for one without a prompt or an answer. Errors are as in `encode`."""
+        """Returns the pairs of `records`; None for one without a prompt or an answer. Errors are as in `encode`."""
         pairs: list[Pair | None] = []
         for record in records:
             found, replaced = preference(record, self.columns, self.formatter)
@@ -92,7 +92,7 @@ class PairEncoder(ChatEncoder):
         return Pair(*self.encoded(sides))
 
     def _of_texts(self, found: Preference, record: Record, counts: Counts) -> Pair:
-        """Returns two texts between the tokenizer's special tokens. What they begin with in common is the prompt."""
+        """Returns two texts between the tokenizer's special tokens. Their common beginning is the prompt."""
         names = pattern(self._tokenizer.special_tokens)
         texts = [str(found.chosen), str(found.rejected)]
         rendered = [Rendered(text, plain=tuple(match.span() for match in names.finditer(text))) for text in texts]
@@ -116,7 +116,7 @@ class PairEncoder(ChatEncoder):
         return Encoded.joined([before, encoded, after])
 
     def pair_document(self, pair: Pair, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a pair; None if it is skipped. Counts either."""
+        """Returns the document of a pair; None if it is skipped. Counts both cases."""
         for side in pair:
             self.notice_crossing(side, counts, record)
         parts = _parts(pair)
@@ -141,7 +141,7 @@ class PairEncoder(ChatEncoder):
         return _document(fitting)
 
     def kept(self, pair: Pair) -> list[np.ndarray]:
-        """Returns which tokens of each sequence are in a row: bool [n]. None are if the pair is skipped."""
+        """Returns which tokens of each sequence are in a row: bool [n]. If the pair is skipped, no token is."""
         found = [np.zeros(len(side.learnt), bool) for side in pair]
         fitting = self._fitting(_parts(pair))
         if fitting is not None and not _problem(fitting):
@@ -150,9 +150,9 @@ class PairEncoder(ChatEncoder):
         return found
 
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
-        """Returns the two sequences as they fit a row; None if they do not.
+        """Returns the two sequences, truncated to fit into a row; None if they do not fit.
 
-        Prompts lose their beginning, and then the longer answers their end, at equal places.
+        Truncates the beginning of prompts, then the end of the longer answer (one limit for both answers).
         """
         prompts = [part.prompt for part in parts]
         fits = _document(parts).places(self.align) <= self.row
@@ -178,7 +178,7 @@ class PairEncoder(ChatEncoder):
 
     @property
     def _first(self) -> int | None:
-        """The token that stays at the beginning of a prompt that is cut."""
+        """The token that is kept at the beginning of a truncated prompt."""
         return self._tokenizer.special_tokens.get(self._tokenizer.special_names.get("bos_token", ""))
 
 
@@ -193,7 +193,7 @@ def _parts(pair: Pair) -> "list[_Part]":
 
 
 class _Part(NamedTuple):
-    """A sequence of a pair: tokens [n], which of them are learnt, and their numbers in the sequence that was cut."""
+    """One sequence of a pair: tokens [n], which of them are trained, and their indices before truncation."""
 
     ids: np.ndarray
     learnt: np.ndarray
@@ -201,18 +201,18 @@ class _Part(NamedTuple):
 
     @property
     def prompt(self) -> int:
-        """The number of tokens before the first one that is learnt."""
+        """The number of tokens before the first trained token."""
         return int(np.argmax(self.learnt)) if self.learnt.any() else len(self.learnt)
 
     def with_prompt(self, most: int, first: int | None) -> "_Part":
-        """Returns it with at most `most` tokens of the prompt: the last ones, and the first if it is `first`."""
+        """Returns the part with at most `most` prompt tokens: the last, and also the first if it is `first`."""
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0
         return self._of(kept)
 
     def with_answer(self, most: int) -> "_Part":
-        """Returns it with at most `most` tokens of the answer."""
+        """Returns the part with at most `most` answer tokens."""
         return self._of(slice(self.prompt + most))
 
     def _of(self, kept: "np.ndarray | slice") -> "_Part":
@@ -225,7 +225,7 @@ def _document(parts: Sequence[_Part]) -> Document:
 
 
 def _problem(parts: Sequence[_Part]) -> str:
-    """Returns why two sequences teach nothing; "" if they do."""
+    """Returns why two sequences have nothing to train; "" if they have."""
     if np.array_equal(parts[0].ids, parts[1].ids):
         return "their answers are equal, as far as they fit a row"
     if not all(part.learnt[1:].any() for part in parts):
@@ -234,17 +234,17 @@ def _problem(parts: Sequence[_Part]) -> str:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns how many tokens are equal at the beginning of both."""
+    """Returns the number of equal tokens at the beginning of both."""
     shortest = min(len(one), len(other))
     different = np.flatnonzero(one[:shortest] != other[:shortest])
     return int(different[0]) if len(different) else shortest
 
 
 def pair_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> PairEncoder:
-    """Returns the encoder of pairs for `data.open_dataset`. The tokenizer is saved with its template from now on.
+    """Returns the encoder of pairs for `data.open_dataset`. The tokenizer is then saved with the encoder's template.
 
     Raises:
-      UserError: the template or the formatting function is not there, or not valid.
+      UserError: the template or the formatting function does not exist or is not valid.
     """
     assert tokenizer is not None
     return PairEncoder(

@@ -1,8 +1,8 @@
-"""Jinja's sandbox with limits on what a template can make, and on its time (`config/limits.py`).
+"""Jinja's sandbox with limits on the size of a template's results, and on its time (`config/limits.py`).
 
-Jinja's own sandbox lets a template read only what it is given. Here, loops, macros, calls and filters also count as
-turns. An operation whose result can be larger than its operands is checked first: a text, a list or an integer has a
-largest size. Of a list in a list, all values count each time that it occurs, because printing and comparing visit them.
+Jinja's own sandbox lets a template read only its inputs. This one also counts loops, macros, calls and filters as
+turns. Before an operation whose result can be larger than its operands, it checks the size: texts, lists and integers
+have a maximum. A nested list counts all its values each time it occurs, because printing and comparing visit them.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ from trainer.config.limits import (
     TURNS,
 )
 
-_LOOKS = 256  # turns between two looks at the clock
-_SMALL = 1 << 12  # smaller texts do not count together
-_VALUE, _REFERENCE = 64, 16  # characters as which a value counts that is visited, or that is referred to
+_LOOKS = 256  # turns between two checks of the clock
+_SMALL = 1 << 12  # smaller texts do not count toward the total
+_VALUE, _REFERENCE = 64, 16  # characters that a visited value, or a reference to one, counts as
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 _WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
 _WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
-_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # in what follows the colon of a field
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # in the text after a field's colon
 
 
 class _Budget(threading.local):
-    """What is left to the conversation that this thread renders."""
+    """The remaining budget of the conversation that this thread renders."""
 
     turns, made, until = TURNS, MADE_TOGETHER, 0.0
 
 
 class _Code(jinja2.compiler.CodeGenerator):
-    """Counts turns of loops and calls of macros, and checks what `~` and displays of lists and dicts make."""
+    """Counts loop iterations and macro calls, and checks results of `~` and of list and dict displays."""
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         super().visit_For(_counted(node), frame)
@@ -91,7 +91,7 @@ def _counted(node: Any) -> Any:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """See above. `begin` starts a conversation."""
+    """See the module docstring. `begin` starts a conversation."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _Code
@@ -99,12 +99,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._budget = _Budget()
-        # Equal conversations have equal texts. pprint recurses without need.
+        # Equal conversations must have equal texts, hence no random filters. pprint recurses needlessly.
         del self.filters["random"], self.filters["pprint"], self.globals["lipsum"]
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
 
     def begin(self) -> None:
-        """Gives the whole budget to a conversation."""
+        """Resets the budget for a new conversation."""
         self._budget.turns, self._budget.made = TURNS, MADE_TOGETHER
         self._budget.until = time.thread_time() + SECONDS
 
@@ -121,7 +121,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:g} s of CPU time")
 
     def made(self, size: int) -> None:
-        """Counts a text or list of this size, before it is made if it can be large."""
+        """Counts a text or list of this size. Call it before making one that can be large."""
         if size > _SMALL:
             self._budget.made -= size
             if size > MADE_CHARACTERS or self._budget.made < 0:
@@ -129,12 +129,12 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._look()
 
     def weighed(self, value: Any) -> Any:
-        """Returns a value after `made` of all that is in it."""
+        """Returns a value after counting everything in it (`made`)."""
         self.made(_weight(value))
         return value
 
     def joined(self, values: Sequence[Any]) -> str:
-        """Returns what the operator ~ makes."""
+        """Returns the result of the operator ~."""
         texts = [value if isinstance(value, str) else str(self.weighed(value)) for value in values]
         self.made(sum(map(len, texts)))
         return "".join(texts)
@@ -157,7 +157,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls what a template may call, and checks methods of texts and integers."""
+        """Performs a call in a template, and checks methods of texts and integers."""
         budget = __self._budget
         budget.turns -= 1
         if budget.turns % _LOOKS == 0:
@@ -171,7 +171,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return result if type(result) is str and len(result) <= _SMALL else __self._result(result)
 
     def _result(self, value: Any) -> Any:
-        """Returns what a call or a filter returned, after `made`."""
+        """Returns the result of a call or a filter after counting it (`made`)."""
         if isinstance(value, _TEXT):
             if len(value) > _SMALL:
                 self.made(len(value))
@@ -189,7 +189,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
         def checked(*args: Any, **kwargs: Any) -> str:
             form = value.__self__
-            with contextlib.suppress(ValueError):  # which `function` raises
+            with contextlib.suppress(ValueError):  # `function` raises it
                 specs = [spec for _, _, spec, _ in string.Formatter().parse(form) if spec]
                 self._check_format(form, form.count("{"), any(map(_WIDE_FIELD.search, specs)), [args, kwargs])
             return function(*args, **kwargs)
@@ -249,7 +249,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _weight(value: Any) -> int:
-    """Returns the number of characters and of values in `value`, at any depth; more than MADE_CHARACTERS if so many."""
+    """Returns the number of characters and values in `value`, at any depth; stops counting above MADE_CHARACTERS."""
     if isinstance(value, _TEXT):
         return len(value)
     total, level = 0, [value]
@@ -266,7 +266,7 @@ def _weight(value: Any) -> int:
 
 
 def _length_of(value: Any) -> int:
-    """Returns the size of what + and * copy: the characters of a text, and references of a list."""
+    """Returns the size of what + and * copy: the characters of a text, or the references of a list."""
     return len(value) * _REFERENCE if isinstance(value, list | tuple) else _weight(value)
 
 

@@ -1,4 +1,4 @@
-"""Prints conversations and pairs of answers as a run would learn them."""
+"""Prints conversations and pairs of answers as a run would train on them."""
 
 import itertools
 import sys
@@ -22,11 +22,11 @@ _COLOUR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 
 def conversations(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` conversations of the training data, with what is learnt in colour, or in guillemets if
-    standard output is not a terminal; then notes on them to `say`.
+    """Prints the first `count` conversations of the training data, with trained text in colour, or in guillemets if
+    standard output is not a terminal; then passes notes on them to `say`.
 
     Raises:
-      UserError: as the run would.
+      UserError: the same errors as in the run.
     """
 
     def shown(encoder: ChatEncoder, record: Record, counts: Counts) -> str:
@@ -43,7 +43,7 @@ def conversations(config: Config, count: int, say: Say) -> None:
 
 
 def pairs(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` pairs in the same way: first the chosen answer, each with its prompt."""
+    """Prints the first `count` pairs in the same way: the chosen answer, then the rejected one, with prompts."""
 
     def shown(encoder: PairEncoder, record: Record, counts: Counts) -> str:
         (pair,) = encoder.pairs([record], counts)
@@ -82,15 +82,15 @@ def _marks() -> tuple[str, str]:
 
 
 def _facts(example: Example, kept: np.ndarray) -> str:
-    """Returns how many tokens a sequence has, how many of them are cut, and how many are learnt. `kept`: which tokens
-    are in a row, bool [n]; none are if it is skipped."""
+    """Returns how many tokens a sequence has, how many of them are truncated, and how many are trained. `kept`: which
+    tokens are in a row, bool [n]; all false if the sequence is skipped."""
     lost = int((~kept).sum())
     cut = f", {lost:,} of them cut" if lost and kept.any() else ""
     return f"{counted(len(kept), 'token')}{cut}, {int(example.learnt[kept][1:].sum()):,} learnt"
 
 
 def _marked(example: Example, kept: np.ndarray) -> str:
-    """Returns the text with marks around the characters whose tokens are learnt, without what is cut."""
+    """Returns the text with marks around the characters of trained tokens, without truncated text."""
     marks, skipped = _marks(), not kept.any()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0

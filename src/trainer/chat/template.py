@@ -1,7 +1,7 @@
-"""Renders conversations with a chat template: Jinja in its sandbox, with what Hugging Face's tokenizers give templates.
+"""Renders conversations with a chat template: Jinja in its sandbox, with the helpers of Hugging Face's tokenizers.
 
 https://huggingface.co/docs/transformers/chat_templating_writing describes the functions and variables. Jinja's sandbox
-lets a template read only what it is given, and `sandbox` bounds what it makes and how long it takes.
+lets a template read only its inputs; `sandbox` limits the size of its results and its time.
 """
 
 import datetime
@@ -38,12 +38,12 @@ DEFAULT = ChatTemplate(
 {%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}""",
     "the default template",
 )
-# Put around what a tag or a message adds to the text, and removed from it. Unicode reserves these characters for such
-# uses; `conversations` leaves none in a message.
+# Marks that are put around the text of a tag or message, and removed again. Unicode reserves these characters for such
+# uses; `conversations` removes them from messages.
 _BEGIN, _END, _NAME, _NAME_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
 _PROBE = "a text that no template has"
 _MARK = re.compile(f"[{MARKS}]")
-# What an expression in a template can raise.
+# The exceptions that an expression in a template can raise.
 _ERRORS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
     *(RuntimeError, NameError, MemoryError, AssertionError),
@@ -55,11 +55,11 @@ class TemplateFailed(UserError):
 
 
 class _NoContent(jinja2.Undefined):
-    """A content of null or none at all, as of messages that only call tools: it `is none`, and prints nothing."""
+    """Content that is null or absent, as in messages that only call tools: it `is none`, and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: what the assistant says."""
+    """`{% generation %}...{% endgeneration %}`: the assistant's text."""
 
     tags = {"generation"}
 
@@ -73,7 +73,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's own would let a template replace what Python looks up in an object, such as its class."""
+    """Unlike Jinja's class, it does not let a template replace attributes that Python looks up, such as its class."""
 
     def __init__(*args: Any, **kwargs: Any):
         for name in dict(*args[1:], **kwargs):
@@ -85,7 +85,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # what is in it can be large
+        return "<Namespace>"  # its content can be large
 
 
 def _check_name(name: Any) -> None:
@@ -97,19 +97,19 @@ class Template:
     """A chat template.
 
     Attributes:
-      texts: all its templates: the default, then the one for conversations with tools, if there is one.
-      marks_generation: whether it says with `{% generation %}` what the assistant says.
+      texts: the texts of all its templates: the default, then the one for conversations with tools, if it exists.
+      marks_generation: whether it marks the assistant's text with `{% generation %}`.
     """
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], special: Sequence[str] = (), *, today=False):
         """
         Args:
           names: the variables bos_token, eos_token, ...
-          special: names of special tokens, which are ordinary text in a message.
-          today: whether templates print the date of today, not TRAINING_DATE.
+          special: the names of special tokens, which are ordinary text within a message.
+          today: whether templates print today's date instead of TRAINING_DATE.
 
         Raises:
-          UserError: it is not a template in Jinja.
+          UserError: it is not a Jinja template.
         """
         self.text, self.where, with_tools = template
         if len(self.text) > TEMPLATE_CHARACTERS:
@@ -122,14 +122,14 @@ class Template:
         assert self._compiled
 
     def of(self, tools: Any) -> "Template":
-        """Returns the template of conversations with these tools, None without any."""
+        """Returns the template for conversations with these tools; None: without tools."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
-        """Returns the text of a conversation. `prompt`: with the beginning of the assistant's next turn.
+        """Returns the text of a conversation. `prompt`: whether to add the beginning of the assistant's next turn.
 
         Raises:
-          TemplateFailed: with the reason.
+          TemplateFailed: the message states the reason.
         """
         said = [_in_parts(message) for message in messages] if self._takes_parts else messages
         return self._render([_without_null(message) for message in said], tools, prompt)
@@ -144,7 +144,7 @@ class Template:
                 if (size := size + len(chunk)) > RENDERED_CHARACTERS:
                     raise jinja2.sandbox.SecurityError(f"the text has more than {RENDERED_CHARACTERS:,} characters")
             text = "".join(chunks)
-            text.encode()  # no tokenizer takes half of a pair of surrogates
+            text.encode()  # no tokenizer accepts half of a surrogate pair
         except _ERRORS as error:
             raise TemplateFailed(
                 f"the chat template ({self.where}) cannot render the conversation: "
@@ -160,14 +160,14 @@ class Template:
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
-        except (*_ERRORS, SyntaxError) as error:  # a SyntaxError is Python's, of what Jinja wrote
+        except (*_ERRORS, SyntaxError) as error:  # a SyntaxError is Python's, about generated code
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             why = shortened(visible(error.msg if isinstance(error, SyntaxError) else str(error)))
             raise UserError(f"{self.where}{line} is not a chat template in Jinja: {why}") from error
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template shows a content only if it is a list of parts, as those of models with images may."""
+        """Whether the template shows content only if it is a list of parts, as templates of models with images may."""
         message = {"role": "user", "content": _PROBE}
 
         def shows(message: Mapping[str, Any]) -> bool:
@@ -198,7 +198,7 @@ class Template:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Returns the text between the marks, and the ranges that they mark."""
+    """Returns the text without the marks, and the ranges that they mark."""
     parts: list[str] = []
     learnt: list[Range] = []
     plain: list[Range] = []
@@ -219,7 +219,7 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _marked_parts(marked: str) -> Iterator[tuple[str, str]]:
-    """Yields each mark with the text after it; first, no mark with the text before all."""
+    """Yields each mark with the text after it. The first item has no mark, and the text before all marks."""
     mark, end = "", 0
     for match in _MARK.finditer(marked):
         yield mark, marked[end : match.start()]

@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation are learnt: what the assistant says, up to the end of its turn.
+"""Determines which characters of a rendered conversation are trained: the assistant's text, up to the end of its turn.
 
-A template that has `{% generation %}` says so itself. Otherwise, a turn is what the conversation up to it has more than
-the conversation before it with the beginning of the assistant's turn, which is what generation sees. Both must be at
-the beginning of the whole text. A turn for which they are not is not learnt: training would show the model another text
-than generation. Templates that drop earlier reasoning do this to all turns but the last.
+A template with `{% generation %}` marks them itself. Otherwise, the conversation is rendered before the turn, with the
+beginning of the assistant's turn (which is what generation sees), and after the turn; their difference is the turn. The
+complete text must begin with both. If it does not, the turn is not trained, because training would show the model
+another text than generation. Templates that drop earlier reasoning cause this for all turns but the last.
 """
 
 import re
@@ -19,12 +19,12 @@ _BEFORE, _AFTER = 20, 50  # characters around the first difference, in a message
 
 
 class Turns(NamedTuple):
-    """A rendered conversation with what is learnt of it.
+    """A rendered conversation, and which part of it is trained.
 
     Attributes:
-      learnt: the ranges that are learnt, in order.
-      differing: for each turn that generation would see otherwise, how.
-      unended: how many learnt ranges do not end with a token that can end a turn.
+      learnt: the trained ranges, in order.
+      differing: for each turn that generation would see differently, the difference.
+      unended: the number of trained ranges that do not end with a token that can end a turn.
     """
 
     rendered: Rendered
@@ -36,7 +36,7 @@ class Turns(NamedTuple):
 def turns(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str], first: int = 0
 ) -> Turns:
-    """Returns what is learnt of a conversation from message `first` on. `markers` matches tokens that can end a turn.
+    """Returns the trained part of a conversation from message `first` on. `markers` matches tokens that can end a turn.
 
     Raises:
       TemplateFailed: the template cannot render the conversation.
@@ -65,7 +65,7 @@ def turns(
 def _turn(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, i: int, whole: str, markers: re.Pattern[str]
 ) -> Range | str:
-    """Returns the range of the turn of message `i`, without white space after its last token; or why there is none."""
+    """Returns the range of message `i`'s turn, without white space after its last token; or why it has none."""
     try:
         before = template.render(messages[:i], tools, prompt=True).text
         upto = whole if i + 1 == len(messages) else template.render(messages[: i + 1], tools).text
@@ -76,7 +76,7 @@ def _turn(
     ends = [match.end() for match in markers.finditer(upto, len(before))][-1:]
     end = next((end for end in ends if not upto[end:].strip()), len(upto))
     if not whole.startswith(upto[:end]):
-        # Phi 3's template ends each text with one more token, which is not in a longer conversation.
+        # Phi 3's template ends each text with an additional token, which a longer conversation does not contain.
         closed = [match.end() for match in markers.finditer(upto, len(before), _shared(upto, whole))][-1:]
         if not closed or markers.sub("", upto[closed[0] :]).strip():
             return f"generation sees {_difference(upto[:end], whole)}"
@@ -85,13 +85,13 @@ def _turn(
 
 
 def _shared(one: str, other: str) -> int:
-    """Returns how many characters are equal at the beginning of both texts."""
+    """Returns the number of equal characters at the beginning of both texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _difference(generated: str, trained: str) -> str:
-    """Returns, for people, where two texts first differ."""
+    """Returns a description for users of the first difference between two texts."""
     at = _shared(generated, trained)
     here = slice(max(0, at - _BEFORE), at + _AFTER)
     return " and training ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))

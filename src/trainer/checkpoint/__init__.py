@@ -1,1 +1,1 @@
-"""The train states of a run on disk: save, verify, restore, retention."""
+"""The train states of a run on disk: saving, verification, restoring, retention."""

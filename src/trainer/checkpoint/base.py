@@ -1,4 +1,4 @@
-"""Checkpoints without the base model of adapters: which leaves they omit, and how the base is recognized."""
+"""Checkpoints without the base model of adapters: which leaves are omitted, and how the base is recognized."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names` and for any state of these parameters."""
+    """Returns a canonical train state with None for the parameters `names` and all state that belongs to them."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
@@ -35,9 +35,9 @@ def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
 
     Args:
       saved: the result of `without_base`.
-      abstract: the complete state, with a ShapeDtypeStruct with a sharding at each leaf.
-      base: the parameters by path. Islands get copies of them. The outer optimizer's state is zero for parameters that
-        never change.
+      abstract: the complete state: a ShapeDtypeStruct with a sharding at each leaf.
+      base: the parameters by path. Islands get copies of them. For parameters that never change, the outer optimizer's
+        state is zero.
     """
 
     found = by_path(saved)
@@ -63,12 +63,12 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns a checkpoint's description of its base, whose parameters were loaded from `path`."""
+    """Returns the description of a base for its checkpoint. The base's parameters were loaded from `path`."""
     return Base(place_of(path) if path else "", digests(base))
 
 
 def place_of(path: str) -> str:
-    """Returns the absolute path of a checkpoint; for a run's folder, that of its newest checkpoint."""
+    """Returns the absolute path of a checkpoint; for a run's folder, the path of the newest checkpoint."""
     folder = storage.folder(path)
     place = str(newest(folder) or folder)
     return place if "://" in place else str(local_path(place).absolute())
@@ -80,7 +80,7 @@ def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
     """
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
     names, leaves = ["/".join(path) for path in base], [*base.values()]
-    # Arrays in host memory go to the devices one by one.
+    # Arrays in host memory are moved to the devices one by one.
     together = all(_on_device(leaf).memory_kind == leaf.sharding.memory_kind for leaf in leaves)
     found = [_sums(group, kinds) for group in ([leaves] if together else [[leaf] for leaf in leaves])]
     sums = [[words for group in found for words in group[i]] for i in range(len(kinds))]
@@ -93,12 +93,12 @@ def _on_device(leaf: jax.Array) -> Any:
 
 
 def _sums(leaves: Sequence[Any], kinds: tuple[str, ...], start: int = 0) -> list[list[np.ndarray]]:
-    """Returns `_words` of arrays, which may be in host memory, in each of the dtypes `kinds`."""
+    """Returns `_words` of arrays, which may be in host memory, for each of the dtypes `kinds`."""
     placed = [jax.device_put(leaf, _on_device(leaf)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return jax.device_get(_all_words(placed, kinds, np.uint32(start % (1 << 32))))
 
 
-# One program for all leaves, which compiles much sooner than one for each shape.
+# One program for all leaves, which compiles much faster than one program per shape.
 @functools.partial(jax.jit, static_argnums=1)
 def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.uint32) -> list[list[jax.Array]]:
     return [[_words(leaf, jnp.dtype(kind), start) for leaf in leaves] for kind in kinds]
@@ -106,7 +106,7 @@ def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.ui
 
 def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     """Returns two sums over the bits of all entries of `leaf`, uint32 [2], with different weights by position. Integer
-    sums do not depend on their order. `start`: the first position, if `leaf` is a part of an array."""
+    sums do not depend on the summation order. `start`: the first position, if `leaf` is a part of an array."""
     if leaf.dtype in map(jnp.dtype, _FLOATS):
         leaf = leaf.astype(floats)
     elif jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -116,7 +116,7 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     for axis, size in enumerate(leaf.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
     place += start
-    # Multiplication by an odd weight is one to one modulo 2^32, so changing one value always changes the sum.
+    # Multiplication by an odd weight is one-to-one modulo 2^32, so a change of one value always changes the sum.
     weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
@@ -124,11 +124,11 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
 def check_base(
     found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
-    """Compares loaded parameters with the base of the checkpoint `where`, if it has digests. Parameters that only one
-    of the two has are not compared. `what`, `instead`: words for the base in a message.
+    """Compares loaded parameters with the base of the checkpoint `where`, if the base has digests. Ignores parameters
+    that only one side has. `what`, `instead`: words for the base in a message.
 
     Raises:
-      UserError: parameters differ; the message names the first.
+      UserError: parameters differ; the message names the first such parameter.
     """
     if not base.digests:
         return
@@ -148,8 +148,8 @@ def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, in
 
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
-    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. Reading its last part raises
-    UserError if the values differ from those of the original base; see `check_base`."""
+    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. When its last part is read, raises
+    UserError if the values differ from the original base's; see `check_base`."""
     kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
     if not kinds:
         return leaf

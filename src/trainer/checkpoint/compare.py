@@ -9,14 +9,14 @@ import jax
 from trainer.config.errors import UserError
 from trainer.ops.paths import by_name
 
-_UNSAVED = ("uint4", "uint2")  # dtypes that TensorStore, with which Orbax writes, does not have
+_UNSAVED = ("uint4", "uint2")  # dtypes that TensorStore, which Orbax uses for writing, does not support
 
 
 def check_dtypes(tree: Any) -> None:
-    """Refuses a train state that cannot be saved, before the run that would save it.
+    """Refuses a train state that cannot be saved, before the run begins.
 
     Raises:
-      UserError: an array has a dtype that no checkpoint can have; the message names the first.
+      UserError: no checkpoint can store an array's dtype; the message names the first such array.
     """
     if odd := {name: leaf.dtype for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED}:
         name, dtype = next(iter(odd.items()))
@@ -30,10 +30,10 @@ def check_dtypes(tree: Any) -> None:
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
 
-    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state: nothing is lost.
+    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state: this loses nothing.
 
     Raises:
-      UserError: leaves differ; names the first, its shape and dtype on both sides, and the number of differences.
+      UserError: leaves differ; names the first one, its shape and dtype on both sides, and the number of differences.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
@@ -54,7 +54,7 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"{part}/{name}".rstrip("/"): _described(leaf)
-        for part, tree in parts.items()  # in the order in which a person would read them
+        for part, tree in parts.items()  # in the order in which people read them
         for name, leaf in by_name(tree).items()
         if hasattr(leaf, "shape")
     }
@@ -62,5 +62,5 @@ def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
 
 def _described(leaf: Any) -> str:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as it is stored on disk
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as stored on disk
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -15,15 +15,15 @@ from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
 _ORBAX = "/orbax/"  # part of the paths of Orbax's source files; other libraries use its logger, too
-_BLOCK = 4096  # bytes; a full disk still accepts an empty file
+_BLOCK = 4096  # bytes; a full disk still accepts empty files
 
 
 @contextlib.contextmanager
 def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
-    """Turns errors of a full or unwritable disk into a UserError. TensorStore raises them as ValueError with the
+    """Turns errors of a full or unwritable disk into a UserError. TensorStore raises such errors as ValueError with the
     system's error code. Errors from losing another process pass through.
 
-    `before`: the folder's `identity` when the run began. If it has changed, all errors are attributed to that.
+    `before`: the folder's `identity` when the run began. If it has changed, all errors are attributed to this change.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
 
 
 def identity(directory: Any) -> int | None:
-    """Returns a number that identifies a folder on this machine, even if renamed; None if there is no such folder."""
+    """Returns a number that identifies a folder on this machine, even if it is renamed; None if it does not exist."""
     return directory.stat().st_ino if not is_remote(directory) and directory.is_dir() else None
 
 
@@ -70,7 +70,7 @@ def check_writable(directory: Any, process: int) -> None:
 
     Args:
       directory: the folder, on this machine or in a bucket.
-      process: the index of this process. Each process uses its own file name.
+      process: the index of this process. Each process uses a separate file name.
 
     Raises:
       UserError: the file cannot be written, so no save could succeed.
@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL. Keeps the first error that comes from the disk or from Orbax."""
+    """Drops Orbax's log messages below CRITICAL. Keeps the first error of the disk or of Orbax."""
 
     error: Exception | None = None
 
@@ -129,7 +129,7 @@ _LOG = _Log()
 
 
 def silence_orbax() -> None:
-    """Prevents Orbax from also printing a traceback of the exception that it raises."""
+    """Prevents Orbax from also printing tracebacks of exceptions that it raises."""
     logger = logging.getLogger("absl")
     logger.addFilter(_LOG)  # has no effect a second time
     logger.setLevel(logging.ERROR)
@@ -142,10 +142,10 @@ def forget_failures() -> None:
 
 
 def logged_failure() -> Exception | None:
-    """Returns an error in the current save, if a thread of Orbax logged one.
+    """Returns an error of the current save that a thread of Orbax logged; None without one.
 
     With several processes, the save raises the error only much later: other threads first wait, for up to 20 minutes,
-    for processes that in turn wait for the failed thread.
+    for processes that themselves wait for the failed thread.
     """
     return _LOG.error
 

@@ -1,13 +1,13 @@
-"""The checkpoints of one run. Orbax writes them in the background; each is committed completely or not at all.
+"""The checkpoints of one run. Orbax writes them in the background, and commits each completely or not at all.
 
-checkpoints/N has the train state after N updates in canonical form, independent of the combination that trained it:
+checkpoints/N contains the train state after N updates in canonical form, independent of the run's combination:
 - state/: {params, opt_state, step, rest}, with optax's structure in opt_state;
-- run/: the sidecar metadata (see `Sidecar`) and the metrics that retention reads;
+- run/: the sidecar metadata (see `Sidecar`) and the metrics for retention;
 - sums.json: checksums.
 
-A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So a folder with this
-name was once complete. A bucket has no rename. There the file commit_success.txt marks a complete checkpoint: it is
-written last and deleted first.
+A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So a folder named N was
+once complete. Buckets have no rename. There the file commit_success.txt marks a complete checkpoint: it is written last
+and deleted first.
 """
 
 import concurrent.futures
@@ -52,10 +52,10 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints of a run. A context manager that waits for the last save when it exits."""
+    """Saves and lists the checkpoints of a run. As a context manager, it waits for the last save at its exit."""
 
     def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
-        """Opens run_dir/checkpoints and removes uncommitted saves, with a line to `say` for each.
+        """Opens run_dir/checkpoints and removes uncommitted saves. Reports each removal to `say`.
 
         `run_dir` is on this machine or in a bucket.
         """
@@ -71,14 +71,14 @@ class CheckpointManager:
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
         self._say = say
-        self._saving: Any = None  # the folder in which the latest save is written
+        self._saving: Any = None  # the folder of the latest save
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # the end of the latest save
-        self._lost = False  # whether a save failed in this process and its threads wait for the other processes
+        self._lost = False  # whether a save failed in this process, so that its threads wait for the other processes
 
     @property
     def latest(self) -> int | None:
-        """The number of updates in the newest checkpoint, whose save may still be in progress."""
+        """The number of updates in the newest checkpoint, which may still be being saved."""
         return max(self._losses, default=None)
 
     def path(self, updates: int) -> Any:
@@ -86,7 +86,7 @@ class CheckpointManager:
         return self.directory / str(updates)
 
     def evaluated(self, updates: int, metrics: Mapping[str, Any]) -> None:
-        """Records for retention the evaluation of a checkpoint, if it was saved without one."""
+        """Records the evaluation of a checkpoint for retention, if the checkpoint was saved without it."""
         found = standing(metrics, self._config)
         if self._losses.get(updates, found) is None and found is not None:
             self._losses[updates] = found
@@ -100,7 +100,7 @@ class CheckpointManager:
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         if self._identity is not None and not self.directory.exists():
-            raise moved(self.directory)  # Orbax would create it
+            raise moved(self.directory)  # Orbax would create it again
         forget_failures()
         self._saving = _being_saved(self.path(updates))
         with disk_errors(self.directory, self._identity):
@@ -120,7 +120,7 @@ class CheckpointManager:
                 self._watch(ending)
                 ending.result()
             finally:
-                if ending.done():  # if not, this is Ctrl-C, and `close` waits again
+                if ending.done():  # otherwise this is Ctrl-C, and `close` waits again
                     self._ending = None
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """With several processes, returns at the end of a save or raises this process's failure."""
+        """With several processes, returns at the end of a save, or raises this process's failure."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
@@ -157,8 +157,8 @@ class CheckpointManager:
     def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes expired checkpoints.
 
-        Orbax would delete in place: if the process were killed meanwhile, the folder would look like a damaged
-        checkpoint.
+        Orbax would delete checkpoints in place: if the process were killed meanwhile, the folder would look like a
+        damaged checkpoint.
         """
         if not is_first():
             try:
@@ -197,7 +197,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """Returns the `standing` of a checkpoint, if it has one and retention needs it."""
+        """Returns the `standing` of a checkpoint, if it is known and retention needs it."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -207,7 +207,7 @@ class CheckpointManager:
 
 
 class SavedCheckpoints:
-    """The checkpoints in a run's folder, for starting from them. Nothing is written or removed."""
+    """The checkpoints in a run's folder, for starting from them. This class writes and removes nothing."""
 
     def __init__(self, run_dir: Any):
         self._directory = run_dir / CHECKPOINTS
@@ -223,7 +223,7 @@ def inspect(path: Any) -> Sidecar:
     """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N.
 
     Raises:
-      UserError: a file of the checkpoint is damaged (names the first one), or MaxText wrote the checkpoint.
+      UserError: a file of the checkpoint is damaged (the message names the first one), or MaxText wrote the checkpoint.
     """
 
     from_first(lambda: refuse_maxtexts(path))
@@ -236,9 +236,9 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
 
     Args:
       path: a folder checkpoints/N.
-      abstract: the wanted structure, with a ShapeDtypeStruct with a sharding at each leaf. Fields that are None are not
-        read; this includes fields of the `TrainTree` of DiLoCo's islands.
-      say: receives a line if leaves are saved in bfloat16 and wanted in float32.
+      abstract: the wanted structure: a ShapeDtypeStruct with a sharding at each leaf. Fields that are None are not
+        read, including fields of the `TrainTree` of DiLoCo's islands.
+      say: receives a line if leaves are stored in bfloat16 but wanted in float32.
 
     Raises:
       UserError: the checkpoint has another model or optimizer; the message names the first mismatch.
@@ -255,13 +255,13 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
 
 
 def _fields(tree: Any) -> dict[str, Any]:
-    """Returns the fields of a canonical state, or of the islands' state in it, that are not None."""
+    """Returns the fields that are not None, of a canonical state or of the islands' state in it."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
 
 
 def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    """Returns the `_fields` of `tree` in the metadata of a checkpoint, with None for a field that it lacks."""
+    """Returns the `_fields` of `tree` in the metadata of a checkpoint, with None for a missing field."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {
         name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
@@ -328,8 +328,8 @@ def _complete(path: Any) -> bool:
 
 
 def _sum(folder: Any) -> None:
-    # Called in each process when all files are written, before the checkpoint is committed.
-    meet = multihost.get_barrier_sync_fn()  # works in any thread; does nothing in a single process
+    # Called in each process after all files are written, before the checkpoint is committed.
+    meet = multihost.get_barrier_sync_fn()  # works in any thread; does nothing with a single process
     write_sums(
         folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)
     )
@@ -344,10 +344,10 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     silence_orbax()
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # reads only the wanted leaves
-    context.array.saving.use_compression = False  # a third of the time for 1/12 more disk space
-    # For smaller parts of a replicated array, compiling a slice for each takes longer than writing.
+    context.array.saving.use_compression = False  # takes a third of the time and 1/12 more disk space
+    # For smaller parts of a replicated array, compiling one slice per part takes longer than writing the array.
     context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
     context.asynchronous.post_finalization_callback = before_commit
-    # Otherwise, if a folder cannot be created, the threads that write into it wait forever.
+    # Without this, threads that write into a folder wait forever if the folder cannot be created.
     context.asynchronous.create_directories_asynchronously = False
     return context

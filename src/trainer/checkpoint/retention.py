@@ -20,10 +20,9 @@ def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
     """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:
-      losses: for each checkpoint, by its number of updates, the `standing` of its parameters; None if it was not
-        evaluated.
-      config: keeps the newest `max_num_checkpoints_to_keep` (None: all), every checkpoint whose number is a multiple of
-        `checkpoint_keep_period`, and the `keep_best_checkpoints` with the lowest standing.
+      losses: by number of updates, the `standing` of each checkpoint's parameters; None if it was not evaluated.
+      config: keeps the newest `max_num_checkpoints_to_keep` (None: all), checkpoints at multiples of
+        `checkpoint_keep_period`, and the `keep_best_checkpoints` checkpoints with the lowest standing.
     """
     if config.max_num_checkpoints_to_keep is None:
         return []

@@ -17,7 +17,7 @@ from trainer.state.stages import in_layers
 def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
     """Returns whether a checkpoint of the state after `updates` updates is due.
 
-    `initial`: whether the run begins with this state, even if another run made it.
+    `initial`: whether the run begins with this state, even if another run produced it.
     """
     if initial:
         return config.save_checkpoint_on_start
@@ -41,15 +41,15 @@ def maybe_save_checkpoint(
 
     Args:
       manager: saves the checkpoint; None saves nothing.
-      state: native; its arrays may be donated after this returns.
+      state: native; its arrays may be donated after the call.
       updates: the number of updates in `state`, if the caller counts them. With None, each call reads the state's step,
-        which waits for the device. A save always compares the two.
+        which waits for the device. A save always compares the number with the step.
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
-      force: saves even if no checkpoint is due, because the run ends here.
-      before: called when a save is due, before it writes. Syncs the files that the checkpoint covers to disk, and
+      force: saves even if no checkpoint is due, because the run ends.
+      before: called before a due save begins. It syncs to disk the files whose contents the checkpoint covers, and
         returns the metrics for retention.
-      unsaved: the parameters to omit, along with their state.
+      unsaved: the parameters to omit, together with their state.
 
     Returns:
       Whether a save was started.

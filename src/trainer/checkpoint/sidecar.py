@@ -1,4 +1,4 @@
-"""Sidecar metadata of a checkpoint, which describe its arrays and its run. A checkpoint needs no other file."""
+"""Sidecar metadata of a checkpoint: they describe its arrays and its run. A checkpoint needs no other file."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -17,22 +17,22 @@ CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "t
 
 
 class Base(NamedTuple):
-    """The parameters that a run reads, never changes, and does not save."""
+    """Parameters that a run reads but never changes, and does not save."""
 
-    path: str  # their location; "" for the initial values of init_weights_seed
+    path: str  # their location; "": initial values from init_weights_seed
     digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`base.digests`)
 
 
 class Sidecar(NamedTuple):
-    """The content of checkpoints/N/run, read or to be written."""
+    """The content of checkpoints/N/run."""
 
     config: str  # config.yml: the resolved configuration
-    position: Any  # the position in the data after the last batch that went into the state; JSON
+    position: Any  # the position in the data after the last batch in the state; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
-    tokenizer: Mapping[str, bytes]  # the tokenizer's files, and those of `About`, by their paths in its folder
+    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `About`, by their paths in its folder
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty if the checkpoint has none
-    base: Base | None = None  # for a run with adapters, whose checkpoints omit the parameters of the base
-    reference: Base | None = None  # for a run with a reference model: the latter's values of trained parameters
+    base: Base | None = None  # for a run with adapters, whose checkpoints omit the base's parameters
+    reference: Base | None = None  # for a run with a reference model: the reference's values of trained parameters
 
 
 class SidecarFiles:
@@ -68,7 +68,7 @@ class SidecarFiles:
 
 
 def read_sidecar(folder: Any) -> Sidecar:
-    """Reads checkpoints/N/run, with the position in the data of this process if there is one."""
+    """Reads checkpoints/N/run, including this process's position in the data if there is one."""
     own = folder / _data_file(_process_index())
     data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
@@ -102,9 +102,9 @@ def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
 
 
 def _data_file(process: int) -> str:
-    """Returns the name of a process's position file.
+    """Returns the name of the file with a process's position.
 
-    In a stream, each process has a separate position. Prepared data have one position, in data.json of process 0.
+    In a stream, each process has a separate position. Prepared data have a single position, in process 0's data.json.
     """
     return DATA if process == 0 else f"data-{process}.json"
 
@@ -116,9 +116,9 @@ def _process_index() -> int:
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
-    """Returns the keys of the resolved configuration with which the checkpoint `where` was saved.
+    """Returns the keys of the resolved configuration in the checkpoint `where`.
 
     Raises:
-      UserError: its config.yml is not a configuration.
+      UserError: the checkpoint's config.yml is not a configuration.
     """
     return read_saved(sidecar.config, f"{where}/{CONFIG}")

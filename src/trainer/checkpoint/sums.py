@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
-The arrays on disk contain no checksums: without these, a changed byte would silently change a parameter. For files in a
-bucket only sizes are compared, because the store has checksums. Several processes share the work: each computes
-checksums of the files that it wrote, and verifies an equal share of all files.
+The arrays on disk contain no checksums: without separate ones, a changed byte would silently change a parameter. For
+files in a bucket only sizes are compared, because the store has checksums. Several processes share the work: each
+computes checksums of the files that it wrote, and verifies an equal share of all files.
 """
 
 import json
@@ -21,11 +21,11 @@ from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote,
 T = TypeVar("T")
 
 SUMS = "sums.json"
-_PART = "sums-{}.json"  # one process's checksums, until they are joined
+_PART = "sums-{}.json"  # one process's checksums, until all are joined
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
 _WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
-_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the arrays in a file
-# Files that are read. File systems and programs may add others, such as .nfs0001 and .DS_Store.
+_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the file's arrays
+# Files that are read. File systems and programs may add other files, such as .nfs0001 and .DS_Store.
 _READ = re.compile(r"(state|run)/(.*/)?[^./][^/]*")
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
@@ -37,11 +37,11 @@ def write_sums(
     """Writes the size and CRC-32 of every file in `folder` into `folder`.
 
     Args:
-      process: this process's index among `processes`. All processes call this; the first calls it when every file is
+      process: this process's index among `processes`. All processes call this, the first one after every file is
         written. Each computes checksums of the files that it wrote, and the first process joins them.
-      meet: a barrier: returns when every process has called it with the same name.
+      meet: a barrier that returns when every process has called it with the same name.
     """
-    place = "/".join(absolute(folder).parts[-3:])  # run and checkpoint; hosts may mount the disk at different paths
+    place = "/".join(absolute(folder).parts[-3:])  # run and checkpoint; mount points may differ between hosts
     meet(f"{place} is written")
     names = [name for name in _files(folder) if _writer(name) % processes == process]
     sums = dict(_in_threads(lambda name: (name, [size(folder / name), _crc(folder / name)]), names))
@@ -56,10 +56,10 @@ def write_sums(
 
 
 def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
-    """Verifies the checksums of this process's share of a checkpoint's files, in threads.
+    """Verifies, in threads, the checksums of this process's share of a checkpoint's files.
 
     Raises:
-      UserError: a file is missing or changed; the message names one.
+      UserError: a file is missing or changed; the message names one such file.
     """
     try:
         sums = {name: (_integer(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
@@ -87,7 +87,7 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
         if other:
             raise damaged(folder, name, "has changed since it was written")
 
-    # Sorted by size, so that the shares are about equal.
+    # Sorted by size, to make the shares about equal.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
     list(_in_threads(compare, names[process::processes]))
 

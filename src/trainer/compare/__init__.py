@@ -1,1 +1,1 @@
-"""Compares two programs, a program with a record, or two checkpoints: where they first differ, and by how much."""
+"""Compares two programs, a program with a record, or two checkpoints: reports where and by how much they differ."""

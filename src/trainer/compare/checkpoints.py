@@ -18,7 +18,7 @@ from trainer.weights.params.read import CONFIG, TREE
 
 Readers = Mapping[str, Callable[[], np.ndarray]]
 
-# Labels for the first component of a leaf's path, in the order of the report.
+# Labels for the first part of a leaf's path, in the order of the report.
 _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 _PARTS = {
     "params": "parameters",
@@ -35,9 +35,9 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     """Compares names, shapes, dtypes and values. Host memory holds at most two leaves.
 
     Args:
-      left, right: a run's folder, for its newest checkpoint; one of its checkpoints/N; or the output of
-        `trainer.export ... format=params`. Runs and checkpoints may be in a bucket. If one side has only parameters,
-        only these are compared.
+      left, right: a run's folder, which stands for its newest checkpoint; one of its checkpoints/N; or the output of
+        `trainer.export ... format=params`. Runs and checkpoints may be in a bucket. If one side contains only
+        parameters, only parameters are compared.
       tolerance: applies to every leaf.
       say: receives progress messages.
 
@@ -47,7 +47,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in reader} for reader in readers]
-    # A side with only parameters is valid. It does not count as a side without optimizer state.
+    # A side with only parameters is valid, and is not reported as a side without optimizer state.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -61,7 +61,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """Returns the Orbax tree of a folder that the user names; for a checkpoint, the folder itself."""
+    """Returns the Orbax tree of a folder given by the user; for a checkpoint, the folder itself."""
     folder = storage.folder(given)
     check_folder(folder, [CONFIG])
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
@@ -84,11 +84,11 @@ def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) ->
     for name in dict.fromkeys(name for reader in readers for name in reader if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
         left, right = ({short: reader[name]()} if name in reader else {} for reader in readers)
-        # The first axis of the islands' arrays is the axis of islands, not layers.
+        # The first axis of islands' arrays is the axis of islands, not of layers.
         apart += differences(left, right, tolerance, _layers if part != _ISLANDS else lambda name: None)
     return sorted(apart, key=forward_order)
 
 
 def _layers(name: str) -> Iterable[int] | None:
-    """Returns the layers of a stacked array, counted within the stack; None for an array outside of stacks."""
+    """Returns the layer numbers of a stacked array, counted within the stack; None for an array outside of stacks."""
     return itertools.count() if in_stack(name) else None

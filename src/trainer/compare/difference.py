@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.compare.summary import Summary, cut, digest, numbered, part
 
-# Maps the name of an array to the numbers of the layers along its first axis; None: it is not stacked.
+# Maps an array's name to the numbers of the layers along its first axis; None: the array is not stacked.
 Layers = Callable[[str], Iterable[int] | None]
 
 
@@ -28,19 +28,19 @@ BITS = Tolerance()
 
 
 class Difference(NamedTuple):
-    """The difference of one array, or of one layer's part of it, between two sides.
+    """The difference between two sides of one array, or of one of its layers.
 
     Attributes:
       name: canonical, such as "decoder/layers/mlp/wo/kernel".
-      layer: the layer index; None for an array without layers.
+      layer: the layer number; None for an array without layers.
       bits: whether both sides have the same dtype and the same bits.
       equal: whether both sides have the same bits, or are equal within the tolerance.
-      absolute: the largest absolute difference of two elements; infinite if one of them is not finite, or if they
+      absolute: the largest absolute difference of two elements; infinite if an element is not finite, or if the two
         cannot be subtracted, for the reason in `note`.
-      relative: `absolute` divided by the largest magnitude in both.
-      note: a difference other than in values: the dtype, the shape, or that one side lacks the array.
-      summaries: numbers of both sides, if a record has a checksum instead of the array. `absolute` and `relative` are
-        then infinite.
+      relative: `absolute` divided by the largest magnitude in both arrays.
+      note: a difference that is not in the values: the dtype, the shape, or that one side lacks the array.
+      summaries: numbers about both sides, if a record has a checksum instead of the array. `absolute` and `relative`
+        are then infinite.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Difference(NamedTuple):
 def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
     """Returns a sort key in the order of the forward pass: embedding, each layer with its output last, norm, logits."""
     if entry.layer is not None:
-        # Within a layer by the last part of the name, since the order of sowing is not known.
+        # Within a layer, sorted by the last part of the name, because the order of sowing is unknown.
         return 1, entry.layer, entry.name.endswith("/output"), entry.name.rpartition("/")[2], entry.name
     return 0 if "embedd" in entry.name else 2, 0, False, entry.name, entry.name
 
@@ -71,8 +71,8 @@ def differences(
 ) -> list[Difference]:
     """Returns a Difference for each array, or for each of its layers, that either side has.
 
-    They are in the order of the left side, followed by arrays that only the right side has. Arrays may be on devices:
-    they are copied to the host one at a time. The left side's may be the summaries of a record.
+    The order is that of the left side, followed by arrays that only the right side has. Arrays may be on devices: they
+    are copied to the host one by one. The left side's arrays may be summaries of a record.
     """
     different: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
@@ -89,7 +89,7 @@ def differences(
 
 
 def _of_summary(name: str, left: Summary, right: np.ndarray, tolerance: Tolerance) -> Iterator[Difference]:
-    """Compares checksums. If one differs, compares values where the record has them."""
+    """Compares checksums. If one differs, compares the values that the record contains."""
     same = left.shape == right.shape and left.dtype == str(right.dtype)
     mine = list(cut(right, left.layers)) if same else []
     bits = [a.digest == digest(b) for a, b in zip(left.parts, mine, strict=same)]
@@ -131,7 +131,7 @@ def difference(
     with np.errstate(invalid="ignore"):
         apart = np.abs(a - b)
     apart = np.where(np.isnan(apart), math.inf, apart)
-    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # equal infinities are also equal
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # equal infinities also count as equal
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
     rounded = all(jnp.issubdtype(array.dtype, jnp.inexact) for array in (left, right))  # NumPy does not know bfloat16

@@ -1,7 +1,7 @@
 """Measurements of a program: parameters, activations, loss, gradients, one update, the compiled step.
 
-Each measurement transfers the common starting state to the devices again, so that only one state is live at a time. The
-executables of a measurement are kept until all sides are done, so that a side with the same program text reuses them.
+Each measurement transfers the common starting state to the devices again, so that only one state is live at a time. A
+measurement's executables are kept until all sides are done, so that a side with the same program text reuses them.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ from trainer.training.step import dropout_key, make_gradients
 # Facts about the compiled step. Numbers are per device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
-# The quantities of the update at a later step.
+# The quantities of an update at a later step.
 LATER = ("later parameters", "later optimizer state")
 
 Arrays = dict[str, Any]  # by canonical name
@@ -48,7 +48,7 @@ Arrays = dict[str, Any]  # by canonical name
 
 @dataclass
 class Shared:
-    """Values that the sides of one measurement share."""
+    """Values that the sides share in one measurement."""
 
     executables: dict[Any, Any] = field(default_factory=dict)  # by the text of their programs
     midway: Arrays | None = None  # the left side's state, see `update`
@@ -56,7 +56,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Program:
-    """A side's run, and its parameter-name map to the left side."""
+    """A side's run, and its map of parameter names to the left side's names."""
 
     name: str
     run: Run
@@ -68,7 +68,7 @@ class Program:
         return self.run.config
 
     def layers(self, name: str) -> range | None:
-        """Returns the indices of the layers in an array with that canonical name; None if it is not in a stack."""
+        """Returns the layer indices of the array with this canonical name; None if the array is not in a stack."""
         stack = families.place(families.stacks(unpipelined(self.config)), name)
         return None if stack is None or name.startswith(ISLANDS) else stack.layers
 
@@ -89,8 +89,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The common starting state on the host: parameters by the left side's names. `later` is the rest of a trained
-    state, by path: step, optimizer, variables without gradients; None at step 0."""
+    """The common starting state on the host: parameters by the left side's names. `later`: the remaining trained state,
+    by path: step, optimizer, variables without gradients; None at step 0."""
 
     params: Arrays
     later: Arrays | None
@@ -98,7 +98,7 @@ class Snapshot:
 
 @dataclass
 class Measured:
-    """Arrays of each quantity, and facts about a program. The arrays are on the devices until `on_host` copies them."""
+    """Arrays of each quantity, and facts about a program. The arrays are on devices until `on_host` copies them."""
 
     arrays: dict[str, Arrays]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -119,10 +119,10 @@ def take(program: Program, begin: Start) -> Snapshot:
 def state(program: Program, snapshot: Snapshot) -> Any:
     """Returns the side's native train state, with the parameters of `snapshot` in the side's dtypes and shardings.
 
-    A parameter that is not in the snapshot, or has another size there, keeps the side's initial value.
+    A parameter that the snapshot lacks, or has with another size, keeps the side's initial value.
 
     Raises:
-      UserError: the snapshot is of a trained state, and this side's optimizer state has another structure.
+      UserError: the snapshot contains a trained state, and this side's optimizer state has another structure.
     """
     run = program.run
     wanted = names_of(program.by_layer.params)
@@ -159,7 +159,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Compiles `fn` for `args` on the mesh of `run`, as the step is, or returns an equal program's from `known`."""
+    """Compiles `fn` for `args` on the mesh of `run`, like the step, or returns an equal program from `known`."""
     options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
     lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
@@ -199,14 +199,14 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
 
 
 def _forward(run: Run, native: Any) -> TrainTree:
-    """Returns the parts of a native train state that a forward pass reads. With DiLoCo these are the outer parameters
-    and the `rest` of the first island."""
+    """Returns the parts of a native train state that a forward pass reads. With DiLoCo, these are the outer parameters
+    and the first island's `rest`."""
     return run.states.first(run.codec.unpack(native))
 
 
 def _real(name: str, batch: Any) -> jax.Array:
-    """Returns whether the value `name` counts at each token, bool [b, t]. A module of multi-token prediction treats a
-    token without all of the modules' successors as padding."""
+    """Returns at which tokens the value `name` counts, bool [b, t]. A module of multi-token prediction treats a token
+    as padding if it lacks some of the modules' target tokens."""
     segments = batch["inputs_segmentation"]
     if name.startswith(f"{MTP}/") and (ahead := ahead_of(batch)) is not None:
         segments = ahead.segments[..., -1]
@@ -214,7 +214,7 @@ def _real(name: str, batch: Any) -> jax.Array:
 
 
 def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
-    """Returns `x` [lead axes, b, t, ...] without padding, its tokens in true order. Values of another shape stay."""
+    """Returns `x` [lead axes, b, t, ...] without padding, tokens in true order. Other shapes are unchanged."""
     axes = real_bt.shape
     if x.shape[lead : lead + 2] != axes:
         return x
@@ -227,7 +227,7 @@ def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> j
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """Measures the loss, its terms, other measures, and unclipped gradients of trained parameters, in `grad_dtype`."""
+    """Measures the loss, its terms, other metrics, and unclipped gradients of trained parameters, in `grad_dtype`."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
@@ -240,8 +240,8 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Measures the training step, compiled as for training: parameters and optimizer after one update, and its cost.
 
-    At step 0, also measures an update of the same parameters with the optimizer state of a later step, see `midway`.
-    That state is drawn for the left side. A side whose optimizer state has another structure has no such arrays.
+    At step 0, also measures an update of the same parameters with the optimizer state of a later step (`midway`), which
+    is drawn for the left side. A side whose optimizer state has another structure has no such arrays.
     """
     run = program.run
     text = _text(program)

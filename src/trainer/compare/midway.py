@@ -1,4 +1,4 @@
-"""Makes an optimizer state like that in the middle of a run, without such a run."""
+"""Makes an optimizer state like one from the middle of a run, without such a run."""
 
 import zlib
 from collections.abc import Mapping
@@ -17,25 +17,25 @@ _LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that flo
 
 
 def midway(first: Mapping[str, Any], config: Config) -> dict[str, np.ndarray]:
-    """Returns step, optimizer state and `rest` as after half of the schedule. Some differences between programs have no
-    effect in a first update, but have an effect in the update after this state.
+    """Returns step, optimizer state and `rest` as after half of the schedule. Some differences between programs affect
+    no first update, but affect an update after this state.
 
     Counts are the number of updates. Every value of a floating-point array (moments, averages) is drawn uniformly from
-    [0.5, 1] x the largest magnitude in the array after the first update. So moments are as large as gradients make
-    them, and an average differs from the parameters. The windows of the spike rule are full. They are chosen such that
-    the rule accepts a step like the first one for any factor, and that it would refuse the step if its bound lacked the
-    mean or the deviation (the mean only for factors up to 0.5 / `_LEAST`).
+    [0.5, 1] x the array's largest magnitude after the first update. So moments have the size that gradients cause, and
+    averages differ from the parameters. The windows of the spike rule are full. They are chosen such that the rule
+    accepts a step like the first one for any factor, and that it would refuse the step if its bound lacked the mean or
+    the deviation (the mean only for factors up to 0.5 / `_LEAST`).
 
     Args:
       first: step, optimizer state and `rest` by name, after one update.
-      config: resolved. Only its seed and the names and shapes decide what is drawn, not devices or shardings.
+      config: resolved. The values depend only on its seed and on names and shapes, not on devices or shardings.
     """
     updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
         if name.startswith(ISLANDS):
             return np.stack([one(name.removeprefix(ISLANDS), island) for island in array])
-        # Only DiLoCo's islands have parameters here. They keep them.
+        # Only DiLoCo's islands have parameters here; they keep them.
         if name.startswith(("rest/", "params/")) or name == "in_flight":
             return array
         if jnp.issubdtype(array.dtype, jnp.integer) and not array.ndim:

@@ -1,4 +1,4 @@
-"""Compares programs of several configurations with the first, or with a record of it, from equal state and batch."""
+"""Compares programs of several configurations with the first one, or with its record, from equal state and batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,20 +37,20 @@ from trainer.data.batches import Batch
 from trainer.state.host import KEYS
 from trainer.training.build import build
 
-# Keys for the sources of parameters and tokens, which all sides take from the left one.
+# Keys for the sources of parameters and tokens. All sides use the left side's sources.
 _COMMON = (
     "vocab_size",
     "load_parameters_path",
     "load_full_state_path",
     "reset_optimizer",
     "data_cache_directory",
-    # Separate evaluation data changes which training documents are held out.
+    # Separate evaluation data change which training documents are held out.
     "eval_split",
     "grain_eval_files",
     "hf_eval_split",
     "hf_eval_files",
 )
-# override_model_config never has an effect, and that is reported elsewhere.
+# override_model_config never has an effect; this is reported elsewhere.
 _USED = {
     "model_name",
     "record_internal_nn_metrics",
@@ -78,14 +78,14 @@ def compare_programs(
 
     Args:
       sides: the left side, followed by the sides to compare with it.
-      devices: all devices. A side whose mesh sizes are all given takes as many as it needs; other sides take all.
+      devices: all devices. A side whose mesh sizes are all given uses as many as the mesh needs; other sides use all.
       tolerance: applies to every array of every quantity.
       say: receives progress messages.
-      record: what the left side computed earlier. The left side is then not built.
+      record: the earlier results of the left side. The left side is then not built.
       build: makes the run of a side from its configuration and its devices.
 
     Raises:
-      UserError: a side does not fit the devices, or cannot take the left side's batch; or the record is damaged.
+      UserError: a side does not fit the devices, or cannot use the left side's batch; or the record is damaged.
     """
     built = [build_side(side, devices, build) for side in (sides[1:] if record else sides)]
     _check_common(sides, record.rows if record else built[0].run.rows, built)
@@ -138,9 +138,9 @@ def _batch_of(step: Step, left: Reference, activation_rows: int) -> Batch:
 
 
 def _idle(sides: Sequence[Side]) -> list[str]:
-    """Returns the keys without effect here that the command line gives, or in which the sides differ.
+    """Returns the keys without effect here that are given on the command line, or that differ between sides.
 
-    A yml may contain them, because it may be the yml of a training run.
+    A yml may contain such keys, because it may be the yml of a training run.
     """
     given = {key for side in sides for key, where in side.loaded.changed.items() if by_hand(where)}
     idle = (given | differing_keys(sides).keys()) & _IDLE
@@ -175,7 +175,7 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the fewest rows that all sides can shard like their microbatches; those of the record if there is one."""
+    """Returns the fewest rows that all sides can shard like their microbatches; with a record, the record's number."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(
@@ -186,7 +186,7 @@ def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
 
 
 def _check_batch(left: Reference, right: Program) -> None:
-    """Rejects a recorded batch that is not one of the right side's."""
+    """Rejects a recorded batch that cannot be a batch of the right side."""
     wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in right.run.given_batch(left.rows).items()}
     got = {name: (array.shape, array.dtype) for name, array in left.batch.items()}
     if wanted != got:
@@ -209,7 +209,7 @@ def _quantities(left: Reference, right: Program, expected: Measured, measured: M
             if left.config.decoder_block != right.config.decoder_block:
                 notes, remarks = [], notes  # each block chooses its own axis names
         elif name == "activations":
-            # Each block chooses which activations it sows.
+            # Each block chooses the activations that it sows.
             remarks = [f"{path}: sown on one side only" for path in sorted(arrays.keys() ^ others.keys())]
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
@@ -245,7 +245,7 @@ def same_text(left: str, right: str) -> str:
 
 
 def _head(left: Reference, sides: Sequence[Side], built: Sequence[Program]) -> list[tuple[str, str]]:
-    """Returns a description of the comparison: what the sides have in common, and the keys in which they differ."""
+    """Returns a description of the comparison: what all sides have in common, and the keys that differ."""
     rows = [dict(left.head), *(head_of(program, left.head.get("data", "")) for program in built)]
     if len({row["model"] for row in rows}) > 1:
         for row in rows:

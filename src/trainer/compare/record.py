@@ -1,9 +1,9 @@
-"""A record: what the left side of a comparison began with and computed, in one safetensors file.
+"""A record: the inputs and results of a comparison's left side, in one safetensors file.
 
 The tensors are the batch, the starting parameters and state, the midway state and the program's text; with
 `arrays=true`, also every measured array. The metadata are two texts: `record`, JSON with the configuration, the machine
 and a summary of every measured array, and `digest`, the SHA-256 of that JSON. The JSON has a checksum of every tensor,
-so a change of any byte is noticed. A record may come from a stranger: nothing in it is run.
+so that any changed byte is noticed. A record may come from a stranger: nothing in it is executed.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from trainer.weights.huggingface.safetensors_file import NAMES, Tensors, file_me
 
 ENDING = ".safetensors"
 _FORMAT = 1
-# The tensors' names: these, and the canonical name.
+# The tensors' names: one of these, and the canonical name.
 _BATCH, _PARAMS, _LATER, _MIDWAY, _ARRAYS = "batch/", "start parameters/", "start state/", "midway state/", "measured/"
 _TEXT = "program text"
 
@@ -46,15 +46,15 @@ _TEXT = "program text"
 class Writer:
     """Writes a record. The file appears when the record is complete.
 
-    A safetensors file begins with its header, but the checksums in it are known last. So the arrays go to a temporary
-    file first.
+    A safetensors file begins with its header, but the checksums in the header are known last. So the arrays are first
+    written to a temporary file.
     """
 
     def __init__(self, path: Path, idle: Collection[str], *, arrays: bool):
         """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays.
 
         Raises:
-          UserError: the file exists, or its folder does not.
+          UserError: the file exists, or its folder does not exist.
         """
         if path.exists():
             raise UserError(f"record={path}: this file exists; remove it, or give another name")
@@ -67,7 +67,7 @@ class Writer:
         self._about: dict[str, Any] = {"format": _FORMAT, "tensors": {}, "measures": {}}
 
     def begin(self, left: Reference, side: Side) -> None:
-        """Adds what the comparison begins with."""
+        """Adds the inputs of the comparison."""
         config = side.loaded.config
         # On another platform, `auto` may be another dtype.
         values = {name: config[name] for name in schema().keys if name not in self._idle} | {"dtype": left.config.dtype}
@@ -108,7 +108,7 @@ class Writer:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             with self._disk():
                 self._spool.write(data.data)
-            # The format does not have every dtype.
+            # The format does not support every dtype.
             shape, dtype = (array.shape, array.dtype) if array.dtype in NAMES else (data.shape, data.dtype)
             self._tensors[prefix + name] = shape, dtype
             self._about["tensors"][prefix + name] = digest(array), str(array.dtype), array.shape
@@ -145,7 +145,7 @@ class Writer:
 
 
 class Record:
-    """A record that was read. Tensors are read when they are needed, and their checksums compared."""
+    """A record that was read. Tensors are read when they are needed; this also compares their checksums."""
 
     def __init__(self, path: Path):
         """Raises UserError if the file is missing, not a record, or damaged."""
@@ -172,7 +172,7 @@ class Record:
         defaults = {key.name: key.default for key in schema().keys.values()}
         self._config = Config({**defaults, **values})
         given = self._checked(lambda: set(self._about["given"]))
-        self.unknown = sorted(given - values.keys())  # keys that this version of the trainer does not have
+        self.unknown = sorted(given - values.keys())  # keys that this version of the trainer lacks
         self.given = {name: value for name, value in values.items() if name in given}  # see `load_against`
 
     @property
@@ -191,7 +191,7 @@ class Record:
 
     @property
     def head(self) -> list[tuple[str, str]]:
-        """What was recorded where, and the machine here if it differs."""
+        """Returns what was recorded and where, and this machine if it differs."""
         about, here = self._about, machine()
         there = self._checked(lambda: {str(name): str(value) for name, value in about["machine"].items()})
         rows = [("recorded", f"{about.get('date')}, {combination(self._config)}, {_machine(there)}")]
@@ -216,7 +216,7 @@ class Record:
                 axes={name: tuple(axes) for name, axes in about["axes"].items()},
                 snapshot=self._snapshot(),
                 batch=self._arrays(_BATCH),
-                layers=lambda name: None,  # each summary has its own
+                layers=lambda name: None,  # each summary has its own layers
                 measured=self._measured,
                 recorded=True,
             )
@@ -264,10 +264,10 @@ class Record:
         return array
 
     def _checked(self, read: Callable[[], Any]) -> Any:
-        """Calls `read`. An error of a description with missing or wrong entries becomes a UserError."""
+        """Calls `read`. An error caused by missing or wrong entries of a description becomes a UserError."""
         try:
             return read()
-        except UserError:  # which is a ValueError
+        except UserError:  # UserError is a ValueError
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise self._damaged(f"its description ({type(error).__name__}: {error})") from error

@@ -1,4 +1,4 @@
-"""What all sides of a comparison begin with and are compared with: the left side, or a record of it."""
+"""The reference of a comparison: the left side, or a record of it. All sides start from its inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from trainer.training.run import Run
 from trainer.training.start import start
 
 Say = Callable[[str], None]
-# `training.build`, or it with an objective or update rules of one's own.
+# `training.build`, or a version with a custom objective or custom update rules.
 Build = Callable[[Config, Sequence[jax.Device]], Run]
 Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
 
-# Rows of the banner that also describe a comparison.
+# Rows of the banner that also apply to a comparison.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
 
@@ -40,13 +40,13 @@ class Reference:
 
     Attributes:
       config: resolved if the side is built here, otherwise as recorded.
-      rows: of its batch.
-      microbatch: rows of its microbatches. If it is recorded, the rows of its recorded activations.
-      head: labels and texts that describe it.
+      rows: the number of rows of its batch.
+      microbatch: the number of rows of its microbatches; for a record, of its recorded activations.
+      head: labels and texts that describe the left side.
       axes: the logical axes of its parameters by common name.
       batch: its next batch.
       layers: see `Program.layers`.
-      measured: runs a measurement, or returns what was recorded.
+      measured: runs a measurement, or returns the recorded results.
     """
 
     name: str
@@ -85,7 +85,7 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
 
 
 def reference(side: Side, program: Program, say: Say) -> Reference:
-    """Returns the reference of a side that is built here. Its state and batch are those that training begins with."""
+    """Returns the reference for a side that is built here. Its state and batch are those with which training begins."""
     run = program.run
     dataset = open_dataset(Config({**run.config, "eval_interval": -1}), say)
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
@@ -101,7 +101,7 @@ def reference(side: Side, program: Program, say: Say) -> Reference:
         return step(program, snapshot, part, known).on_host()
 
     snapshot = measure.take(program, begin)
-    data = str(dataset).partition("; ")[0]  # without the part on held-out data
+    data = str(dataset).partition("; ")[0]  # without the part about held-out data
     return Reference(
         program.name,
         run.config,
@@ -117,7 +117,7 @@ def reference(side: Side, program: Program, say: Say) -> Reference:
 
 
 def microbatch_rows(program: Program) -> int:
-    """Returns the rows of a microbatch of all devices."""
+    """Returns the number of rows of a microbatch over all devices."""
     return program.run.rows // program.config.gradient_accumulation_steps
 
 

@@ -10,9 +10,9 @@ from trainer.compare.difference import Difference, Tolerance
 
 @dataclass(frozen=True)
 class Quantity:
-    """The differences of one kind of arrays, in the order of their computation.
+    """The differences of one kind of array, in the order of computation.
 
-    `notes` are other differences, which make the sides unequal. `remarks` do not.
+    `notes` are other differences that make the sides unequal. `remarks` do not.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of the right side called `right` with the left side.
+    """The comparison of the right side named `right` with the left side.
 
-    `facts` do not affect equality. By name, they hold the two sides' numbers, or a sentence about both.
+    `facts` do not affect equality. By name, they contain the two sides' numbers, or a sentence about both.
     """
 
     right: str
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def unsown(self) -> Difference | None:
-        """The first difference of bits, if it is in the output of a layer in which nothing else is compared."""
+        """The first difference of bits, if it is in the output of a layer whose other values are not compared."""
         quantity, entry = self._first_bits
         if not (quantity and entry) or quantity.name != "activations" or entry.layer is None:
             return None
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def _first_bits(self) -> tuple[Quantity | None, Difference | None]:
-        """The first quantity whose bits differ, and its first such array; the array is None if a note says more."""
+        """The first quantity whose bits differ, and its first such array; the array is None if there are notes."""
         quantity = next((quantity for quantity in self.quantities if not quantity.bits), None)
         if quantity is None or quantity.notes:
             return quantity, None

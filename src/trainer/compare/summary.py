@@ -1,4 +1,4 @@
-"""What a record keeps of an array instead of its values: a checksum and a few numbers for each layer."""
+"""The part of an array that a record keeps instead of the values: a checksum and a few numbers for each layer."""
 
 import hashlib
 import itertools
@@ -14,9 +14,9 @@ class LayerSummary(NamedTuple):
     """One layer of an array, or the complete array.
 
     Attributes:
-      digest: of its bytes; see `digest`.
+      digest: the digest of its bytes; see `digest`.
       largest: the largest magnitude of its finite elements.
-      rms: the root of the mean square of its finite elements.
+      rms: the root mean square of its finite elements.
       odd: the number of elements that are not finite.
     """
 
@@ -32,8 +32,8 @@ class LayerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """An array of a record. `layers` are the numbers of the layers along its first axis; None: it is not stacked.
-    `read` returns the values; None if the record has none."""
+    """An array of a record. `layers`: the numbers of the layers along its first axis; None: it is not stacked. `read`
+    returns the values; None if the record does not contain them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -54,13 +54,13 @@ def summarize(array: np.ndarray, layers: Iterable[int] | None) -> Summary:
 
 
 def numbered(array: np.ndarray, layers: Iterable[int] | None) -> tuple[int, ...] | None:
-    """Returns the numbers of the layers along the first axis; None if that axis is not one of `layers`."""
+    """Returns the numbers of the layers along the first axis; None if the first axis does not match `layers`."""
     numbers = tuple(itertools.islice(layers, len(array))) if layers is not None and array.ndim else ()
     return numbers if numbers and len(numbers) == len(array) else None
 
 
 def cut(array: np.ndarray, layers: tuple[int, ...] | None) -> Iterable[np.ndarray]:
-    """Returns the parts of an array that are compared separately: its layers, or the array."""
+    """Returns the parts of an array that are compared separately: its layers, or the complete array."""
     return (array,) if layers is None else array
 
 
@@ -75,6 +75,6 @@ def part(array: np.ndarray) -> LayerSummary:
 
 def digest(array: np.ndarray) -> str:
     """Returns the first 128 bits of the SHA-256 of an array's bytes in C order, in hexadecimal."""
-    # A view, because Python's buffers do not know bfloat16.
+    # A view, because Python's buffers do not support bfloat16.
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return hashlib.sha256(flat.data).hexdigest()[:32]

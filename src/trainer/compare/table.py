@@ -16,7 +16,7 @@ _LISTED = 12  # the maximum number of listed stages of the activations
 
 
 def table(report: Report) -> str:
-    """Returns a description of the comparison, one table of all sides or one for each that differs, and the verdict."""
+    """Returns a description of the comparison, one table for all sides or for each differing side, and the verdict."""
     label = max((len(name) for name, _ in report.head), default=0) + 2
     lines = []
     for name, text in report.head:
@@ -50,7 +50,7 @@ def _verdict(report: Report) -> str:
 
 
 def _numbers(comparison: Comparison) -> str:
-    """Returns what a record without arrays tells about the first difference."""
+    """Returns what a record without arrays contains about the first difference."""
     first = next(quantity for quantity in comparison.quantities if not quantity.equal)
     return f": {first.entry.summaries}" if first.entry and first.entry.summaries and not first.notes else ""
 
@@ -112,7 +112,7 @@ def _row(name: str, quantity: Quantity, short: bool = False) -> list[str]:
         return [name, arrays, _BITS]
     state = "within" if quantity.equal else "apart"
     first = quantity.first or ""
-    if short:  # the row already names the layer
+    if short:  # the row already contains the layer
         first = first.rpartition(", layer ")[0].rpartition("/")[2]
     return [name, arrays, state, _size(quantity.absolute), _size(quantity.relative), first]
 

@@ -17,7 +17,7 @@ from trainer.config.paths import path_problem
 
 
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
-    """Returns one message for each failed check: keys, values, where these come from (`where`), and the problem.
+    """Returns one message for each failed check: keys, values, the source of each value (`where`), and the problem.
 
     Skips checks of keys in `broken`, whose values could not be read.
     """
@@ -29,7 +29,7 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     for keys, check in (*CHECKS, *(facts.checks if facts else ())):
         if broken.isdisjoint(keys) and (problem := check(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in keys)
-            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt stays an Unbuilt
+            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt remains an Unbuilt
     return messages
 
 
@@ -38,7 +38,7 @@ def _path(key: str) -> Check:
 
     def problem(config: Config) -> str | None:
         if "://" in config[key]:
-            return None  # `_remote` reports unsupported ones
+            return None  # `_remote` reports an unsupported one
         return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
 
     return (key,), problem

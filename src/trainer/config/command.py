@@ -13,7 +13,7 @@ from trainer.config.values import read_text
 
 
 def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the yml that the first word names (default: base.yml), and the other words."""
+    """Returns the yml in the first word (default: base.yml), and the other words."""
     first = argv[0] if argv else ""
     looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
@@ -57,7 +57,7 @@ def read_by_hand(
 
 
 def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
-    """Returns why a word of a command line, NAME or NAME=TEXT, is not key=value; None if it is."""
+    """Returns why the command-line word NAME or NAME=TEXT is not key=value; None if it is."""
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):

@@ -21,12 +21,12 @@ MESH_AXES = (
     "expert",
     "autoregressive",
 )
-# The axes over which parameters are sharded only to save memory: they are all-gathered before a product.
+# The mesh axes that shard parameters only to save memory: parameters are all-gathered over them before a product.
 FSDP = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
-# The keys that set the size of each axis: devices within a slice, and slices.
+# The keys for the size of each axis: devices within a slice, and slices.
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
-# The axes that nothing uses yet, with the reason.
+# The axes that no feature uses yet, with the reason.
 UNUSED_AXES = {
     "context_autoregressive": "context parallelism for inference is not supported yet",
     "autoregressive": "nothing uses this axis; trainer.generate uses data, fsdp and tensor",
@@ -35,7 +35,7 @@ UNUSED_AXES = {
 # If one of these keys is empty or 0, its value is derived from other keys.
 FOLLOWS: Mapping[str, Callable[[Config], Any]] = {
     "mu_dtype": lambda given: given.weight_dtype,
-    # As many rows as an update, so that evaluation does not depend on the split into microbatches.
+    # An evaluation batch has an update's rows, so that evaluation does not depend on the split into microbatches.
     "eval_per_device_batch_size": lambda given: given.per_device_batch_size * given.gradient_accumulation_steps,
 }
 
@@ -66,7 +66,7 @@ def eval_batch_rows(config: Config) -> int:
 
 
 def eval_parts(config: Config) -> int:
-    """Returns the number of parts of an evaluation batch: each has a microbatch's rows, if these divide it evenly."""
+    """Returns the number of parts of an evaluation batch: parts of a microbatch's rows if these divide it, else 1."""
     parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
     return parts if parts and not left else 1
 
@@ -88,5 +88,5 @@ def has_dropout(config: Config) -> bool:
 
 
 def policy_temperature(config: Config) -> float:
-    """Returns the temperature of generation's log-probabilities: with use_grpo, the policy's; otherwise 1."""
+    """Returns the temperature for log-probabilities in generation: with use_grpo, the policy's; otherwise 1."""
     return float(config.decode_sampling_temperature) if config.use_grpo else 1.0

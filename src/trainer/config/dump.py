@@ -17,7 +17,7 @@ from trainer.config.schema import schema
 def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    Leaves out `run_name`, so that a command with this yml starts a new run, PROCESSES and SUPERVISION.
+    Omits `run_name`, so that a command with this yml starts a new run; also PROCESSES and SUPERVISION.
     """
     left_out = ("run_name", *PROCESSES, *SUPERVISION)
     lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in left_out]
@@ -35,7 +35,7 @@ def to_flow(value: Any) -> str:
     return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 
-@functools.lru_cache(maxsize=1024)  # the strings and numbers of a configuration are mostly defaults
+@functools.lru_cache(maxsize=1024)  # most strings and numbers of a configuration are defaults
 def _known(value: str | float) -> str:
     return _dumped(value, style='"' if isinstance(value, str) else None)
 

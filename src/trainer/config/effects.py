@@ -13,7 +13,7 @@ from trainer.config.schema import schema
 
 
 def _table(config: Config) -> list[Inert]:
-    """Returns `INERT`, after the keys that the family of `config` does not read."""
+    """Returns `INERT`, preceded by the keys that the family of `config` does not read."""
     facts = facts_of(config)
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
@@ -25,7 +25,7 @@ def _table(config: Config) -> list[Inert]:
 
 
 def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
-    """Returns one line for each key that the user gives and that has no effect under the other settings.
+    """Returns one line for each key that the user gives although it has no effect under the other settings.
 
     A yml may repeat a default without a warning, so that the config.yml of a run can be used again.
     """
@@ -33,8 +33,8 @@ def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
 
 
 def without_effect_here(config: Config, changed: Mapping[str, str], before: Config) -> list[str]:
-    """Does the same as `without_effect` for settings that depend on the devices. `config` is resolved, from `before`.
-    Keys without an effect on any devices are left out."""
+    """Does the same as `without_effect` for settings that depend on the devices. `config` is `before`, resolved. Omits
+    keys that have no effect on any device."""
     told = inert_keys(before)
     return _lines(INERT_HERE, config, {key: where for key, where in changed.items() if key not in told})
 
@@ -50,7 +50,7 @@ def _lines(table: Sequence[Inert], config: Config, changed: Mapping[str, str]) -
 
 
 def no_effect_of(config: Config, key: str) -> str | None:
-    """Returns the reason why `key` has no effect under the settings of `config`; None if it has one."""
+    """Returns why `key` has no effect under the settings of `config`; None if it has an effect."""
     return next((inert.reason for inert in _table(config) if key in inert.keys and inert.when(config)), None)
 
 

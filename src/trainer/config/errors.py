@@ -25,7 +25,7 @@ SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
-    """An error of the user. The message states the problem, its place, and the nearest valid choice."""
+    """An error caused by the user. The message states the problem, its place, and the nearest valid choice."""
 
 
 class NotBuilt(UserError, NotImplementedError):
@@ -37,7 +37,7 @@ class Unbuilt(str):
 
 
 class RunStopped(RuntimeError):
-    """Ends a run by one of its rules, for example at a NaN loss. The message states what to do."""
+    """Raised if one of the run's rules ends it, for example at a NaN loss. The message states what to do."""
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
@@ -72,7 +72,7 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
                 _end_as_interrupted()
             raise
         except BrokenPipeError:
-            # Python flushes stdout again at exit. This flush must not fail again.
+            # Python flushes stdout again at exit; that flush must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(141) from None
         finally:
@@ -88,10 +88,10 @@ def _has_default_action() -> bool:
 
 @contextlib.contextmanager
 def closed_at_interrupt(close: Callable[[], object]) -> Iterator[None]:
-    """Calls `close` when the context ends. At Ctrl-C with the system's default action, calls it and ends the process.
+    """Calls `close` when the context ends. At Ctrl-C with the system's default action, also ends the process.
 
-    Ctrl-C then raises no exception, which could be lost: Python drops an exception in a callback of its garbage
-    collector, and JAX has such a callback.
+    In this case, Ctrl-C raises no exception, because an exception could be lost: Python drops exceptions in callbacks
+    of its garbage collector, and JAX has such a callback.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -153,10 +153,10 @@ def report(mistakes: Sequence[str]) -> UserError:
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:
-    """Returns `lines`. If they exceed a screen, returns those that fit, in order, and the number of the others.
+    """Returns `lines`. If they exceed a screen, returns the lines that fit, in order, and the number of omitted lines.
 
-    The first line of each kind takes precedence over further ones. Lines are of the same kind if they state the same
-    problem of different keys. A line that is too long is cut in the middle.
+    The first line of each kind takes precedence over later ones. Lines of one kind state the same problem of different
+    keys. A line that is too long is cut in the middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:
@@ -190,7 +190,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """Returns the end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
 
     A name is similar if most letters match, or if it contains all parts of the word: per_device_batch_size contains all
-    parts of batch_size. For num_steps the nearest name is steps, although a longer name contains both of its parts.
+    parts of batch_size. For num_steps the nearest name is steps, although a longer name contains both num and steps.
     """
     candidates = list(names)
     parts = _parts(word)

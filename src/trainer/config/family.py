@@ -1,4 +1,4 @@
-"""The facts about a family of models that the first stage, without JAX, needs."""
+"""The facts about a model family that the first stage needs, which runs without JAX."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ OF_SOME = (
     *("routed_score_func", "routed_bias"),
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
-# Keys of the blocks of some families. In the others they are refused, because they would change the function.
+# Keys that the blocks of only some families read. Others refuse them, because they would change the model.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
     *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
@@ -28,7 +28,7 @@ BLOCK_KEYS = (
     *("temperature_tuning", "temperature_tuning_scale", "temperature_tuning_floor_scale"),
     *MULTIPLIERS,
 )
-# The keys that a family may read or not.
+# The keys that a family's blocks may or may not read.
 OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *BLOCK_KEYS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
@@ -43,23 +43,23 @@ class Facts:
     """The facts of a family, in a module called `facts` that imports only `trainer.config`.
 
     Attributes:
-      family: the import path `module:NAME` of the rest: a `models.family.Family`, or a class that is its only block.
-      reads: the keys of `OPTIONAL` that its blocks read. The others have no effect, or are refused.
-      ignores: other keys that its blocks do not read, under the reason: "has no rotary positions".
-      fixes: keys that have one value in this family, whatever the configuration, each with that value.
-      sinks: whether its attention has sinks (`ops.attention`), which not every kernel supports.
-      recurrent: whether its blocks mix the tokens of a row by other means than attention, such as a recurrent state.
+      family: the import path `module:NAME` of the implementation: a `models.family.Family`, or its only block class.
+      reads: the keys of `OPTIONAL` that its blocks read. The other keys have no effect, or are refused.
+      ignores: other keys that its blocks do not read, by the reason, such as "has no rotary positions".
+      fixes: keys that have the same value in every configuration of this family, each with this value.
+      sinks: whether its attention has sinks (`ops.attention`), which some kernels do not support.
+      recurrent: whether its blocks mix the tokens of a row other than by attention, for example by a recurrent state.
         Then the tokens of a row cannot be split over devices.
-      has_rest: whether layers may be left over after whole repetitions of its pattern of `interleave_moe_layer_step`.
+      has_rest: whether layers may remain after the complete repetitions of its pattern of `interleave_moe_layer_step`.
       maxtext_layers: the number of layers that MaxText counts as one.
-      maxtext_words: words of MaxText's commands, `key=value` in lower case, each with our equivalent; "": all blocks
-        of the family have this value, and others are refused. `trainer.from_maxtext` converts them.
+      maxtext_words: words of MaxText's commands, `key=value` in lower case, each with our equivalent; "": all blocks of
+        the family have this value, and other values are refused. `trainer.from_maxtext` converts them.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`;
         `sliding_window_pattern` overrides it. 0: `attention_type` applies to every layer.
-      checks: the family's checks, each as keys and a function that returns the problem with their values, or None.
-      tensors: returns the tensors that the model of a configuration certainly has, with their logical axes; {} for
-        `tensors.EVERY_MODEL` alone. The first stage checks their sizes and rules; other tensors are checked when the
-        model is made.
+      checks: the family's checks: keys, and a function that returns the problem with the keys' values, or None.
+      tensors: returns the tensors that every model of a configuration has, with their logical axes; {} for
+        `tensors.EVERY_MODEL` alone. The first stage checks the tensors' sizes and rules; it checks other tensors when
+        the model is made.
     """
 
     family: str
@@ -91,12 +91,12 @@ class Facts:
 
 @functools.cache
 def families() -> Mapping[str, str]:
-    """Returns the import path of each family's facts, by decoder_block. Named by string: models are above config."""
+    """Returns the import path of each family's facts, by decoder_block: a string, because models import config."""
     return importlib.import_module("trainer.models").FAMILIES
 
 
 def imported(path: str, decoder_block: str) -> Any:
-    """Returns the object that an import path `module:NAME` names. Messages begin with `decoder_block`.
+    """Returns the object at an import path `module:NAME`. Messages begin with `decoder_block`.
 
     Raises:
       UserError: there is no such module or name, or importing the module fails.
@@ -111,7 +111,7 @@ def imported(path: str, decoder_block: str) -> Any:
             f"decoder_block={decoder_block}: there is no module {missing}{by}; Python searches the current folder, "
             "PYTHONPATH and installed packages"
         ) from None
-    except (Exception, SystemExit) as error:  # a user's module can raise anything
+    except (Exception, SystemExit) as error:  # a user's module can raise any exception
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"decoder_block={decoder_block}: importing {module} fails: {type(error).__name__}: "
@@ -124,8 +124,8 @@ def imported(path: str, decoder_block: str) -> Any:
 
 
 def import_facts(decoder_block: str) -> None:
-    """Imports a family's facts, if `decoder_block` is the import path of something in a module called `facts`. Other
-    modules may import JAX, so they are imported in the second stage.
+    """Imports a family's facts, if `decoder_block` is the import path of an object in a module called `facts`. Other
+    modules may import JAX, so the second stage imports them.
 
     Call this only for a module that the user has named: it runs the module's code.
 
@@ -138,8 +138,8 @@ def import_facts(decoder_block: str) -> None:
 
 
 def facts_of(config: Config) -> Facts | None:
-    """Returns the facts of the family of `config`; None if they are not known: the family's import path does not name
-    facts, or the facts have not been imported."""
+    """Returns the facts of the family of `config`; None if they are unknown: the family's import path does not lead to
+    facts, or they have not been imported."""
     return _facts(config.decoder_block)
 
 
@@ -164,7 +164,7 @@ def lacks(config: Config, key: str) -> bool:
 
 
 def fixed(config: Config) -> Mapping[str, Any]:
-    """Returns the keys that have one value in the family, as far as it is known."""
+    """Returns the keys that are fixed in the family, with their values; {} if the family is unknown."""
     facts = facts_of(config)
     return facts.fixes if facts else {}
 
@@ -177,5 +177,5 @@ def has_sinks(config: Config) -> bool:
 
 @functools.cache
 def readers(key: str) -> str:
-    """Returns the families of this package that read `key`, as words."""
+    """Returns the families of this package that read `key`, as text."""
     return ", ".join(name for name in families() if (facts := _facts(name)) and key in facts.reads)

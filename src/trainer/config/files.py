@@ -16,12 +16,12 @@ from trainer.config.plain_yaml import compose, describe, flatten, read_text, rep
 from trainer.config.schema import BASE_YML, GROUPS, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
-# The source of a setting that does not come from a file. The source of others is FILE:LINE.
+# The source of a setting that comes from no file. Other sources are FILE:LINE.
 COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# The settings that maxtext.yml adds in each post-training command. The files have MaxText's names.
+# The settings that maxtext.yml adds in each post-training command. The files are named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class YmlFile:
-    """A file's entries in order, without base_config. A root file has no parent and sets every key."""
+    """The entries of a file, in order and without base_config. A root file has no parent and sets every key."""
 
     path: Path
     entries: list[Entry]
@@ -59,12 +59,12 @@ def file_of(where: str) -> Path | None:
 
 
 def by_hand(where: str) -> bool:
-    """Returns whether a setting was given with the command: in its arguments or in its environment."""
+    """Returns whether a setting was given with the command: as an argument or in the environment."""
     return where == COMMAND_LINE or where.startswith(ENVIRONMENT)
 
 
 def source_name(where: str) -> str:
-    """Returns a source for people: `default`, `preset NAME`, FILE:LINE, the command line or a variable."""
+    """Returns a source in words: `default`, `preset NAME`, FILE:LINE, the command line or a variable."""
     path = file_of(where.partition(",")[0])
     return where.replace(str(path), f"preset {path.stem}", 1) if path and path.parent == PRESETS else where
 
@@ -75,7 +75,7 @@ def is_maxtexts_base(name: str) -> bool:
 
 
 def post_train_name(name: str) -> str:
-    """Returns post_train/NAME.yml if `name` is the path of this file in a MaxText checkout; "" if it is none."""
+    """Returns post_train/NAME.yml if `name` is this file's path in a MaxText checkout; otherwise ""."""
     match = _MAXTEXT_POST_TRAIN.fullmatch(name)
     return match.group(3).lower() if match else ""
 
@@ -149,7 +149,7 @@ def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
 def _entries(path: Path, text: str, node: yaml.MappingNode, repeated: list[str], prefix: str = "") -> list[Entry]:
     """Returns the entries of `node`, and adds messages to `repeated`.
 
-    Entries of a MaxText group, such as `lora: {lora_rank: 8}`, get the names that they have on a command line.
+    Entries of a MaxText group, such as `lora: {lora_rank: 8}`, get their command-line names.
     """
     repeated += [
         f"{path}:{lines[-1]}: {shortened(prefix + key)} is given {len(lines)} times, first in line {lines[0]}; "
@@ -186,7 +186,7 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """Returns the file `wanted`, relative to `folder`; a file of MaxText also relative to MaxText's configs folder.
+    """Returns the file `wanted`, relative to `folder`; for a file of MaxText also relative to MaxText's configs folder.
 
     base.yml and maxtext.yml are the packaged files if no other file has that name.
     """
@@ -215,7 +215,7 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Returns whether a file without base_config is a version of MaxText's base.yml.
 
-    Its first version had 38 keys, 17 of them not in base.yml. A copy of base.yml has only keys of base.yml.
+    The first version had 38 keys, 17 of which base.yml lacks. A copy of base.yml has only keys of base.yml.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)

@@ -1,4 +1,4 @@
-"""The table that maps the three flags to the combination's name. No other file of the package names the flags."""
+"""The table that maps the three flags to the name of a combination. Only this file uses the flags' names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +37,7 @@ def flags_of(name: str) -> dict[str, bool]:
 
 
 def linen_stack(config: Config) -> str | None:
-    """Returns how to get a Linen decoder stack if the flags of `config` give none; None if they give one."""
+    """Returns how to get a Linen decoder stack if the flags of `config` select another stack; otherwise None."""
     linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
     if combination(config) in linen:
         return None
@@ -59,7 +59,7 @@ def removal(config: Config) -> str | None:
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Returns why the flags of `config` are not a combination, and which to change; None if they are one."""
+    """Returns why the flags of `config` are not a combination, and which flags to change; None if they are one."""
     asked = _flags(config)
     if asked in _NAMES:
         return None

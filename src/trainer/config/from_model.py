@@ -1,4 +1,4 @@
-"""Defaults of runs that start from a model. Those of base.yml are for training from scratch, and would destroy it."""
+"""Defaults of runs that start from a model: base.yml's are for training from scratch and would ruin the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +16,12 @@ Entry = Any | Callable[[Config], Any]
 
 
 def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], float]:
-    """Returns the entry of a value that is larger with adapters."""
+    """Returns a table entry: `with_adapters` for runs with adapters, `otherwise` for other runs."""
     return lambda config: with_adapters if config.enable_lora else otherwise
 
 
 _WARM_UP = {"warmup_steps_fraction": 0.1}
-# By command. They replace base.yml's default: any other source of the key takes precedence.
+# By command. These values replace base.yml's defaults; any other source of a key takes precedence.
 FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
     TRAIN: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
     "trainer.sft": {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
@@ -36,14 +36,14 @@ def command_of(config: Config) -> str:
 
 
 def starts_from_model(config: Config) -> bool:
-    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` does not count: it
-    continues a training, usually one from scratch."""
+    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` does not count,
+    because it continues a training, usually one from scratch."""
     continues = command_of(config) != TRAIN and config.load_full_state_path
     return bool(config.load_parameters_path or continues)
 
 
 def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
-    """Returns the values of the table that apply to a configuration, each with its source; {} if none does."""
+    """Returns the values of the table that apply to a configuration, each with its source; {} if none applies."""
     if not starts_from_model(config):
         return {}
     command = command_of(config)
@@ -54,7 +54,7 @@ def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
 
 
 def taken_from_model(values: Config, sources: Mapping[str, str]) -> str:
-    """Returns a line about the values of the table that a configuration has; "" if they are those of base.yml."""
+    """Returns a line about the values that a configuration takes from the table; "" if all equal base.yml's."""
     source = _SOURCE.format(command_of(values))
     taken = [name for name, where in sources.items() if where == source]
     if all(values[name] == schema().keys[name].default for name in taken):

@@ -49,7 +49,7 @@ Presets of model_name: {presets}."""
 
 
 class Question(NamedTuple):
-    """The question in a command line: about a section ("" for the list of sections), or about a key."""
+    """The question in a command line: about a section ("" for the list of sections) or a key."""
 
     section: str | None
     key: str
@@ -57,10 +57,10 @@ class Question(NamedTuple):
 
 
 def question(argv: Sequence[str]) -> Question | None:
-    """Returns the question in a command line; None if it asks none.
+    """Returns the question in a command line; None without a question.
 
     Raises:
-      UserError: --explain names no key.
+      UserError: no key follows --explain.
     """
     for i, word in enumerate(argv):
         option, equals, text = word.partition("=")
@@ -82,7 +82,7 @@ def _is_plain(word: str) -> bool:
 
 
 def answers_question(words: Sequence[str], usage: str) -> bool:
-    """Prints the answer to a command line's question: `usage`, a section of keys or a key. Returns whether it asks one.
+    """Prints the answer to a command line's question: `usage`, a section of keys, or a key. Returns whether it asks.
 
     Raises:
       UserError: there is no such section or key.
@@ -94,7 +94,7 @@ def answers_question(words: Sequence[str], usage: str) -> bool:
 
 
 def prints_usage(command: str, words: Sequence[str]) -> bool:
-    """Prints the usage of one of `_COMMANDS` if its words ask for it, without a section. Returns whether they do."""
+    """Prints the usage of one of `_COMMANDS` if its words ask for it without a section. Returns whether they do."""
     asked = question(words)
     if asked is None or asked.section != "":
         return False

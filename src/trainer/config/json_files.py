@@ -21,7 +21,7 @@ class Field:
       kind: bool, int, float (which also accepts integers), str, list or dict.
       low, high: inclusive bounds of a number; NaN and infinities are never allowed.
       null: whether null is allowed.
-      item: the type of a list's items; float also accepts integers.
+      item: the type of a list's items; float also allows integers.
       many: whether a list of such values is also allowed.
     """
 

@@ -1,8 +1,8 @@
-"""The properties of keys that code defines: one row for each group of keys that are treated alike.
+"""The key properties that code defines: one row for each group of keys that are treated alike.
 
-A file of capabilities/ has, for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
-which they have no effect (INERT, or INERT_HERE if that depends on the devices). base.yml specifies the values: type,
-choices, range, meaning. A key without a row must not change on resume, and the compiled step depends on it.
+A file of capabilities/ defines for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
+which they have no effect (INERT, or INERT_HERE if this depends on the devices). base.yml specifies type, choices, range
+and meaning of the values. A key without a row must not change on resume, and affects the compiled step.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainer.config.keys import Config
 
 Problem = Callable[[Config], str | None]  # (config) -> what is wrong, or None
-Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, and what may be wrong with them
+Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, and the function that checks them
 
 
 def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> Check:
@@ -22,12 +22,12 @@ def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> 
 
 
 def left_out(key: str, reason: str) -> Check:
-    """Returns the check that `key` has no value: a number of 0, false, empty or null."""
+    """Returns the check that `key` has no value, that is 0, false, empty or null."""
     return refused((key,), lambda c: c[key], f"{reason}; leave it out")
 
 
 def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Sequence[str] = ()) -> list[Check]:
-    """Returns `checks` for configurations with which `when(config)` is true. Messages show the keys `shown`, too."""
+    """Returns `checks`, for configurations in which `when(config)` is true. Messages also show the keys `shown`."""
 
     def narrowed(problem: Problem) -> Problem:
         return lambda config: problem(config) if when(config) else None
@@ -36,7 +36,7 @@ def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Se
 
 
 class Inert(NamedTuple):
-    """`keys` have no effect if `when(config)` is true. `reason` names the settings that cause it."""
+    """`keys` have no effect if `when(config)` is true. `reason` is a text with the settings that cause this."""
 
     keys: Sequence[str]
     when: Callable[[Config], object]
@@ -47,14 +47,14 @@ class Resume(Enum):
     """The changes that are allowed between a checkpoint and the command that resumes from it.
 
     Attributes:
-      SAME: nothing.
-      LAYOUT: anything; how the program is sharded, which changes results only by the order of sums and by rounding.
-      SAME_BITS: anything; how the program is sharded or where it runs, which changes no bit.
-      BATCH: how the same global batch is split.
-      LENGTH: the length of the run. The schedule follows it unless its own length is given.
-      AROUND: what to write, keep, print and evaluate, and how to treat a bad step.
-      UPDATE: how gradients become an update; only with reset_optimizer, which resets all of this state.
-      TIMETABLE: like UPDATE; when fragments of DiLoCo synchronize.
+      SAME: no change.
+      LAYOUT: any change. How the program is sharded, which affects results only by summation order and rounding.
+      SAME_BITS: any change. How the program is sharded or where it runs, without any effect on bits.
+      BATCH: any other split of the same global batch.
+      LENGTH: any length of the run. The schedule follows the length unless the schedule's length is given.
+      AROUND: any change. What to write, keep, print and evaluate, and how to treat a bad step.
+      UPDATE: how gradients become an update. May change only with reset_optimizer, which resets that state.
+      TIMETABLE: like UPDATE. When fragments of DiLoCo synchronize.
     """
 
     SAME, LAYOUT, SAME_BITS, BATCH, LENGTH, AROUND, UPDATE, TIMETABLE = range(8)

@@ -1,5 +1,5 @@
-"""The type of a configuration: every key of base.yml is an attribute and an item. Its types for mypy are in keys.pyi,
-which scripts/write_keys.py makes from base.yml."""
+"""The type of a configuration: every key of base.yml is an attribute and an item. keys.pyi has its types for mypy;
+scripts/write_keys.py generates keys.pyi from base.yml."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from ml_collections import FrozenConfigDict
 
 
 class Config(FrozenConfigDict):
-    """A FrozenConfigDict that compares in microseconds. JAX looks a trace up by hashing and comparing the model's
-    configuration; FrozenConfigDict copies both sides to compare them, which takes 5 ms, and hashes them each time."""
+    """A FrozenConfigDict with comparisons in microseconds. JAX looks traces up by hashing and comparing the model's
+    configuration; FrozenConfigDict copies both sides for a comparison, which takes 5 ms, and hashes them each time."""
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, FrozenConfigDict) and self.as_configdict() == other.as_configdict())

@@ -39,7 +39,7 @@ from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
 
-# The sections with keys that are needed before the model is read: how processes connect, where they read and write.
+# Sections whose keys are needed before the model is read: how processes connect, and where they read and write.
 _BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
 _OF_COMMAND = "default of this command"  # the source of a key
@@ -50,9 +50,9 @@ class Loaded:
     """The configuration of a command line.
 
     Attributes:
-      config: every key of base.yml with its value; `auto`, -1 and similar values are not resolved yet. The model's
-        sizes already include `global_parameter_scale`, which is 1 here.
-      changed: the keys that the user's yml, the command line or its environment gives, with their source.
+      config: every key of base.yml with its value, not resolved: values such as `auto` and -1 remain. The model's sizes
+        already include `global_parameter_scale`, which is 1 here.
+      changed: the keys that the user's yml, the command line or the environment gives, each with its source.
       sources: the source of every key's value; see `files.source_name`.
       warnings: one line for each key that a file repeats, and for each given key that has no effect.
       notes: one line for each value that is interpreted differently from how it is written, and for each change of the
@@ -68,20 +68,20 @@ class Loaded:
     tokenizer: str = ""
 
     def unset(self, name: str) -> bool:
-        """Returns whether the value of a key is a default: of base.yml, or of the command."""
+        """Returns whether a key's value is the default of base.yml or of the command."""
         return self.sources[name] in (DEFAULT, _OF_COMMAND)
 
     @property
     def measures(self) -> bool:
-        """Whether the data determine the row length: no key gives it, and a model is trained further on records."""
+        """Whether the row length comes from the data: no key gives it, and a model is trained further on records."""
         further = self.config.load_parameters_path and any(self.config[key] for key in METHODS)
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Sets keys that the user does not give to `values`, which come from the model and the data of the run.
+        """Sets keys that the user does not give to `values`, which come from the run's model and data.
 
         Raises:
-          UserError: they contradict other keys.
+          UserError: the values contradict other keys.
         """
         for name, value in values.items():
             setattr(self.config, name, value)
@@ -92,12 +92,12 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Description:
-    """The information about its model in a checkpoint.
+    """A checkpoint's information about its model.
 
     Attributes:
       keys: the model's keys, and tokenizer_path if the checkpoint has a tokenizer.
-      where: their source.
-      tokenizer: a folder with the files of tokenizer_path, if they are no longer at that path; otherwise "".
+      where: the source of these keys.
+      tokenizer: a folder with the files of tokenizer_path, if that path no longer has them; otherwise "".
       notes: lines for the user.
     """
 
@@ -115,13 +115,12 @@ def load(
     imports: bool = True,
     defaults: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Returns the configuration of `argv`, the arguments after the module's name: stage 1.
+    """Stage 1: returns the configuration of `argv`, the arguments after the module's name.
 
-    Precedence, lowest first: base.yml; `defaults`, those of the command, and those of `from_model.FROM_A_MODEL`;
-    maxtext.yml if it is the yml or one of its parents; the preset of model_name; the parents of the user's yml; that
-    yml; the command line and, with equal rank, the variables M_KEY of `environment`. `source` names the source of the
-    words in messages. `imports`: whether the facts of a family with an import path may be imported; false for the words
-    of a checkpoint.
+    Precedence, lowest first: base.yml; `defaults` of the command, and `from_model.FROM_A_MODEL`; maxtext.yml if it is
+    the yml or one of its parents; the preset of model_name; the parents of the user's yml; that yml; the command line
+    and, with equal rank, the variables M_KEY of `environment`. `source` is the words' source in messages. `imports`:
+    whether facts of a family may be imported by path; false for words from a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -133,9 +132,9 @@ def load(
 def begin(
     argv: Sequence[str], environment: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> "Begun":
-    """Does the same for a command that takes the model from load_parameters_path if model_name is not given.
+    """Like `load`, for a command that takes the model from load_parameters_path if model_name is not given.
 
-    Raises: like `load`. If the model is to be read, only the errors that do not depend on it.
+    Raises: like `load`. If the model has to be read first, only errors that do not depend on the model.
     """
     begun = _begin(argv, COMMAND_LINE, environment, defaults)
     if not begun.path:
@@ -174,7 +173,7 @@ def _begin(
 
 @dataclass(frozen=True)
 class Begun:
-    """A command line, read but not checked as a whole.
+    """A command line whose words are read, but not yet checked together.
 
     Attributes:
       config: the keys that are given, over the defaults; without the preset.
@@ -195,13 +194,13 @@ class Begun:
 
     @property
     def path(self) -> str:
-        """The checkpoint from which to read the model's keys; "" if they are not to be read."""
+        """The checkpoint from which to read the model's keys; "" if they need not be read."""
         path = self.config.load_parameters_path
         known = "model_name" in self.given or self.config.load_full_state_path or path_problem(path)
         return "" if known or ("://" in path and not path.startswith("gs://")) else path
 
     def end(self, described: Description | None = None) -> Loaded:
-        """Returns the configuration with the model `described` in place of a preset; None: `path` describes no model.
+        """Returns the configuration with the model `described` instead of a preset; None: `path` describes no model.
 
         Raises:
           UserError: lists all errors, one line each.
@@ -222,7 +221,7 @@ class Begun:
             config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
-        if code := self._foreign():  # before any of it is imported
+        if code := self._foreign():  # before anything of it is imported
             raise report([*reader.mistakes, *code])
         if imports:
             _import_facts(reader, config)
@@ -274,7 +273,7 @@ def _config(settings: Mapping[str, Setting]) -> Config:
 
 
 def _import_facts(reader: Reader, config: Config) -> None:
-    """Imports the facts of a family that is named by import path. A failure is one of the reader's mistakes."""
+    """Imports the facts of a family that is given by import path. A failure is added to the reader's mistakes."""
     if "decoder_block" in reader.broken:
         return
     try:
@@ -284,7 +283,7 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question; for a key also its value on each side of `load_sides` of the other words.
+    """Prints the answer to a question; for a key also its value on each side that `load_sides` reads from the words.
 
     Raises:
       UserError: there is no such section or key; or, after the text about the key, the configuration has errors.
@@ -326,9 +325,9 @@ def _other_defaults(
     notes: Sequence[str],
     accepted: Sequence[Any],
 ) -> list[str]:
-    """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's: with MaxText's base.yml,
-    with a preset, or with the user's own data. It is one line if nothing else is MaxText's: no yml (`notes`) and no
-    `accepted` key."""
+    """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's defaults: with MaxText's
+    base.yml, with a preset, or with the user's own data. Returns a single line if nothing else comes from MaxText:
+    neither a yml (`notes`) nor an `accepted` key."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):
@@ -357,7 +356,7 @@ def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
 
 
 def _not_known(names: Sequence[str]) -> list[str]:
-    """Returns one line about unknown keys in a MaxText base.yml of another version."""
+    """Returns one line about the unknown keys of a MaxText base.yml of another version."""
     if not names:
         return []
     shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"

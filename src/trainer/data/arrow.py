@@ -1,8 +1,8 @@
 """Converts rows of Arrow tables to Python values, as they were before Arrow stored them.
 
-Arrow gives each struct the fields of all rows, and stores null in rows that lack a field. Such a null cannot be
-distinguished from one that was written, so null fields are omitted in structs at any depth. JSON text and lists keep
-their nulls. Keys and values of a map become a dict, and text of the type JSON becomes its value.
+Arrow gives each struct the fields of all rows, and stores null in rows that lack a field. A null that was written is
+indistinguishable from such a null, so null fields are omitted in structs at any depth. JSON text and lists keep their
+nulls. A map becomes a dict of its keys and values, and text of the type JSON becomes its value.
 """
 
 import functools
@@ -26,18 +26,18 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
 
 
 def restored_columns(schema: Any, *, json: bool = False) -> dict[str, Restored]:
-    """Returns the columns of an Arrow schema that must be restored, each with a function of its values. `json`:
-    whether values of Arrow's type JSON are still text."""
+    """Returns the columns of an Arrow schema that must be restored, each with a function that converts its values.
+    `json`: whether values of Arrow's type JSON are still text."""
     return {field.name: found for field in schema if (found := _restored(field.type, json))}
 
 
 def restored(row: Mapping[str, Any], columns: Mapping[str, Restored]) -> dict[str, Any]:
-    """Returns a row with `columns`, of `restored_columns`, restored."""
+    """Returns a row with the values of `columns` (from `restored_columns`) restored."""
     return {name: columns[name](value) if name in columns else value for name, value in row.items()}
 
 
 def _restored(kind: Any, json: bool) -> Restored | None:
-    """Returns a function of the values of an Arrow type; None if it changes none of them."""
+    """Returns a function that restores values of an Arrow type; None if it would change no value."""
     import pyarrow
 
     kinds = pyarrow.types
@@ -77,7 +77,7 @@ def _json(value: Any) -> Any:
 
 
 def _strings_as_bytes(table: Any) -> Any:
-    """Returns an Arrow table or batch with bytes for strings at any depth: Arrow does not check that they are UTF-8."""
+    """Returns an Arrow table or batch with bytes for strings at any depth, because Arrow does not check UTF-8."""
     import pyarrow
 
     kinds = pyarrow.types

@@ -1,4 +1,4 @@
-"""Batches as pure functions of a step: which rows of a source form which global batch.
+"""Batches as pure functions of a step: the rows of a source that form each global batch.
 
 A batch is a dict of int32 numpy arrays with shape [rows, length]: `inputs`, `targets`, `inputs_position`,
 `inputs_segmentation` and `targets_segmentation`; and `row` with shape [rows], each row's index in the global batch.
@@ -52,9 +52,9 @@ def train_batch(
     """Returns this process's part of the global batch that begins with row `first`, a pure function of the arguments.
 
     The batch is rows [first, first + global_rows) of one endless order, which concatenates epochs of the source. With
-    `shuffle`, each epoch has its own order, drawn from `seed`; otherwise it has the source's order. A batch may span
-    two epochs. The only state is `first`, which does not depend on the number of processes, so a run can resume on any
-    number of processes.
+    `shuffle`, each epoch has a separate order, drawn from `seed`; otherwise every epoch has the source's order. A batch
+    may span two epochs. The only state is `first`, which is independent of the number of processes, so a run can resume
+    on any number of processes.
     """
     row = local_rows(global_rows, process_index, process_count)
     indices = first + row
@@ -88,7 +88,7 @@ def eval_batches(
 def make_batch(
     inputs: np.ndarray, targets: np.ndarray, segmentation: np.ndarray, loss: np.ndarray | None = None
 ) -> Batch:
-    """Returns a batch without `row`, made of arrays [rows, length] of any integer type.
+    """Returns a batch without `row`, made from arrays [rows, length] of any integer type.
 
     Positions follow from the segmentation. Targets bear no loss where `loss` is 0; without `loss`, all targets except
     padding bear loss.

@@ -1,4 +1,4 @@
-"""The files next to a tokenizer's file: the names of its special tokens, and all files that an export copies."""
+"""The files next to a tokenizer's file: special token names, and all files that an export copies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer.config.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, VOC
 from trainer.runtime.folders import read_bounded
 
 EOT_TEXT = "<|endoftext|>"  # the special token of tokenizers that this trainer trains
-# The tokenizer_config.json of those tokenizers, as earlier versions wrote it.
+# The tokenizer_config.json of such tokenizers in earlier versions.
 _OF_TRAINED = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
 
 
@@ -18,8 +18,8 @@ class Beside(NamedTuple):
     """
     Attributes:
       names: the special tokens by role (bos_token, eos_token, ...).
-      begins: whether a text begins with bos_token, if the tokenizer does not define it; None if no file defines it.
-      files: the tokenizer's files, by their paths in its folder; {} for a tokenizer that was made, not read.
+      begins: whether a text begins with bos_token, if the tokenizer itself does not define it; None if no file does.
+      files: the tokenizer's files, by their paths in its folder; {} for a tokenizer that was not read from files.
     """
 
     names: Mapping[str, str] = {}
@@ -28,11 +28,11 @@ class Beside(NamedTuple):
 
 
 def read_beside(file: Path) -> Beside:
-    """Reads the files next to the tokenizer `file`. If tokenizer_config.json has no added_tokens_decoder,
-    special_tokens_map.json takes precedence for special tokens that both name, as in transformers.
+    """Reads the files next to the tokenizer `file`. If tokenizer_config.json has no added_tokens_decoder, the special
+    tokens in special_tokens_map.json take precedence over it, as in transformers.
 
     Raises:
-      UserError: a file is damaged, too large, or names something else than a token.
+      UserError: a file is damaged or too large, or its entry for a special token is invalid.
     """
     folder = file.parent
     parts = tokenizer_parts(folder)

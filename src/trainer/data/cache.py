@@ -20,7 +20,7 @@ HASHED = 1 << 30  # bytes; only folders up to this size are verified by reading 
 
 
 def cache_root(data_cache_directory: str) -> Path:
-    """Returns the folder that the key data_cache_directory names; if it is empty, `user_cache()`."""
+    """Returns the folder given by the key data_cache_directory; if the key is empty, `user_cache()`."""
     if data_cache_directory:
         return local_path(data_cache_directory, "data_cache_directory=").absolute()
     return user_cache()
@@ -29,8 +29,8 @@ def cache_root(data_cache_directory: str) -> Path:
 def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
     """Makes `folder` unless it exists. `build(temporary folder)` writes its files and returns the dict META.
 
-    The temporary folder has the same parent as `folder` and is renamed at the end. If several processes call this, one
-    builds and the others wait. Raises UserError if the files cannot be written.
+    The temporary folder is next to `folder` and is renamed to it at the end. If several processes call this, one builds
+    and the others wait. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -38,7 +38,7 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
         with _locked(folder.with_name(folder.name + ".lock"), progress):
             if folder.exists():
                 return
-            # This process holds the lock, so these are remnants of a process that died.
+            # This process has the lock, so these are remnants of a process that died.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:

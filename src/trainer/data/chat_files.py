@@ -1,4 +1,4 @@
-"""The chat template in the files of a tokenizer, or in a separate file."""
+"""The chat template in a tokenizer's files or in a separate file."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +14,8 @@ _REMEDY = "name the file of a template with chat_template_path"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and its origin for messages. `with_tools`: the template of conversations with tools; "" if it
-    is the same."""
+    """A Jinja template, and its origin for messages. `with_tools`: the template for conversations with tools; "" if the
+    same template is used."""
 
     text: str
     where: str
@@ -41,7 +41,7 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template of a file: text, or JSON with chat_template. Raises UserError if there is none."""
+    """Returns the template in a file: text, or JSON with chat_template. Raises UserError if there is none."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):
@@ -70,7 +70,7 @@ def _text(path: Path) -> str:
 
 
 def _chosen(named: Mapping[Any, Any], path: Path) -> ChatTemplate | None:
-    """Returns the default template of several, with the one for tools; None if the default is empty."""
+    """Returns the default of several named templates, with the template for tools; None if the default is empty."""
     if not isinstance(text := named.get(_DEFAULT), str):
         names = ", ".join(map(str, named))
         raise UserError(f"{path}: holds the templates {names}, and none is called {_DEFAULT}; {_REMEDY}")

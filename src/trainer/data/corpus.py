@@ -19,11 +19,11 @@ class Corpus:
 
     Attributes:
       name: for messages.
-      parts: the sources of the records.
+      parts: the sources of its records.
       fingerprint: identifies the records and their order.
       columns: the columns of a record.
-      held_out: the share that is held out for evaluation; 0 if evaluation has its own documents.
-      evaluates: whether this corpus is the held-out share; otherwise it is the rest.
+      held_out: the share of records held out for evaluation; 0 if evaluation has separate documents.
+      evaluates: whether this corpus is the held-out share; otherwise it is the remaining share.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Corpus:
 
     @property
     def label(self) -> str:
-        """The name, and which share of the records this corpus has."""
+        """The name, and the share of the records in this corpus."""
         if not self.held_out:
             return self.name
         return (
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and which share of the records this corpus has."""
+        """The fingerprint, and the share of the records in this corpus."""
         restored = " restored" if any(part.restores for part in self.parts) else ""
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}"
 
@@ -66,8 +66,8 @@ class Corpus:
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
-    If the files have more than 256 MiB in total, it reads only the sizes and the first and last 64 KiB of each. Copies
-    in other folders have the same fingerprint. Formats with an index at the end change there with every record.
+    If the files have more than 256 MiB in total, only the sizes and the first and last 64 KiB of each file are read.
+    Copies in other folders have the same fingerprint. Formats with an index at the end change there with every record.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

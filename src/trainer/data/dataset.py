@@ -40,10 +40,10 @@ class Dataset:
     Attributes:
       evaluation: held-out rows; None if eval_interval disables evaluation.
       tokenizer: None for synthetic rows, and for token ids without a tokenizer_path.
-      identity: by name, everything that determines the training batches and their order; included in every position.
+      identity: everything that determines the training batches and their order, by name; included in every position.
       summary: one line for users.
       repeats: whether training repeats the first batch of the stream forever.
-      epoch: one pass; None if the data are endless, or their length is not known.
+      epoch: one pass; None if the data are endless or their length is unknown.
     """
 
     evaluation: RowSource | None
@@ -64,8 +64,8 @@ class Dataset:
     ) -> Stream:
         """Returns this process's part of the endless stream of global batches of `rows` rows, starting at `position`.
 
-        A batch's position continues exactly after that batch, also in another stream of an equal data set. Raises
-        UserError if the position belongs to other data, or cannot be resumed on this number of processes.
+        Each position continues exactly after its batch, also in another stream of an equal data set. Raises UserError
+        if the position belongs to other data, or cannot be resumed on this number of processes.
         """
         share = {"process_index": process_index, "process_count": process_count}
         stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
@@ -81,7 +81,7 @@ class Dataset:
 
 
 def text_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> "Encoder":
-    """Returns the encoder for documents of one column, or of a prompt and its completion."""
+    """Returns the encoder for documents with one column, or with a prompt and its completion."""
     from trainer.data.documents import Encoder
 
     return Encoder(tokenizer, columns, tokenize, config.sft_train_on_completion_only, config.vocab_size)
@@ -94,7 +94,7 @@ def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_enco
     """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
 
     `make_encoder` returns the encoder of records, given the configuration, the tokenizer, the columns, and whether the
-    columns have text instead of token ids.
+    columns contain text instead of token ids.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
@@ -213,7 +213,7 @@ def _synthetic(config: Config) -> Dataset:
 
 
 def alignment(config: Config) -> int:
-    """Returns the alignment in tokens of the beginning of each sequence in a row."""
+    """Returns the number of tokens to a multiple of which each sequence in a row is aligned."""
     return TILE if config.batch_invariant else 1
 
 

@@ -14,7 +14,7 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Record(NamedTuple):
-    """A record of a source: where it is, printable with `str`, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its location, printable with `str`, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
@@ -27,8 +27,8 @@ class Record(NamedTuple):
 class Document(NamedTuple):
     """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do.
 
-    `after`: documents that directly follow in the same row, each as a separate segment. Such a document is not split,
-    so `places` must be at most the length of a row.
+    `after`: documents that must directly follow in the same row, each as a separate segment. A document with `after` is
+    not split, so `places` must be at most the row length.
     """
 
     tokens: np.ndarray
@@ -41,7 +41,7 @@ class Document(NamedTuple):
         return len(self.tokens) - 1
 
     def places(self, align: int = 1) -> int:
-        """Returns the number of places in a row that it needs; segments begin at multiples of `align`."""
+        """Returns the number of places that the document needs in a row; segments begin at multiples of `align`."""
         end = self.pairs
         for document in self.after:
             end += -end % align + document.pairs
@@ -55,22 +55,22 @@ class Counts:
     documents: int = 0
     empty: int = 0  # documents without text, which are skipped
     bytes: int = 0  # bytes of the documents' text
-    split: int = 0  # documents longer than (the rest of) a row, continued in another row
+    split: int = 0  # documents longer than (the rest of) a row, which continue in another row
     cut: int = 0  # documents truncated by use_truncation, and the tokens lost
     cut_tokens: int = 0
     without_loss: int = 0  # documents without a loss-bearing token in any row
-    mended: int = 0  # documents with lone surrogates, the number of surrogates, and where the first one is
+    mended: int = 0  # documents with lone surrogates, the number of surrogates, and the location of the first
     mended_characters: int = 0
     mended_first: str = ""
     noun: str = ""  # the noun for a record; "": document
-    skipped: int = 0  # records with text that an encoder skipped, and how many of them for their length
+    skipped: int = 0  # records with text that an encoder skipped, and how many of these were too long
     skipped_long: int = 0
-    longest: int = 0  # tokens of the longest record that cannot be learned because it is longer than a row
-    # By kind: how often an encoder noticed something, and a line about the first occurrence, to print after the number.
+    longest: int = 0  # tokens of the longest record that cannot be trained because it is longer than a row
+    # By kind: how often an encoder noticed something, and a line about the first occurrence, printed after the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
-    unlearnt: str = ""  # the first document without a target to learn that an encoder skipped, for people
+    unlearnt: str = ""  # the first document that an encoder skipped because it has no target to train, for users
 
-    described: list[str] = field(default_factory=list)  # the kinds whose line an earlier `take` returned
+    described: list[str] = field(default_factory=list)  # the kinds whose lines an earlier `take` returned
 
     def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
         """Counts something that an encoder noticed. `line` is called once, because locating a record is slow."""
@@ -78,7 +78,7 @@ class Counts:
         self.noticed[kind] = before + count, first
 
     def long(self, tokens: int) -> None:
-        """Counts a record that is skipped because all its tokens with loss are beyond the end of a row."""
+        """Counts a record that is skipped because its loss-bearing tokens are all beyond the end of a row."""
         self.skipped_long += 1
         self.longest = max(self.longest, tokens)
 
@@ -104,13 +104,13 @@ class Counts:
         return self.noun or "document"
 
     def take(self) -> "Counts":
-        """Returns the counts so far, and resets them."""
+        """Returns the counts since the last call, and resets them."""
         taken = replace(self)
         self.__init__(noun=self.noun, described=[*{*self.described, *self.noticed}])  # type: ignore[misc]
         return taken
 
     def add(self, other: "Counts") -> None:
-        """Adds counts from `take`."""
+        """Adds counts returned by `take`."""
         firsts = {name: getattr(self, name) or getattr(other, name) for name in ("mended_first", "unlearnt", "noun")}
         firsts["longest"] = max(self.longest, other.longest)
         for kind, (count, line) in other.noticed.items():
@@ -125,7 +125,7 @@ class Counts:
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
-        """Returns the notes by kind. The name of a kind stays the same while its numbers change."""
+        """Returns the notes by kind. A kind's name stays the same while its numbers change."""
         notes = {}
         if self.empty:
             every = self.documents + self.empty
@@ -164,7 +164,7 @@ class Encoder:
       columns: the names of the columns. Two columns are a prompt and its completion.
       tokenize: false if the values are token ids.
       completion_only: with two columns, only the second bears loss.
-      vocab_size: ids must be smaller than this.
+      vocab_size: the exclusive upper bound of ids.
       noun: the noun for a record.
     """
 
@@ -196,17 +196,17 @@ class Encoder:
         """A JSON-compatible value, equal for encoders that make equal documents from equal records."""
         effective = {
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
-            "columns": len(self.columns),  # the source itself identifies which columns
+            "columns": len(self.columns),  # the source itself identifies the columns
             "completion_only": self.masked,
             "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer defines its vocabulary size
         }
-        # Built from the fields, so that none is omitted.
+        # Built from the fields, so that no field is omitted.
         return {one.name: effective.get(one.name, getattr(self, one.name)) for one in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """Returns the documents of `records`, with None for a record without text or without a target.
 
-        Raises UserError that names the record for bytes that are not UTF-8, a wrong type, or an id out of range.
+        Raises a UserError that names the record for bytes that are not UTF-8, a wrong type, or an id out of range.
         """
         if self.tokenize:
             texts = [text for record in records for text in self.texts(record, counts)]

@@ -18,7 +18,7 @@ OWN = "tokenizer.ggml."  # the prefix of the keys
 KIND = f"{OWN}model"
 TEMPLATE = "tokenizer.chat_template"
 NO_TOKENIZER = "none"
-BYTE_LEVEL, PIECES = "gpt2", "llama"  # the kinds of tokenizers that are read: byte-level BPE, and sentencepiece's BPE
+BYTE_LEVEL, PIECES = "gpt2", "llama"  # the supported kinds: byte-level BPE, and sentencepiece's BPE
 # The types of tokens.
 NORMAL, UNKNOWN, CONTROL, OWN_SYMBOL, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # sentencepiece's space
@@ -35,7 +35,7 @@ def special_ids(header: GgufHeader) -> dict[str, int]:
     """Returns the special tokens by role (bos_token, eos_token, ...).
 
     Raises:
-      UserError: one is not a token of the file.
+      UserError: a special token is not a token of the file.
     """
     own = _OF_PIECES if header.values.get(KIND) == PIECES else {}
     found = {role: header.get(key, int, own.get(role)) for role, key in ROLES.items()}
@@ -57,7 +57,7 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
     """Returns tokenizer.json, tokenizer_config.json and the chat templates.
 
     Raises:
-      UserError: the tokenizer is damaged, or of a kind that is not known.
+      UserError: the tokenizer is damaged, or its kind is unknown.
     """
     kind = header.get(KIND, str, NO_TOKENIZER)
     if kind == NO_TOKENIZER:
@@ -122,7 +122,7 @@ def _byte_level(header: GgufHeader, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _pieces(header: GgufHeader, ids: Mapping[str, int], kinds: Sequence[int]) -> dict[str, Any]:
-    """Returns a tokenizer.json that merges like sentencepiece: the token with the highest score is built first."""
+    """Returns a tokenizer.json that merges like sentencepiece, which builds the token with the highest score first."""
     scores = header.get(f"{OWN}scores", np.ndarray, np.zeros(0)).tolist()
     if len(scores) != len(kinds):
         raise UserError(f"{header.path}: {len(scores)} scores, but {len(kinds)} tokens")
@@ -148,7 +148,7 @@ def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -
     """Returns the merges of a BPE that builds tokens in the order of their scores, derived as in transformers.
 
     Raises:
-      UserError: the tokens have more characters than those of any published tokenizer.
+      UserError: the tokens together have more characters than in any published tokenizer.
     """
     if sum(map(len, scores)) > PIECES_CHARACTERS or max(map(len, scores), default=0) > PIECE_CHARACTERS:
         raise UserError(

@@ -1,6 +1,6 @@
-"""Limits how much longer a normalizer of a tokenizer.json can make a text.
+"""Limits how much a normalizer in a tokenizer.json can lengthen a text.
 
-The package tokenizers applies it even while it reads the file, to the names of added tokens.
+The package tokenizers applies normalizers even while it reads the file, to the names of added tokens.
 """
 
 import base64
@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.json_files import parsed
 from trainer.config.limits import ADDED_CHARACTERS, GROWTH, NORMALIZERS
 
-# The most characters that Unicode's forms and the package's normalizers make from one.
+# The maximum number of characters into which Unicode's forms and the package's normalizers expand one character.
 _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 4}
 
 
@@ -44,7 +44,7 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(spec: Mapping[str, Any]) -> int | None:
-    """Returns the most characters that a step makes from one; None if it cannot be read."""
+    """Returns the maximum number of characters into which a step expands one; None if the step cannot be read."""
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
@@ -56,7 +56,7 @@ def _times(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(charsmap: str) -> int | None:
-    """Returns the length of the longest text in a map of sentencepiece, which has the size of a trie, the trie, and
+    """Returns the length of the longest text in a sentencepiece map, which contains the size of a trie, the trie, and
     texts that end with 0. None if the trie is longer than the map."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")

@@ -91,7 +91,7 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str
 
 
 def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> None:
-    """Raises UserError for files that `check_unpacked` refuses, or that README.md in `folder` names outside of it."""
+    """Raises UserError for files that `check_unpacked` refuses, or that README.md in `folder` lists outside of it."""
     builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
     for names in (builder.config.data_files or {}).values():
         for name in names:

@@ -1,4 +1,4 @@
-"""Handles text files that the `datasets` library cannot read: reports the line, or reads repaired copies."""
+"""Handles text files that the `datasets` library cannot read: reports the bad line, or reads repaired copies."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 
 
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """Returns the table of `datasets.load_dataset(**load)`, after that call failed, with U+FFFD for lone surrogates.
+    """Returns the table of `datasets.load_dataset(**load)` after that call failed, with U+FFFD for lone surrogates.
 
     The readers of `datasets` refuse lone surrogates, so the table is read from repaired copies of the files in
     `folder`. Returns None if the files have no lone surrogates.
@@ -58,7 +58,7 @@ def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Call
 
 
 def _settings(datasets: Any, config: Any) -> dict[str, Any]:
-    """Returns the settings for reading files in a data set's description."""
+    """Returns the settings for reading files from a data set's description."""
     common, default = {field.name for field in fields(datasets.BuilderConfig)}, type(config)()
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
     return {name: value for name, value in own.items() if value != getattr(default, name)}

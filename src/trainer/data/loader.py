@@ -21,7 +21,7 @@ class Closable(Protocol[T_co]):
 class Loader(Generic[T], Iterator[T]):
     """Iterates over the first `count` items of an iterator (None: all), and loads `depth` of them ahead.
 
-    One background thread calls the iterator, in order. If the iterator raises, `next` raises the exception, with its
+    One background thread calls the iterator, in order. If the iterator raises an exception, `next` raises it, with its
     traceback, for that item. Items are returned unchanged, so a position in an item is correct no matter how far ahead
     the thread is. Close the loader, or use it as a context manager: this ends the thread and closes the iterator.
 
@@ -49,7 +49,7 @@ class Loader(Generic[T], Iterator[T]):
             self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Ends the iteration, and the thread after the item that it is loading. Closes the iterator."""
+        """Ends the iteration, and ends the thread after the current item. Closes the iterator."""
         if self._open:
             self._open = False
             self._ahead.clear()

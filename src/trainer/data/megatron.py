@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed data sets, PREFIX.bin with PREFIX.idx: rows are read directly from the memory-mapped files.
+"""Megatron-LM's indexed data sets, PREFIX.bin and PREFIX.idx. Rows are read directly from the memory-mapped files.
 
 PREFIX.bin contains the token ids of all sequences. PREFIX.idx contains, in little-endian order: MAGIC, the version
 (u8), the code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the
@@ -31,14 +31,14 @@ _LOOK = 20  # the number of documents to search for mmap_eod_id
 
 
 class IndexedFile:
-    """One PREFIX.bin and its index.
+    """One PREFIX.bin with its index.
 
     Attributes:
       paths: both files.
-      offsets: the first token of each document, and the number of all tokens: int64 [documents + 1].
+      offsets: the first token of each document, and the total number of tokens: int64 [documents + 1].
 
     Raises UserError if a file is missing or damaged, or if the two do not belong together. Nothing outside of the files
-    is ever read, because the constructor compares every length and position of the index with the files' sizes.
+    is ever read, because the constructor checks every length and position in the index against the files' sizes.
     """
 
     def __init__(self, prefix: str):
@@ -80,8 +80,8 @@ class IndexedFile:
         self.offsets = ends[first]
 
     def read(self, start: int, stop: int, vocab_size: int, eod: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens [start, stop), int32, and whether each ends a document: whether it is `eod` or, with `eod` -1,
-        the last token of a document in the index.
+        """Returns tokens [start, stop), int32, and whether each token ends a document: whether it is `eod` or, with
+        `eod` -1, the last token of a document in the index.
 
         Raises UserError if a token is not in [0, vocab_size).
         """
@@ -100,7 +100,7 @@ class IndexedFile:
         return ids.astype(np.int32), ends
 
     def last_tokens(self) -> list[int]:
-        """Returns the last token of each of the first documents."""
+        """Returns the last token of each of the first _LOOK documents."""
         offsets = self.offsets[: _LOOK + 1]
         return self._ids[offsets[1:][np.diff(offsets) > 0] - 1].tolist()
 
@@ -110,8 +110,8 @@ class TokenRows:
     tokens [i * length, (i + 1) * length) as inputs, and their successors as targets. The last row is padded.
 
     Args:
-      files: each with its chosen documents, bool [documents].
-      reset: whether a segment ends where a document ends; otherwise a row is one segment.
+      files: the files, each with its chosen documents, bool [documents].
+      reset: whether a segment ends with its document; otherwise a row is one segment.
       mask: whether the target after the end of a document bears no loss.
       shortest: with `reset`, a segment ends only if it has more tokens than this.
     """
@@ -130,10 +130,10 @@ class TokenRows:
         self._files, self.length, self._vocab_size = [file for file, _ in files], length, vocab_size
         self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
         runs = [_runs(file, chosen) for file, chosen in files]
-        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # of each run of documents
+        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # the file of each run of documents
         begins, ends = np.concatenate(runs).T
-        self._end = np.cumsum(ends - begins)  # its end in the stream
-        self._shift = ends - self._end  # from a position in the stream to one in the file
+        self._end = np.cumsum(ends - begins)  # the end of each run in the stream
+        self._shift = ends - self._end  # maps a position in the stream to a position in the file
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
         self.size = -(-(self.tokens - 1) // length)  # a row needs at least two tokens
@@ -170,8 +170,8 @@ class TokenRows:
 
 
 def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fraction], TokenRows | None, str]:
-    """Returns the rows of each component of grain_train_files, their weights, the rows for evaluation (None without
-    evaluation documents), and a text that identifies the training documents.
+    """Returns the rows of each component of grain_train_files, the components' weights, the rows for evaluation (None
+    without evaluation documents), and a text that identifies the training documents.
 
     Raises UserError if a file is missing or damaged, or if no document remains.
     """
@@ -202,13 +202,13 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
 
 
 def boundaries(config: Config) -> dict[str, Any]:
-    """Returns the arguments of TokenRows for the ends of documents."""
+    """Returns the arguments of TokenRows about the ends of documents."""
     settings = {"eod": config.mmap_eod_id, "reset": config.reset_attention_mask, "mask": config.eod_mask_loss}
     return settings | {"shortest": shortest_segment(config)}
 
 
 def _component(config: Config, pattern: str, key: str, say: Progress) -> list[IndexedFile]:
-    """Returns the files of a component: `prefix`, a folder or a glob of both; for mmap_npy `folder|prefix:prefix`."""
+    """Returns the files of a component: `prefix`, a folder or a glob of either; for mmap_npy `folder|prefix:prefix`."""
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
         folder, bar, rest = pattern.rpartition("|")
@@ -242,8 +242,8 @@ def _choose(
 ) -> list[tuple[IndexedFile, np.ndarray]]:
     """Returns the files of a component, each with its documents for training (`which` 0) or evaluation (1).
 
-    `split` divides the documents in their order, rounded as in Megatron-LM. Without it, `share` of them, rounded up and
-    evenly spaced, is for evaluation.
+    `split` divides the documents in their order, rounded as in Megatron-LM. Without `split`, a share `share` of them,
+    rounded up and evenly spaced, is for evaluation.
     """
     bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     count = int(bounds[-1])

@@ -9,7 +9,7 @@ import numpy as np
 from trainer.data.batches import FIELDS, Batch, RowSource
 from trainer.data.order import visited
 
-_PRECISION = 10**6  # weights that are not a ratio of small integers are rounded to this fraction of their sum
+_PRECISION = 10**6  # weights that are not a ratio of small integers are rounded to this fraction of the weights' sum
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -25,9 +25,9 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the component of each row in `indices` [n], and the row's index within that component, both int64 [n].
 
-    Among the first k rows, for any k, each component has its share, rounded. Of the rows not taken by earlier
-    components, component i takes weights[i] / (weights[i] + all later weights), evenly spaced. This is the rule of
-    grain.MapDataset.mix.
+    Among the first k rows, for any k, each component has its rounded share. Of the rows not taken by earlier
+    components, component i takes weights[i] / (weights[i] + all later weights), evenly spaced. grain.MapDataset.mix has
+    the same rule.
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
@@ -42,7 +42,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
 
 
 class MixedRows:
-    """An endless stream of rows from several sources in the ratio of `weights`. Each source has separate epochs."""
+    """An endless stream of rows from several sources in the ratio of `weights`. Each source has its own epochs."""
 
     size = None
 

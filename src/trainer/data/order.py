@@ -9,7 +9,7 @@ _ROUNDS = 10  # with only 6 rounds, some orders of 6 rows are too frequent
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """Returns the rows of a source of `size` rows that are at `indices` [n] in its endless order of epochs."""
+    """Returns the rows at `indices` [n] in the endless order of epochs of a source with `size` rows."""
     epochs, indices = np.divmod(indices, size)
     if shuffle:
         for epoch in np.unique(epochs).tolist():
@@ -21,9 +21,9 @@ def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.n
 def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.ndarray:
     """Returns the images of `indices` [n], int64, under the permutation of [0, size) for (seed, epoch).
 
-    This is a generalized Feistel network (Black and Rogaway 2002). An index is a pair (left, right) with
-    left < columns and right < rows, where columns * rows is at least `size`. Each round adds a hash of one half to the
-    other half, modulo its range. An image that is not below `size` goes through the network again (cycle walking);
+    This is a generalized Feistel network (Black and Rogaway 2002). An index is a pair (left, right) with left < columns
+    and right < rows, where columns * rows is at least `size`. Each round adds a hash of one half to the other half,
+    modulo the other half's range. An image that is not below `size` goes through the network again (cycle walking);
     fewer than `columns` images do. So memory and time depend only on n. The keys are raw words of Philox, which NumPy
     keeps stable across releases.
     """

@@ -50,8 +50,8 @@ class Packing:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It has every field, but
-        `align` only if it is not 1, so that rows prepared before this field existed stay valid."""
+        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It contains every field,
+        but `align` only if it is not 1, so that rows prepared before `align` existed stay valid."""
         found = {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
         if self._concatenates and self.max_segments > 0:
             found["kind"] += ", bounded"  # earlier versions ignored max_segments
@@ -60,7 +60,7 @@ class Packing:
     def rows(
         self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
     ) -> Iterator[tuple[PackedRow, Resume]]:
-        """Yields the rows of `documents`, each a pair of a mark and a document. Omits the first `skip` pairs of the
+        """Yields the rows of `documents`, which are pairs of a mark and a document. Omits the first `skip` pairs of the
         first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
@@ -135,8 +135,8 @@ def _concat(
 def _fit(
     documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
 ) -> Iterator[tuple[PackedRow, Resume]]:
-    """Packs each piece of a document, unsplit, into a row of a group: the first row with room (first_fit) or the
-    fullest row with room (best_fit). A piece that fits into no row of the group ends the group."""
+    """Packs each piece of a document, unsplit, into a row of a group: the first row with enough space (first_fit) or
+    the fullest one with enough space (best_fit). A piece that fits into no row of the group ends the group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)

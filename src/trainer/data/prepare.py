@@ -27,7 +27,7 @@ from trainer.data.rows import FILE, SUMS, StoredRows, write
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
-FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are not read
+FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are refused
 BPE_BYTES = 64 << 20  # the maximum bytes of text for training a BPE
 _CHUNK = 64  # documents to encode at once
 _INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
@@ -224,8 +224,8 @@ def _key(facts: Any) -> str:
 
 
 class _Bar:
-    """Shows progress from 0 to 1, with an ETA: a bar if stderr is a terminal, otherwise lines at intervals. It runs in
-    a thread, because a single document may take minutes."""
+    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals. It
+    runs in a thread, because a single document may take minutes."""
 
     def __init__(self, say: Progress, label: str):
         self._say, self._label, self._share = say, label, 0.0

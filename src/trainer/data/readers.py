@@ -43,12 +43,12 @@ class Part(Protocol):
 
     @property
     def weight(self) -> int:
-        """Its size in bytes or records, for progress."""
+        """The part's size in bytes or records, for progress."""
         ...
 
     @property
     def restores(self) -> bool:
-        """Whether its columns are restored (`data.arrow`): earlier versions read other values."""
+        """Whether the columns are restored (`data.arrow`); earlier versions read other values."""
         ...
 
     def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
@@ -96,7 +96,7 @@ class TextPart(FilePart):
 
 
 class Line(NamedTuple):
-    """The line of a file that begins at a byte offset. Its number is computed only for messages."""
+    """The line of a file that begins at a byte offset. The line's number is computed only for messages."""
 
     path: Path
     start: int
@@ -202,7 +202,7 @@ class ArrayRecordPart(FilePart):
             )
         if self._stop > count:
             raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
-        self._reader = None  # each process that reads opens its own
+        self._reader = None  # each process that reads opens a separate one
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -237,7 +237,7 @@ class ArrayRecordPart(FilePart):
 
 
 class TfrecordPart(FilePart):
-    """A TFRecord file. Its lengths and checksums are checked."""
+    """A TFRecord file. The lengths and checksums in it are checked."""
 
     def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
@@ -299,7 +299,7 @@ def arrow_errors() -> tuple[type[Exception], ...]:
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:
-    """Returns the wanted columns of a dict. If one is missing, raises UserError that names the existing ones."""
+    """Returns the wanted columns of a dict. If a column is missing, the UserError names the existing ones."""
     try:
         record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:

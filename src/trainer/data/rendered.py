@@ -1,4 +1,4 @@
-"""Texts rendered by a chat template, and their tokens with the characters that each covers."""
+"""Texts rendered by a chat template, and their tokens, each with the range of characters that it covers."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -14,8 +14,8 @@ class Rendered(NamedTuple):
 
     Attributes:
       text: the text.
-      learnt: the ranges of `{% generation %}`, in order.
-      plain: the ranges of special tokens' names that came from a message and so are ordinary text.
+      learnt: the ranges within `{% generation %}`, in order.
+      plain: the ranges of special token names that came from a message, and so are ordinary text.
     """
 
     text: str
@@ -24,7 +24,7 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Tokens [n], int32, and the characters [start, stop) that each covers, at least in part."""
+    """Tokens [n], int32, and for each token the characters [start, stop) that it covers, at least in part."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
 
     @classmethod
     def of(cls, ids: Any, starts: Any, stops: Any) -> "Encoded":
-        """Returns the three as arrays."""
+        """Returns an instance with the arguments as arrays."""
         return cls(*(np.asarray(values, np.int32).reshape(-1) for values in (ids, starts, stops)))
 
     @classmethod
@@ -55,12 +55,12 @@ def pattern(names: Collection[str]) -> re.Pattern[str]:
 
 
 def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
-    """Yields the parts of a text, each with its start and whether it is in `Rendered.plain`."""
+    """Yields the parts of a text, each with its start and whether it is a name in `Rendered.plain`."""
     return _cut(rendered.text, rendered.plain)
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields parts of a text, each with its start and whether it is a special token's name outside of messages."""
+    """Yields parts of a text, each with its start and whether it is the name of a special token outside of messages."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 
@@ -91,8 +91,8 @@ def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -
 
 
 def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
-    """Returns tokens with the ranges `offsets` [n, 2] in a text that begins at `start` in the whole text. A token
-    without a character, such as one of its bytes, gets the range up to the end of the next token with one."""
+    """Returns tokens with the ranges `offsets` [n, 2] in a text that begins at `start` in the whole text. A token that
+    is only a part of a character gets the range up to the end of the next token with a character."""
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
     for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
         stops[i] = max(stops[i + 1], starts[i])

@@ -12,11 +12,11 @@ from trainer.data.cache import damaged
 from trainer.data.packing import PackedRow
 
 FILE, SUMS = "rows.npy", "crc32.npy"
-_FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last only if some targets bear no loss
+_FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last one only if some targets bear no loss
 
 
 class StoredRows:
-    """The rows that `write` stored, as a source. Reads only the requested rows and verifies each of them.
+    """The rows stored by `write`, as a source. Reads only the requested rows, and verifies each of them.
 
     Raises UserError if a file's header or a requested row is damaged.
     """

@@ -1,4 +1,4 @@
-"""Finds the documents that the keys of each dataset_type name."""
+"""Finds the documents that the keys of each dataset_type select."""
 
 import glob
 import re
@@ -33,7 +33,7 @@ from trainer.runtime.folders import check_folder
 
 @dataclass(frozen=True)
 class Source:
-    """The corpora for training, each with a weight, and the corpus for evaluation. Without one, nothing is held out."""
+    """The corpora for training, each with a weight, and the corpus for evaluation; None: nothing is held out."""
 
     name: str
     train: tuple[Corpus, ...]
@@ -42,7 +42,7 @@ class Source:
 
 
 def open_source(config: Config, say: Progress = lambda line: None) -> Source:
-    """Returns the source that the keys name. `say` gets lines on replaced text.
+    """Returns the source that the keys select. `say` gets lines about replaced text.
 
     Raises UserError if a file or column is missing, empty or damaged.
     """
@@ -151,7 +151,7 @@ def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str
 
 
 def check_features(folder: Path) -> None:
-    """Checks that the features of a TFDS dataset are classes of TFDS, because TFDS would import any other module.
+    """Checks that the features of a TFDS dataset are TFDS's classes, because TFDS would import any other module.
 
     Raises:
       UserError: features.json names a class of another package, or is not JSON.
@@ -173,7 +173,7 @@ def check_features(folder: Path) -> None:
 
 
 class _TfdsParser:
-    """Parses a record of a TFDS dataset into its features. Each process that reads makes its own parser."""
+    """Parses records of a TFDS dataset into features. Each reading process makes a separate parser."""
 
     def __init__(self, folder: str):
         self._folder, self._features = folder, None

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Record, is_held_out
 
-# Tests and large applications. Some Python distributions omit them, so corpora with them would differ.
+# Tests and large applications. Corpora with them would differ between Python distributions, because some omit them.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -30,7 +30,7 @@ class SourceFile:
     def held_out(self) -> bool:
         """Whether the file is used for evaluation and never for training: 5 % of all paths, independent of the folder.
 
-        The prefix that `is_held_out` hashes acts as a seed. Without it, a single generated text file,
+        The prefix before hashing in `is_held_out` acts as a seed. Without it, a single generated text file,
         pydoc_data/topics.py, would make up 64 % of the held-out bytes.
         """
         return is_held_out(self.path.encode(), HELD_OUT_SHARE)
@@ -74,7 +74,7 @@ def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
 
 
 def read_files(root: Path) -> list[SourceFile]:
-    """Returns the `.py` files in `root`, sorted by path, without EXCLUDED_FOLDERS, empty files and files not in UTF-8.
+    """Returns the `.py` files in `root`, sorted by path, except EXCLUDED_FOLDERS, empty files and files not in UTF-8.
 
     Line ends are kept, so that a document's text encodes to exactly the bytes of its file.
     """

@@ -18,10 +18,10 @@ from trainer.data.order import permuted
 from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
-_OPEN_FILES = 8  # if the order is shuffled, the number of files to read alternately
+_OPEN_FILES = 8  # if the order is shuffled, the number of files from which to read alternately
 _WINDOWS = 1 << 32  # added to the seed, so that the order of windows differs from the order of files
 _BUFFER = 4  # rows that a worker process makes ahead
-_PASSES = 2  # the search for a document ends after this many passes over a fixed share without one
+_PASSES = 2  # the search for a document ends after this many passes over a fixed share without a document
 
 
 def streamed_rows(
@@ -36,11 +36,11 @@ def streamed_rows(
     process_index: int,
     process_count: int,
 ) -> Any:
-    """Returns a grain.IterDataset of this process's rows, endless: dicts of arrays [length], and `counts`, a `Counts`.
+    """Returns an endless grain.IterDataset of this process's rows (dicts of arrays [length]), and `counts`, a `Counts`.
 
-    Files are divided among the processes if there are enough of them. Otherwise each process takes every n-th record.
-    With `seed` None, the order is kept. Data that can be read by index are shuffled globally. Other files are shuffled
-    file by file, and their records in a window of `window` documents.
+    Files are divided among the processes if there are enough files. Otherwise each process takes every n-th record.
+    With `seed` None, the order is unchanged. Data that can be read by index are shuffled globally. Other files are
+    shuffled as files, and their records within a window of `window` documents.
     """
     parts = []
     for corpus in corpora:
@@ -60,7 +60,7 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's records, and a function from their iterator's state to its pass over this share."""
+    """Returns this process's records, and a function that maps their iterator's state to its pass over this share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -68,7 +68,7 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        # If shuffled, each process gets another share in each epoch, so that it gets every document eventually, and
+        # If shuffled, each process gets a different share in each epoch, so that it gets every document eventually, and
         # no pass ever ends. In order, a worker gets every `stride`-th record of the endless order, which repeats.
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
@@ -101,10 +101,10 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from the beginning in each epoch; with a seed, in another order each time.
+    """Records of files that are read from the beginning in each epoch; with a seed, in a different order each time.
 
-    `shares` are nested (index, count) pairs: first for the processes, then for the workers of a process. A level
-    divides the files if there is at least one for each member, otherwise the records.
+    `shares` are nested (index, count) pairs: first for processes, then for a process's workers. Each level divides the
+    files if there is at least one for each member, otherwise the records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -112,7 +112,7 @@ class _Files(grain.IterDataset):
         self._parts, self._seed, self._shares = parts, seed, shares
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Sets the share of a worker process. grain calls it in that process."""
+        """Sets the share of a worker process. grain calls this method in the worker."""
         self._shares = [*self._shares, (sl.start, sl.step)]
 
     def __iter__(self) -> "_FilesIterator":
@@ -186,7 +186,7 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Through(grain.IterDataset):
-    """A data set whose iterator is the result of `make` for an iterator of `parent`."""
+    """A data set whose iterator `make` creates from an iterator of `parent`."""
 
     def __init__(self, parent: grain.IterDataset, make: Callable[[grain.DatasetIterator], grain.DatasetIterator]):
         super().__init__(parent)
@@ -197,7 +197,7 @@ class _Through(grain.IterDataset):
 
 
 class _Shuffled(grain.DatasetIterator):
-    """Shuffles the records of one window at a time, which ends with its epoch. Without a seed, keeps their order.
+    """Shuffles the records of one window at a time. A window ends with its epoch. Without a seed, keeps the order.
 
     `get_state` returns the state of the files at the start of the window, the window's number, and the number of its
     records that were returned.
@@ -251,7 +251,7 @@ class _Shuffled(grain.DatasetIterator):
 class _Packed(grain.DatasetIterator):
     """Packs records into rows.
 
-    `get_state` returns the state of the records before the last document of the returned rows, and how much of that
+    `get_state` returns the state of the records before the last document in the returned rows, and how much of that
     document these rows contain.
     """
 
@@ -275,7 +275,7 @@ class _Packed(grain.DatasetIterator):
             next(self._rows)
 
     def _documents(self) -> Iterator[tuple[Any, Document]]:
-        read = first = 0  # records since the last document, and the number of the pass of the first of them
+        read = first = 0  # records since the last document, and the pass number of the first of these records
         while True:
             state = self._parent.get_state()
             number = self._pass_of(state)

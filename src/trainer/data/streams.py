@@ -46,7 +46,7 @@ class Stream(Protocol):
 
 
 class PreparedStream:
-    """Batches of prepared rows. The position is the index of the next row, the same for any number of processes."""
+    """Batches of prepared rows. The position is the next row's index, which is the same for any number of processes."""
 
     per_process = False
 
@@ -121,7 +121,7 @@ class StreamingStream:
 
     def position(self) -> Position:
         """Returns the state of the iterator, this process's index and the number of processes."""
-        # Converted to JSON and back, which makes a copy and fails here if the state cannot be stored.
+        # Converted to JSON and back: this makes a copy, and fails here if the state cannot be stored.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._layout, "state": state}
 
@@ -180,7 +180,7 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises UserError, which names the first difference, if `position` is of a stream with another identity."""
+    """Raises a UserError with the first difference if `position` belongs to a stream with another identity."""
     if position is None:
         return
     then = position["identity"]

@@ -7,16 +7,16 @@ from trainer.data.batches import Batch, make_batch
 from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
-EVAL_OFFSET = 1 << 48  # index of its first row, which training never reaches
-_CUTS = SYNTHETIC - 1  # the number of cuts in a row, which has one segment more; fewer if cuts coincide
+EVAL_OFFSET = 1 << 48  # the index of the first of these rows, which training never reaches
+_CUTS = SYNTHETIC - 1  # cuts in a row, which has one more segment; fewer segments if cuts coincide
 _STRIDE = 7  # the difference between consecutive tokens
 
 
 class SyntheticRows:
     """Rows of `length` tokens, a pure function of (seed, offset + index).
 
-    Up to four segments of unequal length share a row, and up to an eighth of it, at the end, is padding. A segment
-    begins at a multiple of `align` tokens, with a random token, and continues with next = (token + 7) mod vocab_size, a
+    Up to four segments of unequal length share a row, and up to an eighth of the row, at the end, is padding. A segment
+    begins at a multiple of `align` tokens with a random token, and continues with next = (token + 7) mod vocab_size, a
     rule that any model can learn. `size` None is endless. `together`: whether a row may have several segments.
     """
 
@@ -42,7 +42,7 @@ class SyntheticRows:
         cuts = draw[:, :_CUTS] % np.uint64(self.length)
         cuts -= cuts % self._align
         segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
-        # Cuts that coincide, or that are at column 0, leave ids unused. Count the changes, so that ids have no gaps.
+        # Cuts that coincide, or are at column 0, leave ids unused. Counting the changes instead avoids gaps in the ids.
         changes = np.diff(segment, axis=1, prepend=segment[:, :1]) != 0
         segmentation = 1 + np.cumsum(changes, axis=1)
         padding = draw[:, _CUTS] % np.uint64(self.length // 8 + 1)

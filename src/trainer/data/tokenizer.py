@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MIN_VOCAB_SIZE = 257  # every byte, and the special token
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
-# Byte-level tokens are written with a character for each byte: bytes that are printable in Latin-1 stand for
-# themselves, and the others have the characters from U+0100 on, in order.
+# Byte-level tokens are written with one character per byte: bytes that are printable in Latin-1 stand for themselves,
+# and the other bytes are mapped to the characters from U+0100 on, in order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
@@ -47,7 +47,7 @@ JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 class package_errors:
     """A context that turns errors of the package tokenizers into a UserError: `text`, the reason, `advice`. The package
-    raises plain Exception and, if its code fails, PanicException, which is a BaseException."""
+    raises plain Exception and, if its Rust code panics, PanicException, which is a BaseException."""
 
     def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
         self._text, self._advice = text, advice
@@ -68,13 +68,13 @@ class Tokenizer(abc.ABC):
       largest: the largest id in a document. Published tokenizers append special tokens that
         documents never contain, such as Gemma 3's for images.
       bos, eos: the tokens before and after each document; None if there is none.
-      bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if it is
-        not exact, because the tokenizer changes the text.
+      bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if the
+        numbers are not exact, because the tokenizer changes the text.
       special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
-      own_template: the template for chats in its files; None if there is none.
-      chat_template: `own_template`, or another that a run trains with.
+      own_template: the chat template in its files; None if there is none.
+      chat_template: `own_template`, or another template with which a run trains.
       beside: the contents of the files next to its file.
-      note: a line for the user about settings in its file that are ignored; "" if there are none.
+      note: a line for the user about ignored settings in its file; "" if there are none.
     """
 
     vocab_size: int
@@ -93,7 +93,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """The special tokens before a prompt without a chat template: the tokenizer's, else those of its files."""
+        """The special tokens before a prompt without a chat template: from the tokenizer, or else from its files."""
         return [] if self.bos is None or self.beside.begins is False else [self.bos]
 
     @property
@@ -103,8 +103,8 @@ class Tokenizer(abc.ABC):
         return texts[0] != texts[1]
 
     def saved_files(self) -> dict[str, bytes]:
-        """Returns the files from which tokenizer_path can read this tokenizer again, with its chat template, by their
-        paths in its folder: unchanged copies of the files that it was read from, or new ones."""
+        """Returns the files from which tokenizer_path can read this tokenizer again, with its chat template, by path in
+        its folder: unchanged copies of the files from which it was read, or new files."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
@@ -130,8 +130,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes files from which tokenizer_path can read this tokenizer again into `directory`: its vocabulary, and
-        the names of special tokens that it needs."""
+        """Writes files from which tokenizer_path can read this tokenizer again into `directory`: the vocabulary, and
+        the names of required special tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without special tokens."""
@@ -143,17 +143,17 @@ class Tokenizer(abc.ABC):
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
     def id_of(self, name: str) -> int | None:
-        """Returns the token with this name; None if there is none."""
+        """Returns the token with this name; None if there is no such token."""
         return self.special_tokens.get(name)
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """The special tokens by name, which `encode_rendered` recognizes."""
+        """The special tokens by name, as recognized by `encode_rendered`."""
         return self._special_tokens()
 
     @functools.cached_property
     def markers(self) -> Mapping[str, int]:
-        """The tokens by name that can end a turn: special tokens, and others that never occur in ordinary text."""
+        """The tokens that can end a turn, by name: special tokens, and others that never occur in ordinary text."""
         return self._markers()
 
     @abc.abstractmethod
@@ -163,7 +163,7 @@ class Tokenizer(abc.ABC):
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens of rendered texts. A special token's name becomes that token, unless a message has it."""
+        """Returns the tokens of rendered texts. A special token's name becomes that token unless it is in a message."""
         names = pattern(self.special_tokens)
         return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
 
@@ -183,12 +183,12 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
-        # Names of special tokens in a text are plain text. This setting is not part of the saved file.
+        # Names of special tokens in a text are plain text. The saved file does not contain this setting.
         inner.encode_special_tokens = True
-        # The configuration determines the length of rows, not the file.
+        # The configuration determines the row length, not the file.
         inner.no_truncation()
         inner.no_padding()
-        # Equal texts must have equal tokens. Of all models, only BPE can be random, with the setting dropout.
+        # Equal texts must have equal tokens. Of all models, only BPE can be random, by its setting dropout.
         if getattr(inner.model, "dropout", None):
             inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
@@ -224,13 +224,13 @@ class JsonTokenizer(Tokenizer):
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
 
     def _markers(self) -> Mapping[str, int]:
-        # Gemma's tokenizers have lines and spaces as added tokens.
+        # Gemma's tokenizers have added tokens for lines and spaces.
         added = self._inner.get_added_tokens_decoder().items()
         return {token.content: i for i, token in added if token.special or token.content.strip()}
 
     @functools.cached_property
     def _of_chats(self) -> "tokenizers.Tokenizer":
-        """A copy that recognizes special tokens, and whose offsets are not trimmed by a post-processor."""
+        """A copy that recognizes special tokens, with offsets that no post-processor trims."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(json.dumps(json.loads(self._inner.to_str()) | {"post_processor": None}))
@@ -289,7 +289,7 @@ class JsonTokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens. Equal texts give equal tokenizers.
 
-    It has one special token, which is put before and after each document.
+    The tokenizer has one special token, which is put before and after each document.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -34,7 +34,7 @@ from trainer.runtime.folders import check_folder, read_bounded
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
 _ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
-# Llama 3's pattern for splitting text into words and the number of its special tokens. Its file of ranks has neither:
+# Llama 3's pattern for splitting text into words, and its number of special tokens. Its rank file has neither:
 # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -54,7 +54,7 @@ _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Returns the tokenizer of the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
+    """Returns the tokenizer in the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
     GGUF file is read like the Hugging Face folder of its tokenizer.
 
     Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
@@ -87,7 +87,7 @@ def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
     """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file.
 
     Raises:
-      UserError: a file is too large, or the tokenizer of a GGUF file is not known.
+      UserError: a file is too large, or the kind of a GGUF file's tokenizer is unknown.
     """
     if is_gguf(place):
         header = read_gguf(place)
@@ -111,8 +111,8 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the bos_token or eos_token in the files next to the tokenizer `file`, by default the tokenizer's; None if
-    add_bos or add_eos disabled it. Raises UserError if there is no such token."""
+    """Returns the bos_token or eos_token in the files next to the tokenizer `file`, by default the tokenizer's own;
+    None if add_bos or add_eos disabled it. Raises UserError if there is no such token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -159,7 +159,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces(self._inner.is_control)
 
     def _markers(self) -> Mapping[str, int]:
-        # The package does not tell which pieces are user-defined symbols, such as <end_of_turn>.
+        # The package does not report which pieces are user-defined symbols, such as <end_of_turn>.
         return self._pieces(lambda i: _SYMBOL.fullmatch(self._inner.id_to_piece(i)) and not self._inner.is_byte(i))
 
     def _pieces(self, chosen: Callable[[int], Any]) -> dict[str, int]:
@@ -177,8 +177,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """The tokenizer of a file of ranks (base64 of a token's bytes, a space, its rank), with Llama 3's pattern for
-    words. Its 256 special tokens come after the ranks."""
+    """The tokenizer of a rank file (base64 of a token's bytes, a space, its rank), with Llama 3's word pattern. Its 256
+    special tokens follow the ranks."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         tiktoken = _import("tiktoken", "tiktoken")
@@ -241,7 +241,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
         raise UserError(f"tokenizer_path: {file}: {problem}; take another tokenizer_path")
     with package_errors(refused, ""):
         inner = tokenizers.Tokenizer.from_str(text)
-        inner.encode("")  # with what the post-processor adds
+        inner.encode("")  # includes the tokens of the post-processor
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
         raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
@@ -278,7 +278,7 @@ def _file(path: Path, kind: str) -> Path:
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
-    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # read, too
+    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # these are also read
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "
@@ -288,7 +288,7 @@ def _file(path: Path, kind: str) -> Path:
 
 
 def _kind(file: Path) -> str:
-    """Returns the type of a tokenizer's file, by its name and first bytes."""
+    """Returns the type of a tokenizer's file, detected from its name and first bytes."""
     if file.name == CONFIG_FILE and says_bytes(file):
         return "bytes"
     if file.suffix == ".json":

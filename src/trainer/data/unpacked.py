@@ -13,16 +13,16 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.config.limits import TOGETHER_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 
-_MAGIC = b"ARROW1\0\0"  # of Arrow's file format: a stream follows
+_MAGIC = b"ARROW1\0\0"  # of Arrow's file format; a stream follows
 _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # types of Arrow's messages
 _BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
 
 
 def check_unpacked(path: Path) -> None:
-    """Checks a file if its suffix is that of such a format; other files pass.
+    """Checks a file if its suffix indicates such a format; other files pass.
 
     Raises:
-      UserError: it would unpack to a far larger size.
+      UserError: its unpacked size would be far larger.
     """
     import pyarrow
     import pyarrow.parquet
@@ -39,8 +39,8 @@ def check_unpacked(path: Path) -> None:
 
 
 def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
-    """Returns how many rows of a Parquet file to read at once: at most `most`, fewer if large values may be repeated.
-    `columns`: the top-level columns to read; None for all. Raises UserError: see `check_unpacked`."""
+    """Returns how many rows of a Parquet file to read at once: at most `most`; fewer if large values may be repeated.
+    `columns`: the top-level columns to read; None: all. Raises UserError: see `check_unpacked`."""
     largest = 1
     with path.open("rb") as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
@@ -76,7 +76,7 @@ def _page_size(header: bytes) -> int:
 
 
 def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the packed and unpacked size of each batch of an Arrow file that is compressed."""
+    """Yields the packed and unpacked size of each batch of a compressed Arrow file."""
     import pyarrow
     import pyarrow.ipc
 
@@ -94,7 +94,7 @@ def _unpacked(header: bytes, body: Any) -> int:
     def number(form: str, at: int) -> int:
         return struct.unpack_from(form, header, at)[0]
 
-    def field(table: int, i: int) -> int:  # its position, 0 if it is absent
+    def field(table: int, i: int) -> int:  # the field's position, 0 if it is absent
         names = table - number("<i", table)
         offset = number("<H", names + 4 + 2 * i) if 4 + 2 * i < number("<H", names) else 0
         return table + offset if offset else 0

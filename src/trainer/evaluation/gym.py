@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: a data set makes questions from a seed, and its verifier judges answers."""
+"""Tasks of reasoning-gym: a data set generates questions from a seed, and a verifier judges answers."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from trainer.config.words import visible
 from trainer.evaluation.specs import Spec
 
 _SIZE = 100
-_SECONDS = 300  # for making the questions
+_SECONDS = 300  # the time limit for generating the questions
 _JUDGE = "trainer.evaluation.gym_rows:judge"
 _PROGRAM = (
     "import json, sys; sys.path[:], given = json.loads(sys.argv[1]); from trainer.evaluation.gym_rows import main; "

@@ -1,5 +1,5 @@
-"""The code that needs the package reasoning-gym: it makes the questions of a data set, and judges answers with the data
-set's verifier. Both run in other processes, which load neither JAX nor this package's configuration. They have
+"""The code that needs the package reasoning-gym: it generates the questions of a data set, and judges answers with the
+data set's verifier. Both run in other processes, which load neither JAX nor this package's configuration. They use
 PYTHONHASHSEED=0, because the questions of five data sets depend on it."""
 
 import functools
@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Calls that evaluate a text. Some verifiers evaluate the answer with them.
+# Calls that evaluate a text as code. Some verifiers evaluate the answer with such calls.
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 def main(given: str) -> None:
-    """Prints the questions of the data set that `given` describes (see `_opened`), as JSON: an object with `problem`,
-    or with `rows` and `evaluates`. `evaluates` is whether the verifier's module evaluates texts as code."""
+    """Prints, as JSON, the questions of the data set `given` (see `_opened`): an object with `problem`, or with `rows`
+    and `evaluates`. `evaluates` is whether the verifier's module evaluates texts as code."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -36,14 +36,14 @@ def main(given: str) -> None:
                 sys.modules[each.__module__] for each in type(opened).__mro__ if "reasoning_gym" in each.__module__
             }
             found = {"rows": rows, "evaluates": any(_EVALUATES.search(inspect.getsource(one)) for one in modules)}
-        except Exception as error:  # the package's checks are assertions, and its data sets can raise any
+        except Exception as error:  # the package's checks are assertions, and its data sets can raise any exception
             found = {"problem": "config", "value": f"{type(error).__name__}: {error}", "choices": []}
     print(json.dumps(found))
 
 
 @functools.cache
 def _opened(task: str) -> Any:
-    """Returns the data set of a JSON list of name, seed, size and fields of its configuration."""
+    """Returns the data set for a JSON list of name, seed, size and the fields of its configuration."""
     import reasoning_gym
 
     name, seed, size, settings = json.loads(task)
@@ -56,8 +56,8 @@ def _entry(task: str, index: int) -> Any:
 
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
-    """Returns the verifier's score, from 0 to 1, of the text in the last <answer> </answer>, or of the whole completion
-    if there is none. It has the arguments of a reward function."""
+    """Returns the verifier's score, from 0 to 1, for the text in the last <answer> </answer>, or for the whole
+    completion if there is none. The arguments are those of a reward function."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

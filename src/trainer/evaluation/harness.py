@@ -1,4 +1,4 @@
-"""Tasks of lm-eval, on the model of this process. `tasks.open_tasks` imports this file."""
+"""Runs tasks of lm-eval on this process's model. `tasks.open_tasks` imports this file."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ from trainer.inference.sampling import Sampling
 
 T = TypeVar("T")
 _NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a file of a task
-_SEED = 1234  # of the shots, as in lm-eval's own program
+_SEED = 1234  # the seed of the few-shot examples, as in lm-eval's own program
 _RESAMPLES = 1000  # for the standard errors of metrics that are not means
 _SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
 
@@ -41,7 +41,7 @@ class HarnessTask:
     """A task, or a group of tasks, of lm-eval.
 
     Attributes:
-      name: of the task or group.
+      name: the name of the task or group.
     """
 
     def __init__(self, spec: Spec, limit: int):
@@ -62,7 +62,7 @@ class HarnessTask:
                 self._loaded: Any = manager.load([names[0] if spec.path else spec.name])
             except UserError:
                 raise
-            except (Exception, SystemExit) as error:  # the functions and templates of a task can raise any
+            except (Exception, SystemExit) as error:  # a task's functions and templates can raise any exception
                 kind = type(error).__name__
                 raise UserError(f"{spec.path or spec.name}: lm-eval cannot open it: {kind}: {_shown(error)}") from error
         for name, task in self._loaded["tasks"].items():
@@ -90,7 +90,7 @@ class HarnessTask:
                     apply_chat_template=model.chat is not None,
                     fewshot_as_multiturn=model.chat is not None,
                 )
-        except (Exception, SystemExit) as error:  # the functions of a task can raise any
+        except (Exception, SystemExit) as error:  # a task's functions can raise any exception
             if asked.answering or isinstance(error, UserError | Interrupted):
                 raise
             raise UserError(f"{self.name}: the task failed: {failure(error)}") from error
@@ -127,8 +127,8 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 
 
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the standard error of a metric of log-likelihoods per word or byte, which lm-eval does not compute; None
-    for other metrics. The rows have (log-likelihood, words or bytes)."""
+    """Returns the standard error of a metric that is a log-likelihood per word or byte, which lm-eval does not compute;
+    None for other metrics. The rows are (log-likelihood, words or bytes)."""
     pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
@@ -140,7 +140,7 @@ def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context that suppresses lm-eval's bars and notes, and its processes, which could not use JAX's threads."""
+    """A context without lm-eval's progress bars, notes and subprocesses, which could not use JAX's threads."""
     logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -156,7 +156,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_data(task: str) -> Iterator[None]:
-    """A context in which missing data cause a UserError that names them, whatever error `datasets` raises."""
+    """A context in which missing data cause a UserError with their name, whatever error `datasets` raises."""
     load: Callable[..., Any] = datasets.load_dataset
 
     def named(path: str, name: str | None = None, **how: Any) -> Any:
@@ -181,7 +181,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Makes a method of `InProcess` set `answering` while it runs, and show the model's output."""
+    """Wraps a method of `InProcess`: while it runs, `answering` is set, and the model's output is shown."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
@@ -203,14 +203,14 @@ class InProcess(LM):
     def __init__(self, model: EvaluatedModel):
         super().__init__()
         self._model = model
-        self._rendered: dict[str, Rendered] = {}  # texts that the chat template made
+        self._rendered: dict[str, Rendered] = {}  # texts that the chat template rendered
         tokenizer = model.tokenizer
         self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-        self.answering = False  # whether a failure is the model's, not the task's
-        self.streams = sys.stdout, sys.stderr  # outside of `_quietly`
+        self.answering = False  # whether a failure is the model's instead of the task's
+        self.streams = sys.stdout, sys.stderr  # the streams outside of `_quietly`
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation, and stores it so that special tokens' names in it become these tokens."""
+        """Returns the text of a conversation, and stores it, so that special token names in it become these tokens."""
         try:
             rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
         except TemplateFailed as error:
@@ -220,12 +220,12 @@ class InProcess(LM):
 
     @_answering
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each (context, continuation), and whether greedy decoding would give it."""
+        """Returns the log-likelihood of each (context, continuation), and whether greedy decoding would produce it."""
         return self._model.log_likelihoods([self._pair(*request.args) for request in requests])
 
     @_answering
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each text, in windows that count each token once."""
+        """Returns the log-likelihood of each text, computed in windows that count each token once."""
         pairs: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for i, (text,) in enumerate(request.args for request in requests):
@@ -245,7 +245,7 @@ class InProcess(LM):
 
     @_answering
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Returns the model's continuation of each context. Contexts that are too long lose their beginning."""
+        """Returns the model's continuation of each context. Truncates the beginning of contexts that are too long."""
         model, length = self._model, self._model.length
         found: dict[int, str] = {}
         asked = [_generation(request.args[1]) for request in requests]
@@ -272,7 +272,7 @@ class InProcess(LM):
         return self._prefix
 
     def _encode(self, text: str, context: str | None = None) -> list[int]:
-        """Returns the tokens of a text that begins with `context`, as a conversation if the context is one."""
+        """Returns the tokens of a text that begins with `context`; the context may be a rendered conversation."""
         rendered = self._rendered.get(text if context is None else context)
         if rendered is None:
             return self._model.encode(text)
@@ -292,7 +292,7 @@ class InProcess(LM):
 
 
 def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
-    """Returns generation_kwargs as completed by lm-eval, and how tokens are drawn.
+    """Returns generation_kwargs as completed by lm-eval, and the sampling settings.
 
     Raises:
       UserError: a setting of transformers is not supported, or a value is invalid.

@@ -1,4 +1,4 @@
-"""Evaluation by tasks in a training run: of its current parameters, on its mesh."""
+"""Evaluation by tasks in a training run, with its current parameters, on its mesh."""
 
 import contextlib
 import time
@@ -23,10 +23,10 @@ Say = Callable[[str], None]
 
 
 class RunTasks:
-    """A `training.loop.Tasks`. It evaluates the same parameters as other evaluations: with ema_decay, their average.
+    """A `training.loop.Tasks`. It evaluates the same parameters as other evaluations: with ema_decay, the average.
 
     Every process computes everything on the mesh. Scores depend only on the parameters and the tasks, so a resumed run
-    gets the same ones.
+    gets the same scores.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RunTasks:
         say: Say,
         images: Mapping[int, str] = {},
     ):
-        """Opens the tasks, so that missing data are an error before the run begins.
+        """Opens the tasks, so that missing data are reported before the run begins.
 
         Args:
           stop: the tokens that end an answer.
@@ -61,12 +61,12 @@ class RunTasks:
         return self
 
     def __call__(self, state: Any, updates: int, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
-        """Returns the row of scores after `updates` updates, which it also prints; None if interrupted.
+        """Returns the row of scores after `updates` updates, and prints it; returns None if interrupted.
 
         A task that fails for a stated reason is reported and counted.
 
         Raises:
-          UserError: a task fails, with abort_on_eval_tasks_error; or the disk does not take the answers.
+          UserError: a task fails under abort_on_eval_tasks_error, or the answers cannot be written to disk.
         """
         started = time.perf_counter()
         params = self._engine.hold(*self._variables(state))

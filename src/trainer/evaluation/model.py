@@ -21,11 +21,11 @@ from trainer.runtime.agreement import from_first
 
 GREEDY = Sampling(0.0)
 _EVERY = 10.0  # seconds between two lines of progress
-_LOOK_SECONDS = 0.5  # between two checks whether the run or a task's time ends
+_LOOK_SECONDS = 0.5  # between two checks whether the run or the task's time has ended
 
 
 class Interrupted(Exception):  # like KeyboardInterrupt, it is not an error
-    """The run ends, and with it the evaluation."""
+    """Raised if the run ends, which also ends the evaluation."""
 
 
 class TooLong(UserError):
@@ -35,7 +35,7 @@ class TooLong(UserError):
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
     """A context in which `look` is called every half second, between any two lines of Python and within a regular
-    expression; what it raises ends the context. Only in the main thread."""
+    expression. An exception from `look` ends the context. Only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 class EvaluatedModel:
     """
     Attributes:
-      length: the number of positions: for a prompt and its answer, and for all tokens of a scored row but the last.
+      length: the number of positions for a prompt and its answer, and for all tokens of a scored row but the last.
       chat: converts messages to tokens; None if prompts are texts.
     """
 
@@ -92,8 +92,8 @@ class EvaluatedModel:
           params: the result of `engine.hold`.
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
-          interrupted: whether to raise Interrupted, the same in all processes; called after each batch, and while
-            other code works.
+          interrupted: returns whether to raise Interrupted, equally in all processes; called after each batch, and
+            while other code works.
           say: receives a line of progress at most every ten seconds.
           images: see `About.images`.
         """
@@ -105,16 +105,16 @@ class EvaluatedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Only tasks of texts are opened without one, and they do not use it."""
+        """The tokenizer. Only text tasks may be opened without one, and they do not use it."""
         assert self._tokenizer is not None
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, including those before a text."""
+        """Returns the tokens of a text, including the tokens before a text."""
         return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt: of a conversation with use_chat_template=true."""
+        """Returns the tokens of a prompt; with use_chat_template=true, those of a conversation."""
         return self.chat.tokens(text) if self.chat else self.encode(text)
 
     def pair(self, context: str, continuation: str, *, chat: bool = True) -> tuple[list[int], list[int]]:
@@ -122,7 +122,7 @@ class EvaluatedModel:
         together, and spaces at the end of the context belong to the continuation.
 
         Args:
-          chat: whether use_chat_template=true makes the context the user's message.
+          chat: whether, with use_chat_template=true, the context becomes the user's message.
 
         Raises:
           UserError: the continuation has no tokens.
@@ -147,7 +147,7 @@ class EvaluatedModel:
 
         Raises:
           Interrupted: the run ends.
-          TooLong: the task takes more than eval_tasks_timeout_seconds, by the clock of the first process.
+          TooLong: the task exceeds eval_tasks_timeout_seconds on the first process's clock.
         """
         if self._interrupted():
             raise Interrupted
@@ -156,8 +156,8 @@ class EvaluatedModel:
 
     @contextlib.contextmanager
     def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
-        """A context in which other code works, which does not call `check_goes_on`: a timer does, unless the model is
-        `busy`. See `looking`. Only in a single process."""
+        """A context for other code that does not call `check_goes_on`: a timer calls it instead, unless the model is
+        `busy`. See `looking`. Only for a single process."""
         if jax.process_count() > 1:
             yield
             return
@@ -170,7 +170,7 @@ class EvaluatedModel:
             yield
 
     def _passed(self, done: int, total: int, what: str) -> None:
-        """Calls `check_goes_on` and reports progress, after `done` of `total`."""
+        """Calls `check_goes_on` and reports progress, after `done` of `total` items."""
         self.check_goes_on()
         now = time.monotonic()
         if now - self._said >= _EVERY:
@@ -178,7 +178,7 @@ class EvaluatedModel:
             self._say(f"{done:,} of {total:,} {what}")
 
     def log_probs(self, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the result of `Engine.score` for any number of rows of 2 to `length` + 1 tokens.
+        """Returns the results of `Engine.score` for any number of rows of 2 to `length` + 1 tokens.
 
         Rows of similar length are computed together, the longest first. Equal rows give equal bits if the shapes of
         their batches are equal.
@@ -198,8 +198,8 @@ class EvaluatedModel:
         return [found[i] for i in range(len(rows))]
 
     def log_likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation after its context, and whether every token of it is the most
-        likely one. Contexts that are too long lose their beginning.
+        """Returns the log-likelihood of each continuation after its context, and whether every token of the
+        continuation is the most likely one. Contexts that are too long are truncated at their beginning.
 
         Raises:
           UserError: a context or a continuation has no tokens, a continuation is longer than the model's positions, or
@@ -233,8 +233,8 @@ class EvaluatedModel:
 
         Args:
           limits: the maximum number of tokens of each answer.
-          until: texts that end each answer and do not belong to it.
-          sampling: how tokens are drawn, with the prompt's number as seed; default: the most likely ones.
+          until: texts that end each answer and are not part of it.
+          sampling: sampling settings, with the prompt's number as seed; default: the most likely tokens.
 
         Raises:
           UserError: a token stands for an image.
@@ -242,7 +242,7 @@ class EvaluatedModel:
         self._check_no_images(prompts)
         scheduler = Scheduler(self._engine, self._params, fill=True)
         writers: dict[int, _Writer] = {}
-        # The longest first, so that prompts of one length share a program while it is warm.
+        # The longest first, so that prompts of one length share a program while it is cached.
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
             number = scheduler.submit(prompts[i], limit=limits[i], stop=self._stop, sampling=sampling, seed=i)
             writers[number] = _Writer(i, self.tokenizer, prompts[i], until[i])

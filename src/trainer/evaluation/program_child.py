@@ -1,7 +1,7 @@
-"""The program of a process that runs code written by a model (programs.py). It is run by its path, without the package.
+"""The program of a process that runs model-written code (programs.py). It is run by path, without the package.
 
-In separate namespaces, it has no network and sees no other process. All files are read-only except those in an empty
-folder in memory, and it has no rights over the namespaces.
+In separate namespaces, it has no network and sees no other processes. All files are read-only, except in an empty
+in-memory folder, and it has no rights over the namespaces.
 """
 
 import ast
@@ -12,7 +12,7 @@ import resource
 import sys
 from typing import Any
 
-_FOLDER = "/dev/shm"  # covered by an empty one
+_FOLDER = "/dev/shm"  # hidden by an empty folder
 _MS_BIND, _RECURSIVE, _HERE, _MOUNT_SETATTR, _NEW_USER = 4096, 0x8000, -100, 442, 0x10000000
 _MOST_PROCESSES = "/proc/sys/kernel/pid_max"
 
@@ -26,7 +26,7 @@ def _isolate(hidden: str, megabytes: int) -> None:
         if result:
             raise OSError(ctypes.get_errno(), "the kernel does not permit it")
 
-    # RLIMIT_NPROC does not bind root. Before Linux 6.14, the file is that of the whole machine.
+    # RLIMIT_NPROC does not limit root. Before Linux 6.14, the file is the whole machine's.
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 14):
         with open(_MOST_PROCESSES, "w") as file:
             file.write("400")
@@ -41,7 +41,7 @@ def main() -> None:
     """Reports on its standard output, a socket, whether the program was loaded, and then the result of its function for
     each line of arguments: a line with the representation of a value, or ! and the name of an exception."""
     given = json.loads(sys.argv[1])
-    os.setsid()  # kill(0, ...) reaches its own group, including members that a namespace hides
+    os.setsid()  # kill(0, ...) reaches the process's group, including members that a namespace hides
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -59,7 +59,7 @@ def main() -> None:
         resource.setrlimit(number, pair)
     if given["namespaces"]:
         _isolate(given["hidden"], given["file_mb"])
-    ctypes.CDLL(None).prctl(1, 9)  # it is killed when its parent ends
+    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills it when its parent ends
 
     def reply(text: str) -> None:
         replies.write(text.encode(errors="backslashreplace") + b"\n")
@@ -74,7 +74,7 @@ def main() -> None:
         for line in calls:
             by_place, by_name = ast.literal_eval(line.decode())
             reply(repr(function(*by_place, **by_name)))
-    except BaseException as error:  # a program can raise any
+    except BaseException as error:  # a program can raise any exception
         reply(f"!{type(error).__name__}")
 
 

@@ -1,7 +1,7 @@
 """Tasks with programs as answers, in the form of HumanEval: the tests of a problem call the function that the model
-wrote. The function runs in a separate process (program_child.py); the tests run here, in a process of reward functions.
-The two exchange only numbers, texts, and lists of them, so a program passes only if it returns the expected values.
-This module loads neither JAX nor the package's configuration."""
+wrote. The function runs in a separate process (program_child.py); the tests run here, in a process for reward
+functions. The two exchange only numbers, texts, and lists of these, so a program passes only if it returns the expected
+values. This module loads neither JAX nor the package's configuration."""
 
 import ast
 import builtins
@@ -23,7 +23,7 @@ PASSED, LATE = "passed", "took too long"
 _FAILED, _ENDED, _OTHER, _LONG = "a test failed", "ended its process", "returned no plain value", "returned too much"
 _RAISES = "the test raised an exception"
 _RAISED = [name for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, BaseException)]
-# The outcomes of a program. A reward function returns a number, so `judge` returns an index into these.
+# The possible outcomes of a program. Reward functions return a number, so `judge` returns an index into this tuple.
 REASONS: tuple[str, ...] = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
 REASONS += tuple(f"raised {name}" for name in sorted(_RAISED))
 LIMITS = {"seconds": 5, "memory_mb": 1024, "file_mb": 16, "processes": 16, "namespaces": True}
@@ -31,7 +31,7 @@ _LARGEST = 1 << 20  # bytes of a value
 _NAMESPACES = ["--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
 
 
-class _Failed(BaseException):  # no test catches it
+class _Failed(BaseException):  # so that no test catches it
     """A program did not return a value. The argument is the reason."""
 
 
@@ -61,7 +61,7 @@ class _Program:
         self._source, self._name = source, name
 
     def load(self) -> None:
-        """Defines the function. Like a call, it raises _Failed."""
+        """Defines the function. Raises _Failed, as a call does."""
         self._reply(json.dumps([self._source, self._name]))
 
     def __call__(self, *by_place: Any, **by_name: Any) -> Any:
@@ -122,7 +122,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
             contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
         ):
             program.load()
-            # A test may also call other functions of the prompt.
+            # Tests may also call other functions of the prompt.
             named: dict[str, Any] = {"__name__": "test"}
             exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
             named[name] = program
@@ -132,7 +132,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
         return str(failed)
     except AssertionError:
         return _FAILED
-    except Exception:  # as when it compares a text with a number
+    except Exception:  # for example when it compares a text with a number
         return _RAISES
     return PASSED
 
@@ -144,5 +144,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. It has the arguments of a reward function."""
+    """Returns the index of the outcome in REASONS. The arguments are those of a reward function."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

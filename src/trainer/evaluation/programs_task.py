@@ -1,4 +1,4 @@
-"""Tasks with programs as answers. They are judged like answers that a function judges."""
+"""Tasks with programs as answers. They are judged like answers that a user's function judges."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from trainer.rl.rewards import Rewards
 from trainer.runtime.agreement import from_first
 
 _JUDGE = "trainer.evaluation.programs:judge"
-_UNTIL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # of the paper of HumanEval
+_UNTIL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in HumanEval's paper
 _MAX_TOKENS = 512
 _MARGIN_SECONDS = 30.0  # for the tests themselves
 

@@ -1,4 +1,4 @@
-"""Tasks with the user's questions: the model writes answers, or selects the most likely of several choices."""
+"""Tasks with the user's questions: the model writes an answer, or selects the most likely of several choices."""
 
 import functools
 import re
@@ -18,8 +18,8 @@ from trainer.runtime.agreement import from_first
 
 _MAX_TOKENS = 256
 _TAKEN = ("prompts", "completions")  # names of other arguments of functions
-_PER_WORKER = 4  # answers that a function judges between two checks whether the run ends
-_PART = 64  # the same for a regular expression
+_PER_WORKER = 4  # answers judged by a function between two checks whether the run ends
+_PART = 64  # the same for regular expressions
 Say = Callable[[str], None]
 
 
@@ -32,7 +32,7 @@ class QuestionsTask:
 
     Attributes:
       name: of its scores.
-      found: the field of a sample with the text found in the answer.
+      found: the field of a sample that contains the extracted text.
     """
 
     found = "found"
@@ -41,7 +41,7 @@ class QuestionsTask:
         """`limit`: the maximum number of questions; -1: all.
 
         Raises:
-          UserError: a field of the questions has the name of another argument of a function, or there is no such
+          UserError: a field of the questions has the name of another argument of the function, or there is no such
             function.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
@@ -68,7 +68,7 @@ class QuestionsTask:
         return filled(self._settings.get("prompt", PROMPT), row)
 
     def _choices(self, model: EvaluatedModel) -> Result:
-        # As in lm-eval: an assistant's message begins without a space.
+        # As in lm-eval, an assistant's message begins without a space.
         delimiter = self._settings.get("delimiter", "" if model.chat else " ")
         asked = [(row, self._prompt(row)) for _, row in self._rows]
         pairs = [model.pair(prompt, delimiter + choice) for row, prompt in asked for choice in row["choices"]]
@@ -140,8 +140,8 @@ class QuestionsTask:
         )
 
     def _by_pattern(self, pattern: str, answers: Sequence[Answer], model: EvaluatedModel) -> list[str | None]:
-        """Returns the text that the regular expression finds in each answer; the first process computes it for all. If
-        it takes longer than a function may, it finds nothing."""
+        """Returns the text that the regular expression finds in each answer; the first process computes it for all. A
+        search that exceeds the time limit of a function finds nothing."""
         seconds, found, late = self._config.reward_worker_timeout_seconds, list[str | None](), 0
 
         def find(text: str) -> tuple[str | None, bool]:
@@ -195,7 +195,7 @@ class QuestionsTask:
         ]
         workers = self._config.reward_num_workers
         judges: list[Rewards] = []
-        # Several processes stop together, after a part.
+        # Several processes stop together, after a part of the answers.
         meanwhile = model.check_goes_on if jax.process_count() == 1 else lambda: None
 
         def judged(part: Sequence[Sample]) -> list[Scored]:

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _COLUMNS = ("metric", "value", "standard error", "samples")
-_WIDTH = 80  # of a terminal
+_WIDTH = 80  # the width of a terminal
 
 
 class Score(NamedTuple):
     """
     Attributes:
       error: the standard error; None if it is not known, as for a single sample.
-      samples: the number of questions or texts that the value averages.
+      samples: the number of questions or texts over which the value averages.
     """
 
     metric: str
@@ -34,15 +34,15 @@ class Result(NamedTuple):
 
 
 def mean(metric: str, values: Sequence[float]) -> Score:
-    """Returns the mean of `values`, one for each sample, with the standard error s / sqrt(n)."""
+    """Returns the mean of `values`, one value per sample, with the standard error s / sqrt(n)."""
     return ratio(metric, values, [1.0] * len(values))
 
 
 def ratio(metric: str, totals: Sequence[float], weights: Sequence[float]) -> Score:
     """Returns sum(totals) / sum(weights), with one total and one weight for each sample.
 
-    The error is that of a ratio estimator, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights): samples
-    are independent, but the weights within a sample (its tokens) are not.
+    The error is a ratio estimator's, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights): samples are
+    independent, but the weighted items within a sample (its tokens) are not.
     """
     count, weight = len(totals), math.fsum(weights)
     value = math.fsum(totals) / weight
@@ -67,7 +67,7 @@ def fields(results: Sequence[Result]) -> dict[str, float | int]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Returns the scores as lines of aligned columns. If they are wider than a terminal, names of tasks are on separate
+    """Returns the scores as lines of aligned columns. If the lines are wider than a terminal, task names get separate
     lines."""
     rows = [("task", *_COLUMNS), *((result.task, *_cells(score)) for result in results for score in result.scores)]
     lines = _aligned(rows, words=2)

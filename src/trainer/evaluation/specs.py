@@ -1,4 +1,4 @@
-"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md has the forms."""
+"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md describes the forms."""
 
 import gzip
 import importlib.util
@@ -24,7 +24,7 @@ _DATA_SECTION = "Data"
 TRANSFORMERS, LLAMA_CPP = "transformers", "llama.cpp"
 PROMPT = "{question}"
 _SCORES = ("exact", "pattern", "function")
-# Keys of base.yml that name documents.
+# Keys of base.yml that specify documents.
 _DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
 _DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _NAME = re.compile(r"[\w.+-]+")
@@ -71,8 +71,8 @@ class Spec(NamedTuple):
     """A task that is not opened yet.
 
     Attributes:
-      path: of its file; None for a task in a package, and for the data of the configuration.
-      settings: its fields; for a text, also keys of base.yml.
+      path: the task's file; None for a task in a package, and for the data of the configuration.
+      settings: the task's fields; for a text task, also keys of base.yml.
       questions: the rows of its questions, each with its line number.
     """
 
@@ -84,17 +84,17 @@ class Spec(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The keys of base.yml among its settings."""
+        """The keys of base.yml in its settings."""
         return {name: value for name, value in self.settings.items() if name not in _FIELDS[self.kind]}
 
     @property
     def documents(self) -> bool:
-        """Whether it is a text that names its documents, which then differ from the run's."""
+        """Whether this is a text task that specifies its documents, which then differ from the run's documents."""
         return any(name in self.settings for name in _DOCUMENTS)
 
     @property
     def file(self) -> Path:
-        """The file of the questions."""
+        """The file with the questions."""
         assert self.path is not None
         return self.path.parent / local_path(self.settings["file"])
 
@@ -182,10 +182,10 @@ def _of_programs(path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def of_problem(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the question of a problem of HumanEval.
+    """Returns the question for a HumanEval problem.
 
     Raises:
-      UserError: a field is missing or is not a text, or a source text is not a program.
+      UserError: a field is missing or is not text, or a source text is not a program.
     """
     if wrong := [name for name in _OF_PROBLEMS if not isinstance(row.get(name), str)]:
         raise UserError(f"{wrong[0]}: needed: a text")
@@ -207,7 +207,7 @@ def _check_lm_eval() -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file; for a file of lm-eval, in which values may be functions, only its task."""
+    """Returns the mapping in a YAML file. Of an lm-eval file, whose values may be functions, returns only the task."""
     try:
         text = plain_yaml.read_text(path)
         node = plain_yaml.compose(text)
@@ -278,7 +278,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the fields that the prompt contains, and its problems."""
+    """Returns the fields in the prompt, and its problems."""
     columns, problems = list[str](), list[str]()
     try:
         for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):

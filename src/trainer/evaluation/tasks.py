@@ -17,7 +17,7 @@ from trainer.observe.rundir import writing
 from trainer.runtime.agreement import from_first
 from trainer.runtime.folders import replace_file
 
-# Variables that packages read when imported. Data and metrics of tasks are on disk: no task downloads in a run.
+# Variables that packages read when they are imported. Tasks' data and metrics are on disk: no task downloads in a run.
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESULTS_FILE = "results.json"
 Say = Callable[[str], None]
@@ -33,10 +33,10 @@ class Task(Protocol):
 
 
 def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | None, say: Say) -> list[Task]:
-    """Returns the tasks with their data. `config`: of the model; its eval_tasks_limit bounds the samples of each.
+    """Returns the tasks with their data. `config`: the model's; its eval_tasks_limit bounds the samples of each task.
 
     Raises:
-      UserError: data are missing, or the tokenizer is not the one that a task needs.
+      UserError: data are missing, or a task needs another tokenizer.
     """
     limit, allow_code, found = config.eval_tasks_limit, config.eval_tasks_allow_code, list[Task]()
     for spec in specs:
@@ -68,10 +68,10 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
 
 
 def keep(folder: Path, results: Sequence[Result]) -> None:
-    """Writes the scores to results.json in `folder` and the samples of each task to TASK.jsonl, in the first process.
+    """In the first process, writes the scores to results.json in `folder`, and each task's samples to TASK.jsonl.
 
     Raises:
-      UserError: they cannot be written.
+      UserError: the files cannot be written.
     """
     scores = [{"task": result.task, **score._asdict()} for result in results for score in result.scores]
 

@@ -1,4 +1,4 @@
-"""Tasks of text: loss, perplexity and bits per byte of documents, whole or in windows."""
+"""Text tasks: loss, perplexity and bits per byte of documents, whole or in windows."""
 
 import itertools
 import math
@@ -24,13 +24,13 @@ from trainer.evaluation.specs import LLAMA_CPP, TEXT, TRANSFORMERS, Spec
 
 _ROWS = 64  # rows of token ids to read at once
 _AT_ONCE = 4096  # windows in memory at once
-# Keys that name held-out documents.
+# Keys that specify held-out documents.
 _HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
-    """The tokens `begin` to `end` of a text. Tokens from `first` on are predicted and counted."""
+    """Tokens `begin` to `end` of a text. Tokens from `first` on are predicted and counted."""
 
     begin: int
     end: int
@@ -38,9 +38,9 @@ class Window(NamedTuple):
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity: they begin at multiples
+    """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity. They begin at multiples
     of `stride`, have up to `context` tokens, and count the tokens that no earlier window counted. The first token of a
-    window has no token before it, so it is never counted there."""
+    window has no predecessor there, so that window never counts it."""
     done = 1
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -52,8 +52,8 @@ def windows(count: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def windows_of_llama_cpp(count: int, context: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as in llama.cpp's program perplexity: consecutive whole windows.
-    In each, the tokens after the first `context // 2` + 1 count. The rest at the end of the text is not used."""
+    """Yields the windows of a text of `count` tokens as in llama.cpp's program perplexity: consecutive complete
+    windows. Each counts the tokens after its first `context // 2` + 1. The remainder of the text is unused."""
     for begin in range(0, count - context + 1, context):
         yield Window(begin, begin + context, begin + context // 2 + 1)
 
@@ -69,7 +69,7 @@ class TextTask:
         """Opens the data.
 
         Args:
-          config: of the model, and of the data unless the task overrides it.
+          config: the model's configuration, and the data's unless the task overrides it.
           limit: the maximum number of documents; -1: all.
 
         Raises:
@@ -122,7 +122,7 @@ class TextTask:
     def _row(self, text: Document, window: Window) -> list[int]:
         row = text.tokens[window.begin : window.end].tolist()
         if self._count == LLAMA_CPP and self._bos is not None:
-            row[0] = self._bos  # llama.cpp begins every window with it
+            row[0] = self._bos  # llama.cpp begins every window with the bos token
         return row
 
     def _sums(self, text: Document, window: Window, said: np.ndarray) -> dict[str, Any]:
@@ -149,8 +149,8 @@ class TextTask:
 
 
 def _with_data(config: Config, spec: Spec) -> Config:
-    """Returns `config` with the task's data. All its documents are evaluated unless the task names
-    held-out ones, because the held-out documents of `config` belong to other data.
+    """Returns `config` with the task's data. All documents of the task are evaluated unless it specifies held-out ones,
+    because the held-out documents of `config` are from other data.
 
     Raises:
       UserError: keys of the data contradict each other.
@@ -173,7 +173,7 @@ def _with_data(config: Config, spec: Spec) -> Config:
 
 def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
     """Yields the held-out documents of the data; all, if none is held out and that is allowed. They have a begin token
-    but no end token. For files of token ids and for synthetic data, the documents are the segments of rows."""
+    but no end token. For files of token ids and synthetic data, the documents are the segments of rows."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"
@@ -212,7 +212,7 @@ def _without_end(document: Document, tokenizer: Tokenizer | None) -> Document:
 
 
 def _joined(texts: Sequence[Document]) -> Document:
-    """Returns all texts as one. Nothing is removed at the beginning of a text, so begin tokens stay."""
+    """Returns all texts concatenated, including their begin tokens."""
     masked = any(text.loss is not None for text in texts)
     loss = [np.ones(len(text.tokens) - 1, bool) if text.loss is None else text.loss for text in texts]
     first = [np.ones(1, bool)]

@@ -1,7 +1,7 @@
-"""Several adapters over one base: a model with one adapter that concatenates their ranks.
+"""Serves several adapters over one base: a model with one adapter that concatenates their ranks.
 
-The product of an adapter is a sum over its ranks, so a row that uses only the ranks of one adapter gets the product of
-that adapter (`products.Context.ranks`).
+An adapter's product is a sum over its ranks, so a row that uses only the ranks of one adapter gets the product of this
+adapter (`products.Context.ranks`).
 """
 
 import math
@@ -28,7 +28,7 @@ def with_adapters(
     """Returns the configuration of a model with the ranks of all `adapters`, and `Served.ranks`.
 
     Args:
-      config: of the base, resolved.
+      config: the base's resolved configuration.
       apart: whether each row selects its adapter, even if there is only one.
 
     Raises:
@@ -63,7 +63,7 @@ def with_adapters(
 
 
 def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]], apart: bool) -> None:
-    """Refuses adapters whose products would differ in bits from training."""
+    """Refuses adapters whose products would differ in bits from those in training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
             f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
@@ -77,7 +77,7 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
                 "bits are not proved"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
-        # Training multiplies x a by the scale. Here b includes it, and only a power of two rounds equally in both.
+        # Training multiplies x a by the scale. Here b includes the scale; only a power of two gives the same rounding.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is no power "
@@ -91,10 +91,10 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
 
     Args:
       config: from `with_adapters`.
-      weights: of a model of `config` on its devices, by canonical name.
+      weights: the weights of a model of `config` on its devices, by canonical name.
 
     Raises:
-      UserError: other parameters were also trained, or the adapters belong to another base.
+      UserError: other parameters were trained, too, or the adapters are for another base.
     """
     values = {name: np.zeros(leaf.shape, np.float32) for name, leaf in weights.items() if ADAPTER.search(name)}
     kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, "enable_lora"), (0, 0)))

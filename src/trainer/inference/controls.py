@@ -1,4 +1,4 @@
-"""Options of a request in addition to `Sampling`: penalties, biases, and log-probabilities of tokens."""
+"""Options of a request beyond `Sampling`: penalties, biases, and log-probabilities of tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
 LIKELIEST = 20  # the number of most likely tokens to return with log-probabilities
-_TILE = 64  # the number of tokens of a row with logits in memory at once
+_TILE = 64  # the number of a row's tokens whose logits are in memory at once
 
 
 class Asked(NamedTuple):
     """The options of a request.
 
     Attributes:
-      presence: is subtracted from the logit of each token that was generated before.
-      frequency: is subtracted from a token's logit once for each time that it was generated.
+      presence: is subtracted from the logit of each token that was already generated.
+      frequency: is subtracted from a token's logit once for each time that the token was generated.
       repetition: divides positive logits of prompt tokens and generated tokens, and multiplies their negative logits.
       bias: is added to the logit of a token.
-      log_probs: whether events have log-probabilities, at temperature 1 and without the options above.
-      prompt_log_probs: whether the first event has the prompt tokens' log-probabilities. It disables cached prefixes.
+      log_probs: whether events include log-probabilities, at temperature 1 and without the options above.
+      prompt_log_probs: whether the first event includes the log-probabilities of the prompt. Disables cached prefixes.
     """
 
     presence: float = 0.0
@@ -43,7 +43,7 @@ class Controls(NamedTuple):
     Attributes:
       active: bool; whether logits are changed before a token is drawn.
       scored: bool; whether log-probabilities are returned.
-      prompt: bool [b, v]; which tokens the prompt has.
+      prompt: bool [b, v]; which tokens are in the prompt.
       counts: int32 [b, v]; how often each token was generated.
     """
 
@@ -87,7 +87,7 @@ def check_asked(asked: Asked, vocab_size: int) -> None:
 
 
 def controls(asked: Asked, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> Controls:
-    """Returns the `Controls` of one sequence, in NumPy: [1] and [1, v]. `tokens`: of its prompt."""
+    """Returns the `Controls` of one sequence, in NumPy: [1] and [1, v]. `tokens`: the tokens of its prompt."""
     bias, prompt = np.zeros((1, vocab_size), np.float32), np.zeros((1, vocab_size), bool)
     if asked.bias:
         bias[0, list(asked.bias)] = list(asked.bias.values())
@@ -107,7 +107,7 @@ def neutral(count: int, vocab_size: int) -> Controls:
 
 
 def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array:
-    """Returns the logits that tokens are drawn from, float32 [b, v]. Rows without options are unchanged."""
+    """Returns the logits from which tokens are drawn, float32 [b, v]. Rows without options are unchanged."""
 
     def changed() -> jax.Array:
         logits, drawn = logits_bv.astype(jnp.float32), it.counts > 0
@@ -119,7 +119,7 @@ def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array
 
 
 def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
-    """Returns `it` with the tokens `drawn_b` of the sequences in use added to the counts."""
+    """Returns `it` with the tokens `drawn_b` counted for sequences in use."""
     rows = jnp.arange(len(drawn_b))
     return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
 

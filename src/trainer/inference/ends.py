@@ -7,7 +7,7 @@ from trainer.weights.open import open_source
 
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that end a sequence: the tokenizer's, and those in the model's folder if that exists.
+    """Returns the tokens that end a sequence: from the tokenizer, and from the model's folder if that exists.
 
     Raises:
       UserError: the folder is damaged.

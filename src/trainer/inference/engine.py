@@ -1,8 +1,8 @@
 """The engine that generates text: prefill of prompts, insertion into slots, and decode steps over all slots.
 
 Each prompt is prefilled separately, padded to one of a few lengths, and then inserted into a slot. A decode step adds
-one token to every slot in use. Prefill is compiled once for each padded length, and decoding once for all lengths of
-sequences. Caches are arguments and results: the engine has compiled functions and no state.
+A decode step adds one token to every slot in use. Prefill is compiled once for each padded length, and decoding once
+for all sequence lengths. Caches are arguments and results: the engine has compiled functions and no state.
 """
 
 import functools
@@ -31,7 +31,7 @@ from trainer.sharding import Axes
 class Engine:
     """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
-    `params` is always a result of `hold`: (params, rest), canonical variables in the layout of the programs.
+    `params` is always a result of `hold`: canonical variables (params, rest) in the layout of the programs.
     """
 
     def __init__(self, served: Served):
@@ -75,13 +75,13 @@ class Engine:
         return self.config.prefill_chunk_size
 
     def part(self, tokens: np.ndarray, whole: bool = False) -> np.ndarray:
-        """Returns a prompt's chunk, int32 [bucket], padded to a bucket; if `whole` or larger, to prefill_chunk_size."""
+        """Returns a prompt's chunk, int32 [bucket], padded to a bucket; to prefill_chunk_size if `whole` or larger."""
         sizes = [size for size in self.rows.buckets if size < self.prefill_chunk_size and not whole]
         size = next((size for size in sizes if size >= tokens.size), self.prefill_chunk_size)
         return np.pad(tokens, (0, size - tokens.size))
 
     def controls(self, asked: Asked, tokens: np.ndarray) -> Controls | None:
-        """Returns the options of a request with the prompt `tokens`, for `prefill`; None without `Served.controls`."""
+        """Returns a request's options for `prefill`, given the prompt `tokens`; None without `Served.controls`."""
         if not self.served.controls:
             return None
         made = controls(asked, tokens, self.config.vocab_size) if asked != NOTHING else None
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def _in_parts(self) -> bool:
-        """Returns whether more of a prompt may follow a prefill."""
+        """Returns whether further parts of a prompt may follow a prefill."""
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
@@ -134,23 +134,23 @@ class Engine:
         controls: Controls | None = None,
         targets: np.ndarray | None = None,
     ) -> tuple[Prefix, Result]:
-        """Runs a prompt through the model and draws the token after it.
+        """Runs a prompt through the model and draws the next token.
 
         Args:
-          padded_tokens: int32 [t], the prompt or, with `existing_prefix`, its next part.
+          padded_tokens: int32 [t], the prompt; with `existing_prefix`, the prompt's next part.
           true_length: the number of tokens before the padding.
-          existing_prefix: the result for the earlier part of the prompt, which had `room`; its buffers are reused.
-          num_samples: the number of sequences that continue the prompt, each with its own random numbers.
+          existing_prefix: the result for the earlier part of the prompt, prefilled with `room`; its buffers are reused.
+          num_samples: the number of sequences that continue the prompt, each with different random numbers.
           sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
           room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
             use_chunked_prefill or enable_prefix_caching, otherwise t.
-          adapter: the adapter of the sequences, counted from 1; 0 for none. For an engine with several.
-          sample: the number of the first sequence; sequences with one seed but different numbers draw other tokens.
-          controls: of the sequences; default: neutral ones. For an engine with `Served.controls`.
+          adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with several adapters.
+          sample: the number of the first sequence; with equal seeds, different numbers draw different tokens.
+          controls: the sequences' options; default: neutral ones. Requires an engine with `Served.controls`.
           targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one prompt token.
 
         Raises:
-          ValueError: the prompt has no tokens, or more than its cache has room for; or there is no such adapter.
+          ValueError: the prompt has no tokens, or more than fit into its cache; or there is no such adapter.
         """
         adapters = self.numbered([adapter] * num_samples)
         seeds = None if seed is None else [seed] * num_samples
@@ -165,14 +165,14 @@ class Engine:
             return self._prefill(params, room, padded_tokens, true_length, *drawing)
         cache, before = existing_prefix.cache, int(np.asarray(existing_prefix.sequences.positions)[0])
         length, needed = max(self.places(cache)), before + true_length
-        if length < min(needed, self._cache_length):  # a ring cache fits any sequence
+        if length < min(needed, self._cache_length):  # a ring cache has room for any sequence
             raise ValueError(
                 f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
             )
         return self._continue(params, cache, padded_tokens, true_length, before, *drawing)
 
     def places(self, cache: Any) -> list[int]:
-        """Returns the number of positions in each array of `cache`; 0 for state that is not per position."""
+        """Returns the number of positions in each array of `cache`; 0 for state without a position axis."""
         pairs = zip(self._cache_axes, jax.tree.leaves(cache), strict=True)
         return [leaf.shape[names.index(PLACES)] if PLACES in names else 0 for names, leaf in pairs]
 
@@ -199,14 +199,14 @@ class Engine:
         """Prefills several prompts in one pass: prompt i is sequence i of the results. `bulk_insert` inserts them.
 
         Args:
-          padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: see `Packed`;
-            `*packed(prompts)` are these.
+          padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: the fields of
+            `Packed`, passed as `*packed(prompts)`.
           sampling: for all prompts, or arrays with an entry for each.
-          seeds: of each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
-          adapters: of each prompt, see `prefill`; default: none.
+          seeds: one for each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
+          adapters: one for each prompt, see `prefill`; default: none.
 
         Raises:
-          ValueError: the model has state that is not per position, so a row can have only one prompt; or a prompt
+          ValueError: the model has state without a position axis, so that a row can have only one prompt; or a prompt
             begins where `batch_invariant` does not allow it.
         """
         if not all(PLACES in names for names in self._cache_axes):
@@ -228,7 +228,7 @@ class Engine:
         """Returns `decode_state`, which is donated, with sequence i of `prefix` in slot `slots[i]`.
 
         Raises:
-          ValueError: there is not one slot for each sequence.
+          ValueError: the number of slots differs from the number of sequences.
         """
         count = prefix.sequences.tokens.size
         valid = all(0 <= slot < self.max_concurrent_decodes for slot in slots)
@@ -243,7 +243,7 @@ class Engine:
         return self._release(decode_state, slot)
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Result]:
-        """Adds a token to every sequence in use that is below max_target_length. `decode_state` is donated."""
+        """Adds a token to every sequence in use that is shorter than max_target_length. `decode_state` is donated."""
         return self._generate(params, decode_state)
 
     @functools.cached_property
@@ -255,14 +255,14 @@ class Engine:
     def score(self, params: Any, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Scores the tokens of each row, in one pass without a cache.
 
-        All rows are padded to the bucket of the longest row, and the number of rows to the number of slots.
+        All rows are padded to the longest row's bucket, and the number of rows is padded to the number of slots.
 
         Returns:
           For each row of n tokens, two arrays [n - 1] for all tokens but the first: the token's log-probability given
           the tokens before it, float32, and whether it is the most likely token, bool.
 
         Raises:
-          ValueError: there are more rows than slots, or a row has not 2 to max_target_length + 1 tokens.
+          ValueError: there are more rows than slots, or a row does not have 2 to max_target_length + 1 tokens.
           UserError: a token is not an id of the vocabulary.
         """
         lengths, slots = [len(row) - 1 for row in rows], self.max_concurrent_decodes
@@ -286,7 +286,7 @@ class Engine:
         return self.served.mesh
 
     def parts(self) -> dict[str, Any]:
-        """Returns the arguments of `generate` by name, ShapeDtypeStructs with shardings, for `aot.report`."""
+        """Returns the arguments of `generate` by name, as ShapeDtypeStructs with shardings, for `aot.report`."""
         shapes = jax.eval_shape(self._programs.empty)
         state = jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self.state_shardings
@@ -301,7 +301,7 @@ class Engine:
 
         Returns:
           The executable, called as `executable(params, decode_state)`, or None if it does not fit in the devices'
-          memory; and a report like that of `trainer.train_compile` for a training step.
+          memory; and a report in the form of `trainer.train_compile`.
         """
         parts = self.parts()
         state = DecodeState(parts["cache"], parts["sequences"])
@@ -320,7 +320,7 @@ class Engine:
         return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
     def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:
-        """Returns the adapters of sequences; None if they cannot choose one. Raises ValueError for other numbers."""
+        """Returns the adapters of sequences; None if they cannot select one. Raises ValueError for other numbers."""
         last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
         if wrong := [number for number in numbers if not 0 <= number <= last]:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")

@@ -42,9 +42,9 @@ class MaxEngine(Engine):
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
           sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
-          adapters: adapters for the parameters of load_parameters_path, or their paths (`weights.open_adapters`). With
-            several, each sequence chooses one or none (`Engine.prefill`).
-          controls: whether each sequence has separate options `Asked` (`Scheduler.submit`). Then each sequence chooses
+          adapters: adapters for the parameters of load_parameters_path, or paths of adapters (`weights.open_adapters`).
+            With several, each sequence selects one or none (`Engine.prefill`).
+          controls: whether each sequence has separate options `Asked` (`Scheduler.submit`). Then each sequence selects
             its adapter even if there is only one.
 
         Raises:
@@ -57,7 +57,7 @@ class MaxEngine(Engine):
     @classmethod
     def of(cls, path: str, words: Sequence[str] = (), **how: Any) -> "MaxEngine":
         """Returns the engine for the checkpoint at `path`: a run, a Hugging Face directory, or the output of
-        trainer.export. The model's keys come from it.
+        trainer.export. The checkpoint defines the model's keys.
 
         Args:
           words: further arguments of a command, KEY=VALUE.
@@ -79,7 +79,7 @@ class MaxEngine(Engine):
     ) -> Any:
         """Returns the argument `params` of all methods, sharded over the devices (`Engine.hold`).
 
-        The values are those of `params`, a canonical nested dict of all weights: parameters, and biases of routers
+        The values come from `params`, a canonical nested dict of all weights: parameters, and biases of routers
         (`joined`). Without `params`, they come from load_parameters_path. Without that key, they are initial values,
         drawn from init_weights_seed.
 
@@ -112,8 +112,8 @@ class MaxEngine(Engine):
         return self.hold(*parted(params, variables[1]), donate=donate)
 
     def _check_bits(self, path: str) -> None:
-        """With batch_invariant, refuses settings that differ from training: adapters that are added to their base,
-        another loop over layers, another dtype."""
+        """With batch_invariant, refuses settings that differ from training: adapters that are added to the base, a
+        different loop over layers, a different dtype."""
         if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
@@ -134,7 +134,7 @@ class MaxEngine(Engine):
             )
 
     def get_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of tokenizer_path and tokenizer_type or, without them, the one next to the checkpoint.
+        """Returns the tokenizer of tokenizer_path and tokenizer_type; without these, the one next to the checkpoint.
 
         Raises:
           UserError: there is no tokenizer.
@@ -154,6 +154,6 @@ class MaxEngine(Engine):
         return tokenizer
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a sequence: see `ends.stop_tokens`, and those that the adapters learned."""
+        """Returns the tokens that end a sequence: those of `ends.stop_tokens`, and those that the adapters learned."""
         taught = (token for adapters in self._adapters for token in adapters.about.ends)
         return list(dict.fromkeys([*stop_tokens(self.config, tokenizer), *taught]))

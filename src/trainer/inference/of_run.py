@@ -17,9 +17,9 @@ from trainer.models.stages import to_layers
 
 
 def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
-    """Returns the engine of `run` with `slots` slots, or more, so that the devices that share them divide their number.
+    """Returns the engine of `run`. Its number of slots is `slots`, rounded up to a multiple of the sharing devices.
 
-    `own`: keys with values that differ from the run's.
+    `own`: keys whose values differ from the run's.
 
     Raises:
       UserError: the model cannot generate text, or not on this mesh.
@@ -38,8 +38,8 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 
 
 def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns a function from the native train state of `run` to (params, rest) for evaluation: averages with
-    `ema_decay`, and layers without the stages of a pipeline."""
+    """Returns a function that maps the native train state of `run` to (params, rest) for evaluation: averages with
+    `ema_decay`, and layers without pipeline stages."""
 
     def variables(state: Any) -> tuple[Any, Any]:
         params, rest = run.computation.trained(run.codec.unpack(state))

@@ -30,12 +30,12 @@ class PrefixCache:
         return self._size
 
     def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
-        """Returns a prefix that begins like `tokens` and may be donated, and the length they share; else (None, 0).
+        """Returns a prefix that begins like `tokens` and may be donated, and their common length; else (None, 0).
 
         At least one token remains to run, because its hidden state determines the next token. Cache entries after the
-        shared tokens are overwritten before they are attended to. In a ring cache, they have already overwritten
-        earlier entries, so a prefix longer than the ring is used only if all of it is shared. The same holds for state
-        that is not per position. Only prefixes with an equal `of` are used: the adapter and the owner.
+        common tokens are overwritten before they are attended to. In a ring cache, they have already overwritten
+        earlier entries, so a prefix longer than the ring is used only if all of it is common. The same holds for state
+        without a position axis. Only prefixes with an equal `of`, that is, adapter and owner, are used.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():

@@ -30,8 +30,8 @@ from trainer.ops.losses import cross_entropy, tempered
 
 
 class Programs:
-    """The functions of an engine for the model of `served`, traced on its mesh. For their arguments see `Engine`.
-    `abstract_weights`: their argument `params`, a ShapeDtypeStruct with a sharding at each leaf."""
+    """The functions of an engine for the model of `served`, traced on its mesh. See `Engine` for the arguments.
+    `abstract_weights`: their argument `params`: a ShapeDtypeStruct with a sharding at each leaf."""
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
@@ -48,11 +48,11 @@ class Programs:
         return DecodeState(self._no_cache(slots, self.config.max_target_length).entries, sequences)
 
     def prefilled(self, params, room, tokens, true_length, targets, *drawing):
-        """Runs a prompt on an empty cache of `room` positions."""
+        """Runs a prompt on an empty cache with `room` positions."""
         return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, targets, *drawing)
 
     def continued(self, params, entries, tokens, true_length, before, targets, *drawing):
-        """Runs the next part of a prompt, on the cache of the earlier parts, which has `before` positions."""
+        """Runs the next part of a prompt on the cache of the earlier parts, which has `before` positions."""
         return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, targets, *drawing)
 
     def prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
@@ -60,7 +60,7 @@ class Programs:
         params = self._canonical(params)
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
-        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written anyway
+        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written in any case
         cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
         of_tokens = None if adapters is None else adapters[rows]
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
@@ -108,8 +108,8 @@ class Programs:
         return hidden, cache.entries
 
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
-        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...] with t a multiple of
-        QUERIES: the bits of a token are the same in rows of any such length."""
+        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...], where t is a multiple of
+        QUERIES: a token's bits are the same in rows of any such length."""
         if not self.config.batch_invariant:
             return x_b[:, None]
         x = x_b.reshape(parts, -1, *x_b.shape[1:])
@@ -156,7 +156,7 @@ class Programs:
         return self.served.model.apply(*params, hidden, method="head")[0]
 
     def _canonical(self, params: Any) -> Any:
-        """Returns the canonical variables that a program is traced with."""
+        """Returns the canonical variables with which a program is traced."""
         layouts: list[Any] = [self.abstract_weights, self.served.abstract_variables]
         given: Any = jax.tree.structure(params)
         fits = [given == jax.tree.structure(layout) for layout in layouts]

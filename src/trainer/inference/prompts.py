@@ -11,7 +11,7 @@ _SMALLEST = 16  # the smallest length that prompts are padded to
 
 
 class Packed(NamedTuple):
-    """Several prompts in one padded row: the arguments of `Engine.prefill_concat`, with MaxText's names.
+    """Several prompts in one padded row: the arguments of `Engine.prefill_concat`, named as in MaxText.
 
     Attributes:
       padded_tokens: int32 [t].
@@ -31,8 +31,8 @@ class Packed(NamedTuple):
 
 
 class Rows:
-    """Makes rows of prompts with up to `longest` tokens, all below `vocab_size`. `buckets`: the lengths of rows, which
-    are powers of two, and `longest`."""
+    """Makes rows of prompts with up to `longest` tokens, all below `vocab_size`. `buckets`: the possible row lengths:
+    powers of two, and `longest`."""
 
     def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):
         """`multiple`: buckets are multiples of this power of two. `multiple_of_starts`: prompts that share a row begin
@@ -48,7 +48,7 @@ class Rows:
 
         Raises:
           ValueError: there are no tokens, or too many.
-          UserError: one is not an id of the vocabulary.
+          UserError: a token is not an id of the vocabulary.
         """
         if not 0 < len(tokens) <= self._longest:
             raise ValueError(f"a prompt has 1 to {self._longest} tokens; {len(tokens)} were given")
@@ -58,7 +58,7 @@ class Rows:
         return row
 
     def checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns `tokens` as an array. Raises UserError if one is not an id of the vocabulary."""
+        """Returns `tokens` as an array. Raises UserError if a token is not an id of the vocabulary."""
         ids = np.asarray(tokens)
         wrong = ids[(ids < 0) | (ids >= self._vocab_size)] if ids.dtype.kind in "iu" else ids
         if wrong.size:

@@ -22,7 +22,7 @@ class SamplePrompt(NamedTuple):
     Attributes:
       tokens: the prompt's tokens; [] without a sample.
       stop: the tokens that end its continuation.
-      taught: those of `stop` that end the texts of the training.
+      taught: the tokens of `stop` that end the training texts.
       asked: in a chat, the user's message in `tokens`; "" if the tokens are a text to continue.
     """
 
@@ -35,7 +35,7 @@ class SamplePrompt(NamedTuple):
 def sample_prompt(
     config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None], chat: Chat | None = None
 ) -> SamplePrompt:
-    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if they leave no room in a row."""
+    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if a row has no room after them."""
     eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
     taught = chat.stop_tokens() if chat else eos
     if tokenizer is None or not config.prompt:
@@ -53,7 +53,7 @@ def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt
 
     Args:
       run: a `training.Run`. `Computation.trained` determines its parameters: averages with `ema_decay`.
-      state: its native train state, which is donated.
+      state: the run's native train state, which is donated.
     """
 
     config = for_decoding(unpipelined(run.config), run.mesh.devices.flat[0].platform)

@@ -13,7 +13,7 @@ from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
-CANDIDATES = 256  # most likely tokens of a row; `draw` uses only these if they contain the top k or the nucleus
+CANDIDATES = 256  # the most likely tokens of a row; `draw` uses only these if they contain the top k or the nucleus
 
 
 class Sampling(NamedTuple):
@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(config: Config) -> Sampling:
-    """Returns the settings of the keys decode_sampling_*, checked by `capabilities.decoding_keys`."""
+    """Returns the settings in the keys decode_sampling_*, checked by `capabilities.decoding_keys`."""
     strategy = config.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else config.decode_sampling_temperature,
@@ -67,13 +67,13 @@ def _integers(values: np.ndarray, most: int) -> np.ndarray:
 def sampling_key(seed: int | jax.Array, sample: int | jax.Array = 0) -> jax.Array:
     """Returns the key of a request with `seed`, or of one of its samples.
 
-    The token at a position is drawn with this key folded with the position, so it does not depend on other rows.
+    The token at a position is drawn with this key folded with the position, so the token does not depend on other rows.
     """
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
 
 
 def request_keys(requests_b2: jax.Array) -> jax.Array:
-    """Returns the key data of requests, uint32 [b, 2]: of each (seed, sample), those of `sampling_key`."""
+    """Returns the key data of requests, uint32 [b, 2]: the data of `sampling_key` for each (seed, sample)."""
     return jax.random.key_data(jax.vmap(lambda request: sampling_key(*request))(requests_b2))
 
 
@@ -104,7 +104,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     # Each branch computes its values from the logits inside, so that other branches do not need memory for them.
     def from_candidates(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits_bv.astype(jnp.float32)
-        # -0 is as likely as 0, but top_k orders them.
+        # -0 must be as likely as 0, but top_k orders them.
         ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
         kept, enough = _kept_of_candidates(ranked, logits, top_k, nucleus_p)
         noise = jax.vmap(gumbel_at)(keys, candidates)
@@ -130,13 +130,13 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     def without_limits() -> jax.Array:
         return jnp.where(drawn, from_all(fold_in(keys_b, position_b), logits_bv.astype(jnp.float32)), greedy)
 
-    # If no token is drawn, only one conditional runs, because a GPU waits for the host at each.
+    # If no token is drawn, only one conditional runs, because a GPU waits for the host at every conditional.
     which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
     return jax.lax.switch(which, (lambda: greedy, without_limits, from_either))
 
 
 def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the smallest of the tokens whose value is the largest of the row: int32 [b]. `tokens`: [n] or [b, n]."""
+    """Returns the smallest of the tokens with the row's largest value: int32 [b]. `tokens`: [n] or [b, n]."""
     smaller = values_bn < values_bn.max(axis=-1, keepdims=True)  # nothing is smaller than NaN
     return jnp.where(smaller, INT32_MAX, tokens).min(axis=-1)
 
@@ -148,7 +148,7 @@ def _kept_of_candidates(
     `ranked_bn`: the largest logits of `logits_bv`, in descending order."""
     top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
-    largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA sorts the whole vocabulary
+    largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA would sort the whole vocabulary
     weight = jnp.where(kept, jnp.exp(ranked_bn - largest), 0)
     # The nucleus is computed within the top k, whose probabilities add up to 1.
     total = jnp.where(
@@ -168,13 +168,13 @@ def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> j
 
 
 def _leading(logits_bv: jax.Array, weight_bv: jax.Array, total_b: jax.Array) -> jax.Array:
-    """Returns the smallest set of most likely tokens whose weights add up to at least `total_b`, or all: bool [b, v].
-    Of equally likely tokens, the first ones take precedence.
+    """Returns the smallest set of most likely tokens whose weights add up to at least `total_b`, or all tokens: bool
+    [b, v]. Among equally likely tokens, the first ones take precedence.
 
-    The bits of the smallest logit in the set are found one by one, because sorting takes ten times as long.
+    The bits of the set's smallest logit are found one by one, because sorting takes ten times as long.
     """
     bits = jax.lax.bitcast_convert_type(logits_bv, jnp.uint32)
-    rank = jnp.where(logits_bv < 0, ~bits, bits | jnp.uint32(2**31))  # integers in the order of the logits
+    rank = jnp.where(logits_bv < 0, ~bits, bits | jnp.uint32(2**31))  # integers in the same order as the logits
 
     def weights_of(tokens: jax.Array) -> jax.Array:
         return jnp.where(tokens, weight_bv, 0)

@@ -23,12 +23,12 @@ class Event(NamedTuple):
 
     Attributes:
       request: the number of the request.
-      token: None if there is none: at a stop token and after `cancel`.
-      log_prob: of the token, or of the stop token; None with return_log_prob=false.
-      end: None while the request continues; STOP (a stop token was drawn), LENGTH (its limit, or max_target_length) or
-        CANCELLED.
+      token: None if there is no token: at a stop token and after `cancel`.
+      log_prob: of the token or the stop token; None with return_log_prob=false.
+      end: None while the request continues; STOP (a stop token was drawn), LENGTH (the request's limit, or
+        max_target_length, was reached) or CANCELLED.
       stopped: the stop token that was drawn.
-      likeliest: if requested, the most likely tokens at its position, with their log-probabilities.
+      likeliest: if requested, the most likely tokens at the token's position, with their log-probabilities.
       prompt: if requested, in the first event: the scores of all prompt tokens but the first.
     """
 
@@ -70,11 +70,11 @@ class _Prompt:
 
 @dataclass
 class _Step:
-    """A result that has not been read yet, with the requests of its tokens, by index."""
+    """A result that has not been read yet, and the requests of its tokens, by index."""
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)
-    prompt: _Prompt | None = None  # the prompt with scores to read at the same time
+    prompt: _Prompt | None = None  # the prompt whose scores are read at the same time
 
 
 class Scheduler:
@@ -82,17 +82,17 @@ class Scheduler:
 
     Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
     it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
-    read after the next step was started, so that the devices do not wait. If no request is running, a turn ends with
-    the prefill, and its token is read immediately: it does not wait for the compilation of decode steps.
+    read after the next step was started, so that devices do not wait. If no request is running, a turn ends with the
+    prefill, and the prefill's token is read immediately: it does not wait for the compilation of decode steps.
 
     Any thread may call `submit`. Only one thread at a time may call other methods (`Service`).
 
     Attributes:
-      prefilled, reused: the number of prompt tokens that were prefilled, and that were in cached prefixes.
+      prefilled, reused: the number of prompt tokens that were prefilled, and of those taken from cached prefixes.
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
-        """`fill`: each turn prefills prompts for all free slots, which is faster if nobody waits for a single text."""
+        """`fill`: each turn prefills prompts for all free slots, which is faster if nobody waits for single texts."""
         self.engine, self.params, self._fill = engine, params, fill
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
@@ -138,22 +138,22 @@ class Scheduler:
         asked: Asked = NOTHING,
         owner: str = "",
     ) -> int:
-        """Adds a request for each of `samples` to the queue. Their numbers are consecutive; returns the first.
+        """Adds `samples` requests to the queue. Their numbers are consecutive; returns the first number.
 
         Args:
           tokens: the prompt.
           limit: the maximum number of tokens to generate. Prompt and generated tokens together never exceed
             max_target_length.
-          stop: tokens that end the sequence and do not belong to it.
+          stop: tokens that end the sequence and are not part of it.
           sampling, seed, adapter: see `Engine.prefill`.
           samples: the number of sequences that continue the prompt, which is prefilled once.
           sample: see `Engine.prefill`.
-          asked: options, for an engine with `Served.controls`.
+          asked: the request's options, for an engine with `Served.controls`.
           owner: only this owner's cached prefixes are used.
 
         Raises:
           ValueError: the prompt is empty or too long, the limit is not positive, there is no such adapter, or there are
-            fewer slots than samples.
+            more samples than slots.
           UserError: a token is not in the vocabulary, or a value of `sampling`, `seed` or `asked` is not allowed.
         """
         self.engine.padded(tokens)
@@ -226,7 +226,7 @@ class Scheduler:
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
         scored = prompt.asked.prompt_log_probs
-        # Scored prompts have only full-size chunks, because scoring needs a further program for each length.
+        # Scored prompts have only full-size chunks, because scoring would need an additional program per length.
         padded = engine.part(part, whole=scored) if chunked else engine.padded(part)
         targets = np.zeros_like(padded) if scored else None
         if targets is not None:
@@ -280,7 +280,7 @@ class Scheduler:
         of_prompt = self._read_prompt(step.prompt) if step.prompt else None
         for i, request in step.owners.items():
             if request.ended:
-                continue  # ended in the previous step
+                continue  # it ended in the previous step
             token = int(tokens[i])
             log_prob = None if log_probs is None else float(log_probs[i])
             likeliest = None

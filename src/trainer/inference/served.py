@@ -22,7 +22,7 @@ from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights.adapters import Adapters
 
-# A row is not sharded, because tokens are added one at a time. The mesh axes that shard it in training shard rows here.
+# A row's tokens are not sharded, because they are added one by one. Mesh axes that shard tokens in training shard rows.
 _ROWS = "activation_batch"
 
 
@@ -33,8 +33,8 @@ class Served(NamedTuple):
       config: resolved.
       rules: the sharding rules for a batch of rows.
       slots: the number of sequences that are generated at once.
-      ranks: bool [adapters + 1, ranks]; which ranks of the model's adapters belong to each of several adapters, the
-        first row to none (`inference.adapters`). None if the model has at most one.
+      ranks: bool [adapters + 1, ranks]; which ranks of the concatenated adapter belong to each adapter; the first row
+        has none (`inference.adapters`). None if the model has at most one adapter.
       controls: whether each sequence has separate penalties, biases and log-probabilities (`inference.controls`).
     """
 
@@ -62,7 +62,7 @@ class Served(NamedTuple):
 
     @property
     def abstract_variables(self) -> tuple[Any, Any]:
-        """The model's (params, rest), a ShapeDtypeStruct with a sharding at each leaf."""
+        """The model's (params, rest): a ShapeDtypeStruct with a sharding at each leaf."""
 
         def array(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=self.sharding(names, it.shape))
@@ -70,7 +70,7 @@ class Served(NamedTuple):
         return jax.tree.map(array, self.model.abstract, (self.model.param_axes, self.model.rest_axes))
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
-        """Returns `fn`. While it is traced, layers shard arrays over the mesh; with `one_row`, not over rows."""
+        """Returns `fn` such that layers shard arrays over the mesh during tracing; with `one_row`, not over rows."""
         return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
@@ -78,7 +78,7 @@ class Served(NamedTuple):
 
 
 def row_parts(mesh: Mesh, rules: Rules) -> int:
-    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: of training."""
+    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: training's."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
 
 
@@ -94,11 +94,11 @@ def serve(
     controls: bool = False,
 ) -> Served:
     """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
-    or fewer if `sequences` are enough, rounded up to a multiple of the devices that share them.
+    or fewer if `sequences` slots are enough, rounded up to a multiple of the devices that share slots.
 
     Args:
-      adapters: for the model of `config`; with several, each sequence chooses one.
-      controls: see `Served`. Then each sequence chooses its adapter even if there is only one.
+      adapters: adapters for the model of `config`; with several, each sequence selects one.
+      controls: see `Served`. Then each sequence selects its adapter even if there is only one.
 
     Raises:
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
@@ -128,10 +128,10 @@ def serve(
 
 
 def for_decoding(config: Config, platform: str) -> Any:
-    """Returns `config`, resolved, for a model that generates text on devices of `platform`: with the loop over layers
-    of `decoding_loop`, and with experts that drop no token.
+    """Returns `config`, resolved, for a model that generates text on devices of `platform`: with `decoding_loop` as the
+    loop over layers, and with experts that drop no token.
 
-    Otherwise, dropping would depend on the other tokens of a row, but a sequence must not depend on its padding.
+    Dropping would depend on the other tokens of a row, but a sequence must not depend on its padding.
     """
     own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
     if (scan := decoding_loop(config, platform)) != config.scan_layers:
@@ -143,10 +143,10 @@ def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
     otherwise each layer has separate arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
     measurements."""
-    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, unrolling has large temporaries.
+    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, unrolling needs large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    # With batch_invariant, bits must equal those of the training step.
+    # With batch_invariant, bits must equal the training step's.
     return config.scan_layers and (config.batch_invariant or not unrolled)
 
 

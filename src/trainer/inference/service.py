@@ -13,11 +13,11 @@ from trainer.inference.scheduler import Event, Scheduler
 
 
 class Service:
-    """Runs `scheduler` in a thread. Any thread may call all methods, and none waits for a step.
+    """Runs `scheduler` in a thread. Any thread may call all methods; no method waits for a step.
 
     Args:
       deliver: receives the events of each turn, in the thread of the scheduler.
-      ended: is called in that thread when it ends, with the exception that ended it, or None after `stop`.
+      ended: is called in that thread when the thread ends, with the exception that ended it, or None after `stop`.
       say: receives a line for each compiled program.
     """
 
@@ -34,7 +34,7 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which first compiles what requests will need (`warm_up`), and delivers an empty list."""
+        """Starts the thread. It first compiles the programs for requests (`warm_up`), then delivers an empty list."""
         self._thread.start()
 
     def submit(self, tokens: Sequence[int], **how: Any) -> int:
@@ -100,12 +100,12 @@ def warm_up(
 
 
 def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
-    """Returns, for each program of `engine`, its purpose, and a prompt and options that need it."""
+    """Returns, for each program of `engine`, its purpose, and a prompt and options that require it."""
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
-    for first, size in enumerate(sizes):  # each begins with a different token, so that they share no prefix
+    for first, size in enumerate(sizes):  # each begins with a different token, so that no two share a prefix
         needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
-        # After a whole chunk, or after a cached prefix: the first token of the previous prompt.
+        # After a complete chunk, or after a cached prefix: the first token of the previous prompt.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
             prompt = [first] * before + [first + 1] * size

@@ -10,14 +10,14 @@ from trainer.inference.sampling import Sampling
 
 
 class Result(NamedTuple):
-    """A token for every slot, or for every prompt or sample of a prefill.
+    """A token for every slot, or for every prompt or sample in a prefill.
 
     Attributes:
       tokens: int32 [slots].
-      valid: bool [slots]; whether the slot is in use, so that its token counts.
-      lengths: int32 [slots]; how many tokens have been generated, this one included.
+      valid: bool [slots]; whether the slot is in use. If not, its token has no meaning.
+      lengths: int32 [slots]; the number of generated tokens, including this one.
       log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
-      scores: of the tokens, zeros if no sequence requests them; None for an engine without `Served.controls`.
+      scores: the tokens' scores, zeros if no sequence requests them; None for an engine without `Served.controls`.
       prompt: the scores of `targets`, see `Engine.prefill`.
     """
 
@@ -33,13 +33,13 @@ class Sequences(NamedTuple):
     """The state of generated sequences; each array is [sequences].
 
     Attributes:
-      tokens: int32; the last token of each sequence, which its cache does not contain yet.
+      tokens: int32; the last token of each sequence, which is not in the cache yet.
       positions: int32; the position of that token.
       lengths: int32; how many tokens have been generated.
       used: bool; false for a slot without a sequence.
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
-      adapters: int32; the adapter of each sequence, counted from 1; 0 for none. None if the model has at most one.
+      adapters: int32; the adapter of each sequence, counted from 1; 0: none. None if the model has at most one.
       controls: the options of each sequence; None for an engine without `Served.controls`.
     """
 
@@ -78,7 +78,7 @@ def inserted(prefix: Prefix, state: DecodeState, slots: jax.Array) -> DecodeStat
 
     def insert(array: jax.Array, new: jax.Array) -> jax.Array:
         for i in range(slots.size):
-            row = new[:, i % new.shape[1]][:, None]  # samples share the row of their prompt
+            row = new[:, i % new.shape[1]][:, None]  # samples share their prompt's row
             array = jax.lax.dynamic_update_slice(array, row, (0, slots[i], *[0] * (array.ndim - 2)))
         return array
 

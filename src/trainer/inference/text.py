@@ -8,18 +8,18 @@ from trainer.config.errors import UserError
 from trainer.data.text import mended
 from trainer.data.tokenizer import Tokenizer
 
-_INCOMPLETE = "\ufffd"  # the decoded form of bytes that are not a complete character yet
+_INCOMPLETE = "\ufffd"  # the decoded form of bytes that do not form a complete character yet
 
 
 class Chat(Protocol):
-    """Converts a prompt to a conversation: `chat.encoder.Prompts`."""
+    """Converts a prompt to a conversation: for example `chat.encoder.Prompts`."""
 
     def tokens(self, prompt: str) -> list[int]:
         """Returns the tokens of the conversation up to the beginning of the assistant's turn."""
         ...
 
     def stop_tokens(self) -> list[int]:
-        """Returns the tokens that end a turn of the assistant."""
+        """Returns the tokens that end an assistant's turn."""
         ...
 
 
@@ -54,7 +54,7 @@ class TextStream:
     """Converts a sequence of tokens to text, in parts. Each part is returned as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int] = ()):
-        """`tokens`: those before the text."""
+        """`tokens`: the tokens before the text."""
         self._tokenizer, self._decode, self._tokens = tokenizer, tokenizer.decode, list(tokens)
         self._first, self._told = max(0, len(self._tokens) - 8), len(self._tokens)
 
@@ -64,7 +64,7 @@ class TextStream:
         complete = self._text()
         if complete.endswith(_INCOMPLETE):
             return ""
-        # A token's text may depend on the tokens before it, because a tokenizer removes a space at the beginning.
+        # A token's text may depend on its predecessors, because a tokenizer removes a space at the beginning.
         self._first, self._told = self._told, len(self._tokens)
         return complete
 

@@ -1,8 +1,8 @@
 """The layout of weights for decode steps.
 
-A decode step reads every weight once, so each product should read its weights in place. A rolled loop copies the
-weights of a layer out of the stacked arrays before it multiplies. If the loop is unrolled, each layer has separate
-arrays (`Layers`): the program stacks them for the model, the model slices them again, and XLA removes both.
+A decode step reads every weight once, so each product should read its weights in place. A rolled loop first copies a
+layer's weights out of the stacked arrays. If the loop is unrolled, each layer has separate arrays (`Layers`): the
+program stacks them for the model, the model slices them again, and XLA removes both operations.
 docs/decisions/0027-weights-of-decoding.md has the reasons and the cost.
 """
 
@@ -20,7 +20,7 @@ from trainer.sharding import LAYERS
 
 
 def abstract_weights(served: Served) -> tuple[Any, Any]:
-    """Returns (params, rest) in the layout of the programs of `served`, a ShapeDtypeStruct with a sharding at each
+    """Returns (params, rest) in the layout of the programs of `served`, with a ShapeDtypeStruct with a sharding at each
     leaf: canonical variables, with `Layers` in place of stacked arrays unless the loop over layers is rolled."""
 
     def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
@@ -52,7 +52,7 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
         placed = jax.device_put(array, like.sharding)
         made = Layers([_layer(placed, i, one) for i, one in enumerate(held.each)]) if cut else placed.astype(like.dtype)
         if donate and (cut or placed.dtype != like.dtype):
-            jax.block_until_ready(made)  # otherwise all leaves are converted at once
+            jax.block_until_ready(made)  # otherwise all leaves would be converted at once
             for source in (placed, array):
                 if isinstance(source, jax.Array):
                     source.delete()
@@ -62,7 +62,7 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
 
 
 def canonical(weights: Any) -> Any:
-    """Returns the canonical variables, or a part of them, of `weights` in the form of `abstract_weights`."""
+    """Returns the canonical form of `weights`, variables (or a part of them) in the form of `abstract_weights`."""
 
     def stacked(it: Any) -> Any:
         return jnp.stack(it.each) if isinstance(it, Layers) else it
@@ -70,7 +70,7 @@ def canonical(weights: Any) -> Any:
     return jax.tree.map(stacked, weights, is_leaf=lambda it: isinstance(it, Layers))
 
 
-# One program for all layers: a program with an output for each layer takes several times as long to compile.
+# One program for all layers: a program with one output per layer would take several times as long to compile.
 @functools.partial(jax.jit, static_argnums=2)
 def _layer(stacked: jax.Array, i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.lax.with_sharding_constraint(stacked[i].astype(like.dtype), like.sharding)

@@ -1,1 +1,1 @@
-"""Common parts of all checkpoints: named arrays read part by part, Orbax trees, and further data about a model."""
+"""The common parts of all checkpoints: named arrays read in parts, Orbax trees, and further data about a model."""

@@ -1,8 +1,8 @@
-"""A model's data other than weights: which tokens end a text, how long a text may be, how to sample. It is read once,
-copied into a run's checkpoints, and written by every export.
+"""A model's data other than weights: the tokens that end a text, the maximum text length, and sampling settings. They
+are read once, copied into a run's checkpoints, and written by every export.
 
-A Hugging Face folder has it in config.json and generation_config.json. A run's checkpoint, and a folder from
-trainer.export or trainer.quantize, have it next to the tokenizer; the fields of config.json are then in
+A Hugging Face folder stores them in config.json and generation_config.json. A run's checkpoint, and a folder from
+trainer.export or trainer.quantize, store them next to the tokenizer; the fields of config.json are then in
 huggingface.json.
 """
 
@@ -27,7 +27,7 @@ class About(NamedTuple):
     Attributes:
       fields: the fields of config.json that do not affect the model's results (`config_fields.NEUTRAL`).
       generation: generation_config.json; None without one.
-      changed: the names of items that training changed, with their former values; None for a text.
+      changed: the names of items that training changed, with their former values; for a text, None.
     """
 
     fields: Mapping[str, Any] = {}
@@ -36,7 +36,7 @@ class About(NamedTuple):
 
     @property
     def ends(self) -> list[int]:
-        """The tokens that end a text, by generation_config.json, or by config.json if that has none."""
+        """The tokens that end a text, from generation_config.json or, if it has none, from config.json."""
         said = (self.generation or {}).get(_END)
         return _listed(self.fields.get(_END) if said is None else said)
 
@@ -52,12 +52,12 @@ class About(NamedTuple):
         return {token for value in said for token in _listed(value)}
 
     def trained(self, ends: Iterable[int], length: int | None, other_template: bool) -> "About":
-        """Returns this after a training.
+        """Returns the `About` after a training.
 
         Args:
-          ends: the tokens that end the texts of the training.
-          length: the length of its rows in tokens; None if the model's keys specify how long a text may be.
-          other_template: whether the training used another chat template.
+          ends: the tokens that end the training texts.
+          length: the row length in tokens; None if the model's keys specify the maximum text length.
+          other_template: whether training used another chat template.
         """
         fields, changed = dict(self.fields), dict(self.changed)
         generation = None if self.generation is None else dict(self.generation)
@@ -75,18 +75,18 @@ class About(NamedTuple):
         return About(fields, generation, changed)
 
     def under(self, other: "About") -> "About":
-        """Returns this, with the values of `other`, which belongs to adapters of the model, taking precedence."""
+        """Returns this `About`, overridden by the values of `other`, which describes adapters of the model."""
         generation = self.generation if other.generation is None else other.generation
         return About({**self.fields, **other.fields}, generation, {**self.changed, **other.changed})
 
     def without_tokens(self) -> "About":
-        """Returns the data that remains valid with another tokenizer."""
+        """Returns the data that remain valid with another tokenizer."""
 
         def rest(given: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in given.items() if not name.endswith(_OF_TOKENIZER)}
 
         changed = {_END: _one(self.ends)} if self.ends else {}
-        # null, not absent, so that it overrides the value from the adapters' base.
+        # null instead of absent, to override the value from the adapters' base
         return About(
             rest(self.fields) | dict.fromkeys(TOKENS),
             None if self.generation is None else rest(self.generation),
@@ -94,14 +94,14 @@ class About(NamedTuple):
         )
 
     def note(self) -> str:
-        """Returns a line that lists the items that training changed; "" if it changed none."""
+        """Returns a line that lists the items that training changed; "" if none changed."""
         now = {**self.fields, **(self.generation or {})}
         values = {name: f"={shown(now[name])} (was {shown(was)})" for name, was in self.changed.items() if name in now}
         listed = [f"{name}{values.get(name, '')}" for name in self.changed]
         return visible(f"changed by training: {', '.join(listed)}") if listed else ""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the contents of the files to store next to a tokenizer, by name."""
+        """Returns the contents of the files to store next to a tokenizer, by file name."""
         fields = {**self.fields, **({CHANGED: dict(self.changed)} if self.changed else {})}
         found = {FIELDS: fields or None, GENERATION: self.generation}
         return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in found.items() if data is not None}
@@ -112,5 +112,5 @@ def _listed(value: Any) -> list[int]:
 
 
 def _one(tokens: list[int]) -> Any:
-    """Returns the list, or its only token; None if it is empty."""
+    """Returns the list; the token itself if it is the only one; None if there is none."""
     return tokens if len(tokens) > 1 else tokens[0] if tokens else None

@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: the model's metadata, and where its tensors are.
+"""Reads the header of a GGUF file: the model's metadata, and the positions of its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length is checked against the
-file's size before it is used. The package gguf does not do this: if a damaged file claims an array of 2^33 values, its
-reader loops over all of them.
+file size before it is used. The package gguf lacks this check: if a damaged file claims an array of 2^33 values, the
+package loops over all of them.
 """
 
 import math
@@ -18,7 +18,7 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.limits import FILE_BYTES, GGUF_AXES, GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_STRINGS
 from trainer.config.words import visible
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)  # in version 1, counts have four bytes
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)  # counts in version 1 have four bytes
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 # The types of values by number, with their codes in the package struct and NumPy.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -27,11 +27,11 @@ _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 
 
 class Described(NamedTuple):
-    """A tensor as the header describes it.
+    """A tensor as described in the header.
 
     Attributes:
       kind: the number of its type in ggml.
-      shape: slowest axis first; the file has the reverse order.
+      shape: slowest axis first; the file stores the reverse order.
       start: the position of its first byte in the file.
     """
 
@@ -147,7 +147,7 @@ class _Reader:
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
     def _numbers(self, kind: int) -> str:
-        if kind not in _NUMBERS:  # includes arrays of arrays, which no published file has
+        if kind not in _NUMBERS:  # this includes arrays of arrays, which no published file has
             self._refuse(f"a value of type {kind}, which is not known here")
         return _NUMBERS[kind]
 

@@ -19,14 +19,14 @@ from trainer.runtime.storage import absolute, entries
 
 COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # in each tree
-_CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap the slice
+_CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap it
 _TOGETHER = 1 << 25  # bytes
 
-ITEMS = "items"  # the name of the tree in a checkpoint of MaxText
+ITEMS = "items"  # the name of the tree in a MaxText checkpoint
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Returns shape and dtype of every leaf of an Orbax tree, by its path with slashes.
+    """Returns shape and dtype of every leaf of an Orbax tree, by the leaf's path with slashes.
 
     Raises:
       UserError: the tree is damaged, or parts of it are missing.
@@ -50,7 +50,7 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """Returns the custom metadata of the checkpoint that has the Orbax tree at `path`; {} if there are none.
+    """Returns the custom metadata of the checkpoint with the Orbax tree `path`; {} if there are none.
 
     Raises:
       UserError: the file is damaged.
@@ -61,7 +61,7 @@ def custom_metadata(path: Path) -> dict[str, Any]:
 
 
 def _address(path: Path) -> dict[str, Any]:
-    """Returns Orbax's arguments for the tree at `path`. Orbax itself refuses a tree that is part of a checkpoint."""
+    """Returns Orbax's arguments for the tree at `path`, because Orbax refuses a tree that is part of a checkpoint."""
     if (path / _TREE).exists() and (path.parent / COMPOSITE).exists():
         return {"path": absolute(path.parent), "checkpointable_name": path.name}
     return {"path": absolute(path)}
@@ -99,7 +99,7 @@ def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.n
 
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Reads one leaf with the dtype and sharding of `abstract`. Every process reads the chunks that its slices overlap.
+    """Reads one leaf with the dtype and sharding of `abstract`. Every process reads the chunks that overlap its slices.
 
     Raises:
       UserError: the leaf is damaged.
@@ -120,8 +120,8 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
     """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by path with slashes. Leaves are buffered until they have _TOGETHER bytes, because the time
-    of each write grows with the number of leaves already written. A larger leaf is thus written immediately.
+    Each call takes leaves by path with slashes. Leaves are buffered until they have _TOGETHER bytes, because each write
+    takes longer the more leaves have been written. A larger leaf is thus written immediately.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -154,8 +154,8 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     _silence_answers()
-    # Orbax leaves tasks with unretrieved errors. asyncio logs them when the tasks are freed: immediately or, after
-    # an error, at any time until the process ends.
+    # Orbax leaves behind tasks with unretrieved errors. asyncio logs these errors when it frees the tasks: immediately
+    # or, after an error, at any time until the process ends.
     tasks = logging.getLogger("asyncio")
     had_errors = _is_retrieved in tasks.filters
     tasks.addFilter(_is_retrieved)
@@ -166,7 +166,7 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # An error while reading a shard is the cause of a bare Exception.
+        # If reading a shard fails, the error is the cause of a bare Exception.
         cause = error.__cause__ if type(error) is Exception else error
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise

@@ -39,10 +39,10 @@ class Leaf:
 
     Attributes:
       shape: canonical.
-      dtype: as stored; float32 if layers are stored in several dtypes.
-      parts: functions that read the values as stored: one part per layer, or one part for the complete leaf.
-      puts: functions that put the same parts onto devices, given a part's shape (layers first), dtype and sharding. The
-        host reads only its devices' slices of a part. () for a leaf that is only written.
+      dtype: the stored dtype; float32 if layers are stored in several dtypes.
+      parts: functions that read the values as stored: one function per layer, or one for the complete leaf.
+      puts: functions that put the same parts onto devices, given a part's shape (layers first), dtype and sharding.
+        Each host reads only its devices' slices of a part. () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Leaf:
     parts: Sequence[Callable[[], np.ndarray]]
     puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
     mixed: tuple[str, ...] = ()  # the names of the dtypes, if layers are stored in several
-    buffer: bool = False  # whether it belongs to `rest`, so that no export casts it
+    buffer: bool = False  # whether it is in `rest`, so that no export casts it
 
     @property
     def size(self) -> int:
@@ -59,7 +59,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values in `dtype`; at least the stored bytes."""
+        """The bytes of the values in `dtype`, which is never less than the stored bytes."""
         return self.size * self.dtype.itemsize
 
     def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
@@ -67,7 +67,7 @@ class Leaf:
         if len(self.parts) == 1:
             value = self.parts[0]().astype(dtype, copy=False)
             tick(self.nbytes)
-            return value.reshape(self.shape)  # in a model with one layer, the part has no layers axis
+            return value.reshape(self.shape)  # with one layer, the part has no layers axis
         whole = np.empty(self.shape, dtype)
         for i, part in enumerate(self.parts):
             whole[i] = part()
@@ -88,12 +88,12 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Returns `box` relative to the array that `outer` covers."""
+    """Returns `box` with positions relative to `outer`, which contains it."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
 def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array on devices. `read` reads one device's slice at a time, once for all replicas on this host."""
+    """Returns an array on devices. `read` reads one device's slice at a time, once for its replicas on this host."""
     shape, sharding = abstract.shape, abstract.sharding
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -104,12 +104,12 @@ def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct
         value = read(tuple(slice(*pair) for pair in ends)).astype(abstract.dtype, copy=False)
         for device in replicas:
             target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            arrays.append(jax.device_put(value, target).block_until_ready())  # waits, to free `value`
+            arrays.append(jax.device_put(value, target).block_until_ready())  # waits, so that `value` can be freed
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """Returns the sharding, in device memory, for axes derived from `ndim` axes; `change` maps the spec's entries."""
+    """Returns the sharding, in device memory, for axes derived from `ndim` axes; `change` converts the spec."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding  # one device
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -117,18 +117,18 @@ def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]
 
 
 class Source(Protocol):
-    """A checkpoint whose kind was recognized. Its headers have been read, but no values."""
+    """A checkpoint of a recognized kind. Its headers have been read, but no values."""
 
     path: Path
-    tokenizer: Path  # the folder of the tokenizer's files, if there are any
+    tokenizer: Path  # the folder with the tokenizer's files, if there are any
     kind: str  # a description in words
     about: About  # data about the model other than weights and tokenizer
-    length: int | None  # the longest text the model was trained for, if the checkpoint states it
-    averaged: bool  # whether it also has averages of its parameters (`ema_decay`)
+    length: int | None  # the maximum text length for which the model was trained, if the checkpoint states it
+    averaged: bool  # whether averages of its parameters are available (`ema_decay`)
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """The model's keys that the checkpoint itself states, resolved; {} if it states none."""
+        """The resolved model keys that the checkpoint itself states; {} if it states none."""
 
     def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
@@ -137,11 +137,11 @@ class Source(Protocol):
         """Returns which of the weights `shapes` of a model of `config` the checkpoint has, at least in part."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves that a model of `config`, resolved, with weights of `shapes` needs, in that order.
+        """Returns the leaves that a model of the resolved `config` needs, whose weights have `shapes`, in this order.
 
         Raises:
           UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
-            modules of multi-token prediction than `config`.
+            multi-token prediction modules than `config`.
         """
 
 
@@ -209,8 +209,8 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by canonical name, in the order of the dict. If a value is a pytree, each of
-    its leaves has a name."""
+    """Returns the leaves of a nested dict by canonical name, in the dict's order. If a value is a pytree, each of its
+    leaves has a name."""
     parts = {name: by_name(value) for name, value in _flat(tree).items()}
     return {f"{name}/{part}".rstrip("/"): leaf for name, found in parts.items() for part, leaf in found.items()}
 
@@ -221,7 +221,7 @@ def filled(tree: T, flat: Mapping[str, Any]) -> T:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a nested dict of leaves with canonical names. Every part of a name is a key."""
+    """Returns a nested dict of the leaves in `flat`: each part of a canonical name becomes a key."""
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -230,7 +230,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def joined(params: Any, rest: Any) -> dict[str, Any]:
-    """Returns a model's weights: its parameters and its state without gradient, in one nested dict."""
+    """Returns a model's weights, that is, its parameters and its state without gradient, in one nested dict."""
     return nested(_flat(params) | _flat(rest))
 
 

@@ -13,7 +13,7 @@ from trainer.sharding import Axes
 
 
 def to_linen(make: Callable[..., nnx.Module], *args: Any, **fields: Any) -> linen.Module:
-    """Returns the NNX module `make(*args, rngs=...)` as a Linen module with equal parameter names and axes."""
+    """Returns the NNX module `make(*args, rngs=...)` as a Linen module with the same parameter names and axes."""
     return _ToLinen(make, args=args, metadata_fn=_box, **fields)
 
 
@@ -21,19 +21,19 @@ class _ToLinen(bridge.ToLinen):
     @linen.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            # In Linen the parts of a parameter that is a pytree look like parameters of their own.
+            # In Linen, the parts of a parameter that is a pytree look like separate parameters.
             warnings.filterwarnings("ignore", "Found unknown module paths")
             return super().__call__(*args, **kwargs)
 
 
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:
-    """Returns a method for `nnx_method` of `ToLinen`. It runs `method` and also returns the sown values of `types`."""
+    """Returns a method for `nnx_method` of `ToLinen` that runs `method` and also returns the sown values of `types`."""
     return lambda module, *args, **given: capture(module, types, method)(*args, **given)
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether `x` is a parameter in the box that holds its logical axis names."""
-    return isinstance(x, linen.Partitioned)  # LogicallyPartitioned, too
+    """Returns whether `x` is a parameter inside the box that stores its logical axis names."""
+    return isinstance(x, linen.Partitioned)  # also true for LogicallyPartitioned
 
 
 def unboxed(parameter: Any, leading: Sequence[str] = ()) -> tuple[Any, Axes]:

@@ -25,7 +25,7 @@ from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
-    """An NNX decoder whose blocks run under `linen.scan`. It holds their variables as nested `nnx.Variable`s."""
+    """An NNX decoder whose blocks run under `linen.scan`. It stores their variables as nested `nnx.Variable`s."""
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """See `Decoder.make_layers`."""
@@ -55,7 +55,7 @@ class LinenStackDecoder(Decoder):
     def run_layers(self, x, cache, context, types):
         """See `Decoder.run_layers`."""
         variables = _variables({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
-        stacked = Stacks(self.config, parent=None)  # never a child of a Linen module that is currently running
+        stacked = Stacks(self.config, parent=None)  # never a child of a running Linen module
         return stacked.apply(variables, x, cache, context, types, method="run_layers")
 
 
@@ -65,7 +65,7 @@ def initial_decoder(config: Config) -> type[Decoder]:
 
 
 def _held(variables: Mapping[str, Any], stacks: Sequence[Stack] = ()) -> dict[str, Any]:
-    """Returns variables of Linen as nested `nnx.Variable`s. `stacks`: those whose parameters are among them."""
+    """Returns Linen variables as nested `nnx.Variable`s. `stacks`: the stacks whose parameters they contain."""
     axes = {stack.name: stack.axes for stack in stacks}
 
     def held(path: Any, leaf: Any) -> Any:

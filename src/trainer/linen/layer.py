@@ -19,7 +19,7 @@ from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 from trainer.products.context import Context
 
-# The Linen collections that a block may have, each stacked.
+# The Linen collections that a block may have; each is stacked.
 COLLECTIONS = ("params", REST)
 
 
@@ -29,7 +29,7 @@ def is_linen(block: MakeBlock) -> bool:
 
 
 def make_layer(config: Config, block: MakeBlock, path: str, **fields: Any) -> linen.Module:
-    """Returns one block, whose canonical name is `path`, as a Linen module. `fields` are the fields of every Linen
+    """Returns one block, with the canonical name `path`, as a Linen module. `fields` are the fields of every Linen
     module: name, parent."""
     if not is_linen(block):
         return to_linen(_construct, block, config, path, **fields)
@@ -40,7 +40,7 @@ def make_layer(config: Config, block: MakeBlock, path: str, **fields: Any) -> li
 
 
 def _construct(block: MakeBlock, config: Config, path: str, rngs: nnx.Rngs) -> nnx.Module:
-    # The bridge passes rngs by keyword, a block takes it by position.
+    # The bridge passes rngs by keyword, but a block takes it by position.
     return with_products(config, path, block(config, rngs), rngs)
 
 
@@ -53,7 +53,7 @@ def check_layer(config: Config) -> None:
 
 def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # With generators of both kinds: a block that draws from one gets an error below, or draws from its given key.
+    # With both kinds of generators: a block that draws from one either gets an error below or uses its given key.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
@@ -65,10 +65,10 @@ def _check_linen(config: Config, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """Returns the result of `block` for `x` and `args` in one layer of the rolled loop, and its sown `types`.
+    """Returns the result of `block` for `x` and `args` in one layer of the rolled loop, and the block's sown `types`.
 
-    `block` is a child of the running module. `number` is the number of the layer. For `cast_inside` see
-    `layers.loop.run_loop`.
+    `block` is a child of the running module. `number` is the layer's number. See `layers.loop.run_loop` for
+    `cast_inside`.
     """
     if isinstance(block, bridge.ToLinen):
 
@@ -86,10 +86,10 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """Does the same as `call_layer` for `block` applied to `variables`: the unrolled loop makes no copy.
+    """Does the same as `call_layer` for `block` applied to `variables`, because the unrolled loop makes no copy.
 
-    A Linen block sows into collections with the names of the types. It draws dropout from the layer's key, which is
-    also in its context (the last of `args`).
+    A Linen block sows into collections that are named like the types. It draws dropout from the layer's key, which is
+    also in the block's context (the last of `args`).
     """
     if isinstance(block, bridge.ToLinen):
         return block.apply(variables, *args, nnx_method=capturing(types))
@@ -101,5 +101,5 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
 
 def _last(sown: dict[str, Any]) -> dict[str, Any]:
     """Returns the last value of each name. Linen's default `sow` collects all values of a name in a tuple, but
-    `layers.sown` keeps only the last."""
+    `layers.sown` keeps only the last value."""
     return {path: value[-1] if isinstance(value, tuple) else value for path, value in sown.items()}

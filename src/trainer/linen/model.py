@@ -31,7 +31,7 @@ from trainer.sharding import Axes, axes_of_parts
 
 
 class NNXLinenDecoder(NNXModel):
-    """NNX model and train state with a Linen decoder stack."""
+    """NNX model and NNX train state with a Linen decoder stack."""
 
     decoder = LinenStackDecoder
 
@@ -58,7 +58,7 @@ class Linen:
         with tree_mode():
             check_layer(config)
         self.module = self._make_module(config)
-        rows = microbatches(config)  # a pipeline divides them
+        rows = microbatches(config)  # a pipeline divides these rows
         id_bt, row_b = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
         with tree_mode():
             init = self._make_module(initializing(config)).init
@@ -146,7 +146,7 @@ def _axes_of_buffer(buffer: Any) -> Axes:
 
 
 def _parts(variables: Any) -> tuple[Any, Any]:
-    """Splits Linen variables into params and the other collections."""
+    """Splits Linen variables into params and all other collections."""
     return variables["params"], {name: part for name, part in variables.items() if name != "params"}
 
 

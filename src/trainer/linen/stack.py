@@ -26,9 +26,9 @@ from trainer.sharding import off_mesh
 
 
 def initializing(config: Config) -> Config:
-    """Returns `config` for initialization, which Linen traces with one token.
+    """Returns `config` for initialization, which Linen traces with a single token.
 
-    Parameters do not depend on the attention op, but kernels refuse this length.
+    Parameters do not depend on the attention op, but kernels refuse a length of one token.
     """
     return Config({**config, "attention": "dot_product"})
 
@@ -46,7 +46,7 @@ class Pattern(linen.Module):
 
 
 class Stacks(linen.Module):
-    """The stacks. Each stack's variables are stacked on axis 0, under its name, for both rolled and unrolled loops."""
+    """The stacks. A stack's variables are stacked on axis 0, under its name, for both rolled and unrolled loops."""
 
     config: Config
 
@@ -92,7 +92,7 @@ class Stacks(linen.Module):
         return x, entries, sown
 
     def _applied(self, loop: Loop, x, entries):
-        # The loop or the pipeline of the NNX stack, over the variables that linen.scan makes.
+        # The NNX stack's loop or pipeline, over variables that linen.scan makes.
         stack, held = loop.stack, linen.unbox(self.variables)
         variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
         made = zip(stack.blocks, stack.paths, strict=True)
@@ -108,8 +108,8 @@ class Stacks(linen.Module):
 
 
 def init_stacks(config: Config, key: jax.Array) -> Mapping[str, Any]:
-    """Returns the initial variables of the stacks, in boxes with their logical axes."""
-    rows = microbatches(config)  # a pipeline divides them
+    """Returns the initial variables of the stacks, in boxes that contain their logical axes."""
+    rows = microbatches(config)  # a pipeline divides these rows
     ids, x = jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows, 1, config.base_emb_dim), config.dtype)
     context = Context(ids, ids, rows=ids[:, 0], key=None)
     # The bridge constructs the model again within a step, with rows of one token, which the mesh cannot divide.
@@ -119,7 +119,7 @@ def init_stacks(config: Config, key: jax.Array) -> Mapping[str, Any]:
 
 
 def _at(variables: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Returns the variables of the block at `path`; {} if it has none."""
+    """Returns the variables of the block at `path`; {} if the block has none."""
     for name in path.split("/"):
         variables = variables.get(name, {})
     return variables

@@ -69,7 +69,7 @@ class Transformer(linen.Module):
         return finish_logits(self.config, self.token_embedder(x, nnx_method="attend") if tied else self.decoder.head(x))
 
     def __call__(self, *args, **kwargs):
-        """Returns logits. The arguments are the arguments of `hidden`."""
+        """Returns logits. Takes the arguments of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])
 
 

@@ -12,7 +12,7 @@ from trainer.maxtext.shell import Shell
 from trainer.maxtext.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# A quoted command within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".
+# A command quoted within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".
 _INNER = re.compile(r"python\S* +(-m )?\S*maxtext", re.IGNORECASE)
 _INNER_NAME = re.compile(r"-*[A-Za-z_][\w-]*=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
 _WIDTH = 116
@@ -22,9 +22,9 @@ class Command(NamedTuple):
     """The parts of a command.
 
     Attributes:
-      module: as written, such as `maxtext.trainers.pre_train.train`; "" if the command names none.
-      environment: the assignments before the command, including `export`, that none of its words uses.
-      yml: the file that the first word names; "" if there is none.
+      module: as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
+      environment: the assignments before the command, including `export`, except variables that its words use.
+      yml: the file in the first word; "" if that is not a file.
       words: the other words, usually key=value.
     """
 
@@ -35,10 +35,10 @@ class Command(NamedTuple):
 
 
 def parse(arguments: Sequence[str]) -> Command:
-    """Returns the command in `arguments`. A single argument is text that a shell would read; several are its words.
+    """Returns the command in `arguments`. A single argument is shell text; several arguments are the command's words.
 
     Raises:
-      UserError: there is no command, its quotes do not match, or a part of it would not be read as bash reads it.
+      UserError: there is no command, its quotes do not match, or bash would read a part of it differently.
     """
     reader = _Reader()
     reader.read(arguments[0] if len(arguments) == 1 else " ".join(map(_in_quotes, arguments)))
@@ -51,8 +51,8 @@ class _Reader:
     def __init__(self) -> None:
         self._shell = Shell()
         self._module = ""
-        self._given: dict[str, str] = {}  # by words before the module
-        self._words: list[str] = []  # after it; of the last command if there is no module
+        self._given: dict[str, str] = {}  # assignments before the module
+        self._words: list[str] = []  # the words after it; without a module, those of the last command
         self._refused: UserError | None = None
         self._done = False
 
@@ -60,19 +60,19 @@ class _Reader:
         self._done = self._shell.run(text, self._run)
 
     def command(self) -> Command:
-        """Returns the command that was read.
+        """Returns the parsed command.
 
         Raises:
-          UserError: there is none, or a part of it is not known.
+          UserError: there is no command, or the value of a part is not known.
         """
         shell = self._shell
         values = {name: value[0] for name, value in shell.values.items() if isinstance(value, list) and value}
         inner = next((text for text in values.values() if _INNER.search(text)), "")
-        if inner and not self._done and not self._module:  # CMD="python3 ..." alone
+        if inner and not self._done and not self._module:  # only CMD="python3 ..."
             self.read(unquoted(inner, as_code=True))
         if self._refused and not self._done:
             raise self._refused
-        if not self._words and not self._module:  # assignments alone
+        if not self._words and not self._module:  # only assignments
             self._given = {name: text for name, text in values.items() if _of_environment(name)}
             self._words = [f"{name}={text}" for name, text in values.items() if name not in self._given]
             shell.exported = set(values)
@@ -85,7 +85,7 @@ class _Reader:
             raise UserError(f"{hidden} is not exported, so that MaxText does not see it; write export {hidden}=...")
         given = {name: "".join(shell.known(name)[:1]) for name in left if name in shell.exported} | self._given
         environment = {name: unquoted(text) for name, text in given.items()}
-        # A line break that was pasted as a backslash and a space leaves white space in front of the next word.
+        # A line break that was pasted as a backslash and a space leaves white space before the next word.
         words = [unquoted(word).lstrip() for word in self._words if word.strip()]
         has_yml = bool(words) and words[0].endswith(YML_ENDINGS) and "=" not in words[0]
         return Command(self._module, environment, words[0] if has_yml else "", words[1:] if has_yml else words)
@@ -114,7 +114,7 @@ class _Reader:
             return shell.run(unquoted(inner[name.end() if name else 0 :], as_code=True), self._run)
         shell.values = values
         done = "maxtext" in module.lower()
-        if done or not self._module:  # before it may be such as `python3 -m pip install ...`
+        if done or not self._module:  # an earlier command may be `python3 -m pip install ...`
             keys = {} if module else {name: text for name, text in given.items() if not _of_environment(name)}
             self._given = {name: text for name, text in given.items() if name not in keys}
             self._given |= dict(word.partition("=")[::2] for word in before)
@@ -125,7 +125,7 @@ class _Reader:
 
 
 def as_text(words: Sequence[str]) -> str:
-    """Returns `words` as a shell reads them, on one line or, if that is long, on several lines."""
+    """Returns `words` in shell syntax, on one line or, if that is too long, on several lines."""
     lines = [""]
     for word in map(_quoted, words):
         if lines[-1].strip() and len(lines[-1]) + len(word) > _WIDTH:
@@ -135,7 +135,7 @@ def as_text(words: Sequence[str]) -> str:
 
 
 def _at_module(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Returns the assignments before a command, its module, and the words after the module."""
+    """Returns the assignments before a command, the command's module, and the words after the module."""
     for i, word in enumerate(words):
         script = word.endswith(".py") and "=" not in word
         if (word == "-m" and i + 1 < len(words)) or script:
@@ -146,7 +146,7 @@ def _at_module(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _has_words(text: str) -> bool:
-    """Returns whether a shell reads `text` as several words: `$(python3 -m maxtext...)` is one, quoted or not."""
+    """Returns whether a shell splits `text` into several words; `$(python3 -m maxtext...)` is one, even unquoted."""
     return len(next(commands(unquoted(text, as_code=True)))[0]) > 1
 
 
@@ -163,7 +163,7 @@ def _quoted(word: str) -> str:
 
 
 def _in_quotes(word: str) -> str:
-    """Returns `word` in double quotes, in which a shell still replaces variables and commands."""
+    """Returns `word` in double quotes, within which a shell still expands variables and commands."""
     name = _ASSIGNMENT.match(word)
     at = name.end() if name and name.group().isupper() else 0
     text = word[:at] + '"'

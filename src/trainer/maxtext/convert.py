@@ -1,7 +1,7 @@
 """Converts a MaxText command to this trainer's command, with a verdict for each key.
 
-`load` gives the same verdicts for the same words, because each key is read by the same `Reader`; the words of
-`Facts.maxtext_words` are converted here alone.
+`load` gives the same verdicts for the same words, because the same `Reader` reads each key. Only the words in
+`Facts.maxtext_words` are converted just here.
 """
 
 import fnmatch
@@ -51,15 +51,15 @@ from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, versio
 
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
-SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that take MaxText's words, each with a verdict
+SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that accept MaxText's words, each with a verdict
 _OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE)
-_OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation reads them, too
+_OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation also reads them
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
 _OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value, which is of each in MaxText"
-# The defaults of programs where they differ from those of base.yml.
+# The defaults of programs, where they differ from base.yml's.
 _DEFAULTS: dict[str, Mapping[str, Any]] = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
-# What a command of a program must say, with an example.
+# The keys that a program's command must contain, with examples.
 _NEEDED = {
     COMPILE: ("compile_topology=v5e-16",),
     GENERATE: ("load_parameters_path=/models/checkpoint/0/items", "tokenizer_path=/models/tokenizer.model"),
@@ -67,7 +67,7 @@ _NEEDED = {
 
 
 class Program(NamedTuple):
-    """How one of MaxText's programs is handled: what runs instead, or `why` nothing does."""
+    """How one of MaxText's programs is handled: `runs` is our program in its place; if empty, `why` is the reason."""
 
     runs: str
     why: str
@@ -77,12 +77,12 @@ class Conversion(NamedTuple):
     """A converted command.
 
     Attributes:
-      words: the words of our command, after the variables of its environment.
+      words: the words of our command, preceded by its environment variables.
       rows: the verdicts, in the order of the command.
-      problems: problems of the whole command, not of one row.
-      notes: what `trainer.train` says about the command at its start, without its verdicts.
+      problems: problems of the whole command, not of single rows.
+      notes: the notes that `trainer.train` prints about the command at its start, without verdicts.
       loaded: the configuration; None if there are problems.
-      version: what MaxText's version means for the command.
+      version: a line on the consequences of MaxText's version for the command.
     """
 
     words: list[str]
@@ -115,8 +115,8 @@ def programs() -> list[str]:
 
 
 def convert(command: Command, runs: str, version: str = "") -> Conversion:
-    """Returns our command for `command`, which our program `runs` replaces: one of `SAME_WORDS`; or `EXPORT`, to check
-    the keys of a conversion. `version` is one of `version.versions()`; "" if the keys have to tell it."""
+    """Returns our command for `command`. `runs`: our program in its place, one of `SAME_WORDS`; or `EXPORT`, to check
+    the keys of a conversion. `version`: one of `version.versions()`; "" to infer it from the keys."""
     found = _convert(command, runs, version)
     facts = facts_of(found.loaded.config) if found.loaded else None
     if found.loaded is None or facts is None or facts.maxtext_layers == 1:
@@ -127,7 +127,7 @@ def convert(command: Command, runs: str, version: str = "") -> Conversion:
 def _with_our_layers(
     found: Conversion, loaded: Loaded, times: int, command: Command, runs: str, version: str
 ) -> Conversion:
-    """Returns `found` with our number of layers, of a model of which MaxText counts `times` as one."""
+    """Returns `found` with our number of layers, for a model in which MaxText counts `times` layers as one."""
     said, source = f"layers; MaxText counts {times} of them as one", loaded.sources["base_num_decoder_layers"]
     given = [word for word in command.words if word.startswith("base_num_decoder_layers=")]
     if source.startswith("preset ") and not given:
@@ -183,7 +183,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
         rows, added = [*rows, *more], [*added, *of_program]
     rows = _with_preset(rows, given)
     words = [*added, *(word for row, word in written if not in_environment(row))]
-    checked = [word for word in words if is_known(word) and not word.startswith("-")]  # no questions
+    checked = [word for word in words if is_known(word) and not word.startswith("-")]  # without questions
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
     if runs == EXPORT:
@@ -204,7 +204,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
 
 
 def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
-    """Returns `rows`, with what max_target_length means for pairs, also if the yml gives it."""
+    """Returns `rows` with a row on the meaning of max_target_length for pairs, also if the yml sets it."""
     said = [f"{_LENGTH}{text}" for name, text in in_yml.items() if f"{name}=" == _LENGTH]
     return [
         *(
@@ -218,8 +218,8 @@ def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
 def _of_program(
     command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
 ) -> tuple[list[str], list[Row]]:
-    """Returns words and rows for what a command of `method` means without saying it; see `maxtext.program`. `added`:
-    the words so far."""
+    """Returns words and rows for values that a command of `method` implies; see `maxtext.program`. `added`: the words
+    so far."""
     if own_yml:
         return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
     words = base_words(method, {**given} | dict(word.split("=") for word in added))
@@ -230,9 +230,9 @@ def _of_program(
 def _loaded(
     yml: str, words: Sequence[str], environment: Mapping[str, str], runs: str, rows: Sequence[Row]
 ) -> tuple[Loaded | None, list[str], list[Row]]:
-    """Returns the configuration, None if there is none; the problems of the whole command; and `rows` with theirs."""
+    """Returns the configuration or None; the problems of the whole command; and `rows` with their problems."""
     try:
-        # Only translated.
+        # The command is only translated, not run.
         loaded = load([yml, *words], environment=environment, imports=False, defaults=_DEFAULTS.get(runs))
     except UserError as error:
         lines = str(error).split("\n  ")
@@ -246,7 +246,7 @@ def _loaded(
 
 
 def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
-    """Returns a problem if keys that the command does not give have values here that MaxText does not have."""
+    """Returns a problem if keys that the command does not set have defaults here that differ from MaxText's."""
     inert = inert_keys(loaded.config)
     unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
     lines = base_yml.differing(loaded.config, unset, "")
@@ -258,7 +258,7 @@ def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
 
 
 def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
-    """Returns words for what MaxText does without being told. `own_yml`: see `program.own_words`."""
+    """Returns words for MaxText's implicit behaviour. `own_yml`: see `program.own_words`."""
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type", "hf" if own_yml else "")
     added = [NO_DATA] if without_data else []
@@ -268,7 +268,7 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in verdicts.table()["tokenizers"]:
-        own_type = "tokenizer_type=huggingface"  # of its pipeline, and in its presets
+        own_type = "tokenizer_type=huggingface"  # the default of its pipeline and its presets
         added += [] if "tokenizer_type" in given else [own_type]
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")
@@ -276,8 +276,8 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
 
 
 def preset_words(given: Mapping[str, str]) -> list[str]:
-    """Returns words for what MaxText's preset has, and ours, which is the published model, has not, unless the keys
-    `given` have it."""
+    """Returns words for values in MaxText's preset that our preset, the published model, lacks, except for keys in
+    `given`."""
     words = [
         word
         for pattern, words in verdicts.table()["of_presets"].items()
@@ -288,7 +288,7 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
 
 
 def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
-    """Returns `rows`, with one that says which words make our preset MaxText's, wherever its name is given."""
+    """Returns `rows` with a row about the words that turn our preset into MaxText's, wherever its name comes from."""
     if not (words := preset_words(given)):
         return list(rows)
     text = f"the published model, where MaxText has {' '.join(words)}; this is added, without it the published one runs"
@@ -299,7 +299,7 @@ def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
-    """Returns `problems`, with one for all that the command does not say: what MaxText has of its own."""
+    """Returns `problems`, plus one for all values that the command omits because MaxText has defaults for them."""
     missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
     examples = [_EXAMPLE.search(line) for line in problems]
     others = [line for line, example in zip(problems, examples, strict=True) if example is None]
@@ -314,7 +314,7 @@ def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) 
 
 
 def _without_data(row: Row, runs: str) -> Row:
-    """Returns `row`; as needless if it is about data, which the program `runs` does not read."""
+    """Returns `row`, marked as needless if it is about data and the program `runs` reads none."""
     name = row.given.partition("=")[0]
     if name == "dataset_type" or any(name in keys for keys in OWN_KEYS.values()):
         return Row(row.given, verdicts.NEEDLESS, f"{runs} reads no data", "")
@@ -322,12 +322,12 @@ def _without_data(row: Row, runs: str) -> Row:
 
 
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
-    """Returns `row`, or a row that says why a key has no effect in this configuration."""
+    """Returns `row`, or a row with the reason why the key has no effect in this configuration."""
     name = row.word.partition("=")[0]
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
     if not reason:
         return row
     of_prompts = runs == GENERATE and (name in _OF_TEXT or schema().keys[name].section == "Generation")
-    if of_prompts and reason.startswith(NO_DATA):  # the words that say so are added
+    if of_prompts and reason.startswith(NO_DATA):  # words with this setting were added here
         return row
     return row._replace(kind=NO_EFFECT, text=reason)

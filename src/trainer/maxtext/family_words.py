@@ -1,4 +1,4 @@
-"""Words of MaxText for what the models of one family always have here, or for what has another word here."""
+"""MaxText's words for properties that all models of a family have here, or that another word sets here."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,6 +1,6 @@
-"""What MaxText's programs of post-training have by default: the values of a yml of their own.
+"""The defaults of MaxText's post-training programs, each of which has a separate yml.
 
-`trainer.sft`, `trainer.dpo` and `trainer.grpo` add those values to maxtext.yml, see `files.POST_TRAIN`.
+`trainer.sft`, `trainer.dpo` and `trainer.grpo` add its values to maxtext.yml; see `files.POST_TRAIN`.
 """
 
 import re
@@ -22,11 +22,10 @@ class Yml(NamedTuple):
     """The yml of a command.
 
     Attributes:
-      name: as our command has it: maxtext.yml for MaxText's own base.yml, or that of one of its programs, without a
-        changed value.
-      names: the keys that the file and its parents give.
-      given: those that a person gave there, with their texts.
-      below: the name of maxtext.yml, or of what stands for it, if it is a parent of another file.
+      name: its name in our command; maxtext.yml if it is an unchanged base.yml or program yml of MaxText.
+      names: the keys that the file and its parents set.
+      given: the keys among them that a user set, with their texts.
+      below: the name of maxtext.yml, or of the file in its place, if that is a parent of another file.
     """
 
     name: str
@@ -36,36 +35,36 @@ class Yml(NamedTuple):
 
 
 def method_of(runs: str) -> str:
-    """Returns the key whose program is `runs`, such as use_sft; "" if there is none."""
+    """Returns the key of the program `runs`, such as use_sft; "" if it has none."""
     return next((key for key, (name, _) in METHODS.items() if name == runs), "")
 
 
 def program_yml(yml: str) -> str:
-    """Returns the key of `POST_TRAIN` whose file in MaxText has the path `yml`; "" if none has."""
+    """Returns the key of `POST_TRAIN` whose file has the path `yml` in MaxText; "" if there is none."""
     name = re.search(r"(?:^|/)(post_train/\w+\.yml)$", yml)
     return next((key for key, path in POST_TRAIN.items() if name and path.as_posix().endswith(name.group(1))), "")
 
 
 def has_own_defaults(yml: Yml, named: str, method: str) -> bool:
-    """Returns whether a command of `method` that names the file `named`, which means `yml`, has the defaults of its
-    program, not those of base.yml."""
+    """Returns whether a command of `method` has the defaults of its program's yml instead of base.yml's. `named` is the
+    file in the command, and `yml` the file that it stands for."""
     of_program = not named or bool(program_yml(named)) or method in _WITHOUT_BASE
     return bool(method) and (bool(yml.below) or (yml.name == MAXTEXT_YML.name and of_program))
 
 
 def method_given(given: Mapping[str, str]) -> str:
-    """Returns the key of `METHODS` that is true in `given`: MaxText's pre_train.train trains so, too; "" if none is."""
+    """Returns the key of `METHODS` that is true in `given`, as MaxText's pre_train.train allows; "" if none is."""
     return next((key for key in METHODS if given.get(key, "").lower() in ("true", "1")), "")
 
 
 def own_words(method: str, given: Mapping[str, str]) -> list[str]:
-    """Returns words for what the yml of the program gives, unless the keys `given` have it."""
+    """Returns words for the values in the program's yml, except for keys in `given`."""
     said = verdicts.table()["of_programs"].get(method, {})
     return [entry["word"] for name, entry in said.items() if "word" in entry and name not in given]
 
 
 def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns `key=value` of what the yml of the program gives and is not the same here, each with the reason."""
+    """Returns `key=value` for values in the program's yml that have no equivalent here, each with the reason."""
     said = verdicts.table()["of_programs"].get(method, {})
     return {
         f"{name}={entry['value']}": entry["why"] for name, entry in said.items() if name not in given and "why" in entry
@@ -73,11 +72,11 @@ def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def base_words(method: str, given: Mapping[str, str]) -> list[str]:
-    """Returns words for the values of MaxText's base.yml that maxtext.yml has not in the command of `method`."""
+    """Returns words for values of MaxText's base.yml that maxtext.yml lacks in a command of `method`."""
     own = base_yml.defaults(method)
     base = {name: key.default for name, key in schema().keys.items()} | dict(base_yml.defaults())
     if method == "use_dpo":
-        base["max_target_length"] *= 2  # of a row, which holds both sequences of a pair
+        base["max_target_length"] *= 2  # per row, which contains both sequences of a pair
     return as_words(base, [name for name in own if name not in (method, *given) and own[name] != base[name]])
 
 
@@ -90,7 +89,7 @@ def own_parent(yml: Yml, method: str, runs: str, given: Mapping[str, str]) -> st
 
 
 def with_base(method: str, given: Mapping[str, str]) -> str:
-    """Returns an advice to add `base_words`."""
+    """Returns advice to add `base_words`."""
     return f"add {' '.join(as_text([word]) for word in base_words(method, given))}"
 
 

@@ -20,7 +20,7 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
 # The order in which verdicts are shown: what needs attention comes first.
 KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
-# Keys whose value restricts other keys. If the value is a shell variable, it cannot be checked.
+# Keys that restrict other keys. If the value of one is a shell variable, those cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 
 
@@ -30,9 +30,9 @@ class Row(NamedTuple):
     Attributes:
       given: as written: KEY=VALUE or M_KEY=VALUE.
       kind: one of `KINDS`.
-      text: the reason, or what differs.
+      text: the reason, or the difference.
       word: what to write instead; "" to leave it out.
-      problem: the message with which `load` refuses the key; "" if it accepts it.
+      problem: the message with which `load` rejects the key; "" if it accepts it.
     """
 
     given: str
@@ -83,7 +83,7 @@ def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
 
 
 def _meaning(name: str, text: str) -> str:
-    """Returns what differs from MaxText in the key's meaning; "" if nothing differs."""
+    """Returns how the key's meaning differs from MaxText; "" if it does not."""
     if _is_text(name) and text.lower() in ("none", "null", "~"):
         return f"the text {text}; MaxText reads it as no value: leave the key out"
     for pattern, meaning in verdicts.table()["meanings"].items():
@@ -93,7 +93,7 @@ def _meaning(name: str, text: str) -> str:
 
 
 def refused(row: Row, problems: Sequence[str]) -> Row:
-    """Returns `row` with the first problem of the whole configuration, out of `problems`, that is about its key."""
+    """Returns `row` with the first of `problems`, those of the whole configuration, that is about the row's key."""
     if row.problem or not row.word:
         return row
     name = row.word.partition("=")[0]
@@ -111,7 +111,7 @@ def in_environment(row: Row) -> bool:
 
 
 def is_known(word: str) -> bool:
-    """Returns whether the value in a word, KEY=VALUE, can be checked: it is no shell variable, or any text will do."""
+    """Returns whether the value in a word, KEY=VALUE, can be checked: no shell variable, or any text is valid."""
     name, _, text = word.partition("=")
     return not has_variable(text) or (name not in DECIDING and _is_text(name))
 

@@ -1,5 +1,5 @@
-"""Replaces variables, arrays and arithmetic in the words of commands as bash does. What only a running shell knows is
-kept as it is; what would be read wrongly is refused by name."""
+"""Expands variables, arrays and arithmetic in the words of commands as bash does. Parts that only a running shell can
+expand stay unchanged; parts that would be misread are refused, and the message names them."""
 
 import ast
 import operator
@@ -16,17 +16,17 @@ _ARITHMETIC = re.compile(r"\$\(\((.{1,200})\)\)", re.DOTALL)
 _BRACES = re.compile(r"\{.*(?:,|\.\.).*\}", re.DOTALL)
 _ELEMENT = re.compile(r"([A-Za-z_]\w*)\[")
 _OPENING = {"if": "fi", "for": "done", "select": "done", "while": "done", "until": "done", "case": "esac", "{": "}"}
-# What may stand before a command: keywords, and the prompt of a shell.
+# Words that may precede a command: keywords, and a shell's prompt.
 _BEFORE = {*_OPENING, *_OPENING.values(), "then", "do", "else", "elif", "!", "time", "function", "$", "%"}
 _DECLARING = {"export", "declare", "typeset", "local", "readonly"}
 _SETTING = {"unset", "read", "mapfile", "readarray", "printf", "getopts", "let"}
 _NOT_CERTAIN = "is set under a condition, in a loop, a function or another shell, or by a command; write its value"
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-_ROUNDED = {ast.Div: operator.floordiv, ast.Mod: operator.mod}  # of negative numbers they differ from a shell's
+_ROUNDED = {ast.Div: operator.floordiv, ast.Mod: operator.mod}  # a shell rounds negative results differently
 
 
 def _check_next_line(ends: str, words: Sequence[Word]) -> None:
-    """Refuses NAME=VALUE in the line after a command, which a shell reads as another command."""
+    """Refuses NAME=VALUE on the line after a command, because a shell reads it as a separate command."""
     if ends == "\n" and words and all(ASSIGNED.match(word.bare) for word in words):
         raise UserError(f"{shortened(words[0].source)}: the line before it has to end with a backslash")
 
@@ -35,9 +35,9 @@ class Shell:
     """The variables of a shell.
 
     Attributes:
-      values: an array, or a scalar as an array of one; or why the value is not known.
-      exported: the names of the variables that a command finds in its environment.
-      used: the names that words of commands were made from.
+      values: each is an array (a scalar is an array of one), or the reason why it is not known.
+      exported: the names of variables in the environment of commands.
+      used: the names of variables that commands' words contain.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class Shell:
         self.used: set[str] = set()
 
     def run(self, text: str, command: Callable[[Sequence[Word], Sequence[Word]], bool]) -> bool:
-        """Sets the variables that `text` sets, and calls `command` with the assignments before each other command and
-        its words, until that returns True. Returns whether it did.
+        """Sets the variables that `text` assigns, and calls `command` for each other command, with the assignments
+        before the command and its words, until `command` returns True. Returns whether it did.
 
         Raises:
           UserError: like `commands`.
         """
-        blocks: list[str] = []  # what closes each block that is open
+        blocks: list[str] = []  # the keyword or bracket that closes each open block
         before, risky = "", False
-        pending: set[str] = set()  # what is set only if a command before it succeeds
+        pending: set[str] = set()  # variables that are set only if an earlier command succeeds
         for given, ends in (read := commands(text)):
             if not given and ends == "\n":
                 continue
@@ -81,7 +81,7 @@ class Shell:
         return False
 
     def _inside(self, words: list[Word], blocks: list[str]) -> list[Word]:
-        """Returns the words after the keywords of conditions and loops, which open and close `blocks`."""
+        """Returns the words after keywords of conditions and loops, which open and close `blocks`."""
         while words and (word := words[0].bare) in _BEFORE:
             words = words[1:]
             if word in _OPENING:
@@ -94,7 +94,7 @@ class Shell:
         return words
 
     def _set(self, words: Sequence[Word]) -> set[str] | None:
-        """Returns the names of the variables that a command sets; None if it is none that does."""
+        """Returns the names of the variables that a command sets; None if it is not an assigning command."""
         if all(ASSIGNED.match(word.bare) for word in words):
             return {self.assign(word) for word in words}
         name, rest = words[0].bare, words[1:]
@@ -151,10 +151,10 @@ class Shell:
         return value
 
     def fields(self, word: Word, split: bool = True) -> list[str]:
-        """Returns the words that a shell makes of `word`; with `split=False` one.
+        """Returns the words into which a shell expands `word`; with `split=False`, a single word.
 
         Raises:
-          UserError: what the word becomes is not known here.
+          UserError: the expansion is not known here.
         """
         shape = "".join("x" if piece.quoted or piece.expands else piece.text for piece in word.pieces)
         if split and _BRACES.search(shape):
@@ -179,7 +179,7 @@ class Shell:
         return done if current is None else [*done, current]
 
     def _expanded(self, piece: Piece) -> tuple[list[str], bool]:
-        """Returns what replaces a piece, and whether it is known; if not, it is the text itself."""
+        """Returns the expansion of a piece, and whether it is known; if not, the first result is the piece's text."""
         if found := _ARITHMETIC.fullmatch(piece.text):
             return self._computed(found)
         found = _VARIABLE.fullmatch(piece.text)
@@ -202,7 +202,7 @@ class Shell:
         return values, True
 
     def _computed(self, found: re.Match[str]) -> tuple[list[str], bool]:
-        """Returns the value of `$((...))`, or the text with the known values if only a shell knows it."""
+        """Returns the value of `$((...))`; if only a shell can compute it, the text with known values filled in."""
 
         def value(name: re.Match[str]) -> str:
             bare = name.group().strip("${}")

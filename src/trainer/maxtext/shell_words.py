@@ -1,4 +1,4 @@
-"""Splits text into the words of a shell's commands, with what is quoted and what a shell replaces in each."""
+"""Splits text into the words of a shell's commands, and marks quoted and expandable parts of each word."""
 
 import re
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from trainer.config.errors import UserError, shortened
 
-_DOLLAR, _TICK = "\ue000", "\ue001"  # a dollar sign and a backtick that quotes make plain text; see `unquoted`
+_DOLLAR, _TICK = "\ue000", "\ue001"  # a dollar sign and a backtick that quotes make literal; see `unquoted`
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|;|&(?!>)|[|()]")
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>&|>\||<&|[<>])")
-_EXPANDS = r"[\w{(@*#?!$-]"  # the letter after a dollar sign that is replaced
+_EXPANDS = r"[\w{(@*#?!$-]"  # the letter after a dollar sign that begins an expansion
 _NOT_READ = re.compile(r"<<-?|[<>]\(|<[A-Za-z][^<>\n]*>")  # here-documents, processes as files, placeholders
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BLANKS = re.compile(r"[ \t\n]+")
@@ -19,7 +19,7 @@ _PAIRS = {"$(": "()", "${": "{}"}
 
 
 class Piece(NamedTuple):
-    """A part of a word; `expands`: it begins with a dollar sign or a backtick, and is replaced."""
+    """A part of a word. `expands`: it begins with a dollar sign or a backtick, and a shell expands it."""
 
     text: str
     quoted: bool = False
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Word(NamedTuple):
-    """`items`: the words of an array in parentheses, of which `pieces` are the name; None for other words."""
+    """A word. `items`: for an array NAME=(WORDS), its words, and `pieces` contain the name; None for other words."""
 
     pieces: list[Piece]
     items: "list[Word] | None" = None
@@ -44,12 +44,12 @@ class Word(NamedTuple):
 
 
 def commands(text: str) -> Iterator[tuple[list[Word], str]]:
-    """Yields the words of each simple command, without redirections, and the operator that ends it.
+    """Yields each simple command's words, without redirections, and the operator that ends the command.
 
     Raises:
-      UserError: quotes or brackets do not match; or a here-document, $'...', or a placeholder such as <NAME>.
+      UserError: quotes or brackets do not match; or there is a here-document, $'...', or a placeholder like <NAME>.
     """
-    # Line ends that were pasted with blanks after the backslash continue a line, too.
+    # A backslash followed by blanks also continues the line: the blanks come from pasting.
     text = re.sub(r"\\[ \t]*\n", "", text.replace("\r\n", "\n"))
     words: list[Word] = []
     at, redirected = 0, False
@@ -132,15 +132,15 @@ def _as_text(quoted: str) -> str:
 
 
 def has_variable(text: str) -> bool:
-    """Returns whether a shell would replace a part of `text`, so that its value is not known here."""
+    """Returns whether a shell would expand a part of `text`, so that its value is not known here."""
     return bool(re.search(rf"\${_EXPANDS}|`", text))
 
 
 def unquoted(field: str, as_code: bool = False) -> str:
-    """Returns a field of `Shell.fields` as plain text, or as code that another shell reads.
+    """Returns a field of `Shell.fields` as plain text, or as code for another shell.
 
     Raises:
-      UserError: it has an expansion that quotes make plain text, which no text without quotes can say.
+      UserError: it contains an expansion that quotes make literal, which unquoted text cannot represent.
     """
     text = field.replace(_DOLLAR, "$").replace(_TICK, "`")
     if not as_code and re.search(_DOLLAR + _EXPANDS + "|" + _TICK, field):
@@ -149,7 +149,7 @@ def unquoted(field: str, as_code: bool = False) -> str:
 
 
 def split_at_blanks(text: str) -> list[str]:
-    """Returns the parts of `text` between blanks, without those in an expansion, which only a shell can split."""
+    """Returns the parts of `text` between blanks. Ignores blanks within expansions, which only a shell can split."""
     parts, begin, at = [], 0, 0
     while at < len(text):
         if found := _BLANKS.match(text, at):
@@ -161,7 +161,7 @@ def split_at_blanks(text: str) -> list[str]:
 
 
 def end_of_expansion(text: str, at: int) -> int:
-    """Returns where the expansion that begins at `at` ends; `at` if the letter there is plain text."""
+    """Returns the end of the expansion that begins at `at`; `at` if the letter there is literal."""
     if text[at] == "`":
         end = _found(text, "`", at + 1)
         while text[end - 1] == "\\":
@@ -174,7 +174,7 @@ def end_of_expansion(text: str, at: int) -> int:
 
 
 def _balanced(text: str, at: int, pair: str) -> int:
-    """Returns where the bracket that opens at `at` has been closed."""
+    """Returns the position after the bracket that closes the bracket at `at`."""
     depth, begin = 0, at
     while at < len(text):
         if text[at] == "'":

@@ -17,7 +17,7 @@ from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, pre
 from trainer.maxtext.rows import DECIDING, DIFFERS, SAME, STOPPING, Row, unchecked
 from trainer.maxtext.shell_words import has_variable
 
-# Keys of the section Model that say how a model is computed. The others say what its parameters are.
+# Keys of the section Model that define how a model is computed. The others define its parameters.
 _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
     "batch_invariant",
@@ -37,13 +37,13 @@ _COMPUTED = (
 
 
 def converted(command: Command, runs: str, version: str = "") -> Conversion:
-    """Returns our command for `command`, which `runs` replaces: our program, or its whole command. For `version` see
+    """Returns our command for `command`. `runs`: our program in its place, or our complete command. `version`: see
     `convert`."""
     return convert(command, runs, version) if runs in SAME_WORDS else _filled(command, runs)
 
 
 def _filled(command: Command, template: str) -> Conversion:
-    """Fills the values of MaxText's keys into the command `template`. Keys that the command lacks are in capitals."""
+    """Fills MaxText's values into the command `template`. Placeholders without a value become capitals."""
     # trainer.export does not read the environment.
     known, _ = variables(command.environment)
     command = command._replace(words=[*command.words, *(f"{name}={text}" for name, (_, text) in known.items())])
@@ -68,7 +68,7 @@ def _filled(command: Command, template: str) -> Conversion:
         own = [word for word in own if (name := word.partition("=")[0]) not in names or name in schema().keys]
         made = convert(Command("", {}, "", own), EXPORT)
         rows, problems = [row for row in made.rows if row.kind in STOPPING], [*made.problems]
-        if "load_parameters_path" in names:  # a checkpoint of MaxText, which does not describe its model
+        if "load_parameters_path" in names:  # a MaxText checkpoint does not describe its model
             words += _model_words(made, "" if "model_name" in names else given.get("model_name", ""), given)
         for word in words[3:]:
             if word.startswith("dtype=") and word not in ("dtype=float32", "dtype=bfloat16") and not has_variable(word):
@@ -92,7 +92,7 @@ def _filled(command: Command, template: str) -> Conversion:
 
 
 def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> list[str]:
-    """Returns the words that describe the parameters of the model in the configuration `made`."""
+    """Returns the words that describe the model parameters in the configuration `made`."""
     said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, verdicts.RENAMED)}
     wanted = [name for name in said if of_parameters(name)]
     sizes = factors(8) if given.get("global_parameter_scale", "1") != "1" else {}
@@ -101,7 +101,7 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
-        # MaxText's tools write the published config.json, whatever its preset says; only sizes must be its own.
+        # MaxText's tools write the published config.json whatever the preset has; only sizes must be the preset's.
         wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):
@@ -113,6 +113,6 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
 
 
 def of_parameters(name: str) -> bool:
-    """Returns whether the key `name` says what the parameters of a model are, or what they mean."""
+    """Returns whether the key `name` defines a model's parameters or their meaning."""
     key = schema().keys.get(name)
     return key is not None and key.section == "Model" and not any(fnmatch.fnmatchcase(name, glob) for glob in _COMPUTED)

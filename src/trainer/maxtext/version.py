@@ -1,6 +1,6 @@
-"""Which version of MaxText a command is of, and what that means for it.
+"""Determines the MaxText version of a command, and the consequences of the version.
 
-MaxText 0.2.5 removed Linen and the three flags, and its default dataset_type is synthetic, no longer tfds.
+MaxText 0.2.5 removed Linen and the three flags, and changed the default dataset_type from tfds to synthetic.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,13 +24,13 @@ def versions() -> list[str]:
 
 
 def version_of(names: Iterable[str]) -> str:
-    """Returns MaxText's version that has the keys `names`: 0.2.5, or 0.2.4 for that and earlier ones; "" if both do."""
+    """Returns the MaxText version that the keys `names` reveal: 0.2.5, or 0.2.4 (or earlier); "" for no hint."""
     given = set(names)
     return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
 
 def yml_of(yml: str) -> Yml:
-    """Returns what the yml means that a command names."""
+    """Returns the yml that a command's file name stands for."""
     shell = has_variable(yml)
     if not yml or is_maxtexts_base(yml) or (shell and (yml.endswith("/base.yml") or program_yml(yml))):
         return Yml(MAXTEXT_YML.name)
@@ -49,7 +49,7 @@ def _is_theirs(file: YmlFile) -> bool:
 
 
 def _changes(file: YmlFile) -> list[Entry]:
-    """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 is not one."""
+    """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 does not count."""
     entries = file.entries
     newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN
     changed, _ = base_yml.changed_entries(entries, schema(), program_yml(file.path.as_posix()))
@@ -57,15 +57,15 @@ def _changes(file: YmlFile) -> list[Entry]:
 
 
 def without_linen(names: Sequence[str], says_data: bool) -> list[str]:
-    """Returns words for what a command of 0.2.5 means without saying it, unless it is the default here. `names` are the
-    keys that it gives."""
+    """Returns words for defaults of a 0.2.5 command that differ from the defaults here. `names`: the keys that the
+    command sets."""
     flags = flags_of(next(iter(COMBINATIONS)))
     unlike = [name for name, value in flags.items() if name not in names and schema().keys[name].default != value]
     return [*([] if says_data else [NO_DATA]), *(f"{name}={to_flow(flags[name])}" for name in unlike)]
 
 
 def version_line(version: str, says_data: bool, loaded: Loaded | None) -> str:
-    """Returns what MaxText's version means for a command; "" if nothing. `says_data`: whether it has a dataset_type."""
+    """Returns a line on the consequences of a command's MaxText version, or "". `says_data`: dataset_type is set."""
     if version == WITHOUT_LINEN:
         nnx = next(iter(COMBINATIONS))
         name = combination(loaded.config) if loaded else nnx

@@ -12,7 +12,7 @@ from trainer.runtime.storage import remedy
 
 
 class AppendedFile:
-    """A file to which data is appended and flushed immediately. A context manager.
+    """A file to which data are appended and flushed immediately. A context manager.
 
     If the file is removed or replaced, it is written again with its complete content.
     """
@@ -31,7 +31,7 @@ class AppendedFile:
         self._file, self._content = appended(self._path), self._path.open("rb")
 
     def append(self, data: bytes) -> None:
-        """Appends `data`. Raises UserError if the disk is full, or the folder is gone."""
+        """Appends `data`. Raises UserError if the disk is full or the folder is gone."""
         with disk_errors(self._path, self._resumes):
             if not os.fstat(self._file.fileno()).st_nlink:
                 self._write_again()
@@ -79,7 +79,7 @@ def disk_errors(path: Path, resumes: bool) -> Iterator[None]:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a file to PATH.1, PATH.2, ..., the first free name, and returns that."""
+    """Renames a file to the first free name of PATH.1, PATH.2, ..., and returns this name."""
     number = 1
     while (moved := path.with_name(f"{path.name}.{number}")).exists():
         number += 1

@@ -23,7 +23,7 @@ from trainer.observe.text import clock, short_time, si
 
 
 def work_of(config: Config, flops_per_token: float, peak: float | None = None) -> Work:
-    """Returns the work of one step of the resolved `config`. For the arguments see `Work`."""
+    """Returns the work of one step of the resolved `config`. See `Work` for the arguments."""
     tokens = global_batch_rows(config) * config.max_target_length
     return Work(math.prod(mesh_axes(config).values()), tokens, flops_per_token, peak)
 
@@ -32,9 +32,9 @@ class Needs(NamedTuple):
     """The memory that the compiled step needs on one device, in bytes."""
 
     peak: int
-    arguments: int  # the train state and the batch
+    arguments: int  # the bytes of the train state and the batch
     temporaries: int
-    available: float | None  # memory of the device; None if it does not report it
+    available: float | None  # the device's memory; None if the device does not report it
 
 
 def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[str, str]]:
@@ -71,13 +71,13 @@ def banner_rows(
     """Returns (label, text) rows for the resolved `config`.
 
     Args:
-      device_kind, platform: of the mesh's devices, as named by JAX.
+      device_kind, platform: the mesh devices' kind and platform, as reported by JAX.
       capability: see `config.resolve`.
-      parameters: the number of parameters of the model. `trained`: how many of them are trained; None: all.
-      dataset: one line on the data.
+      parameters: the number of the model's parameters. `trained`: how many of these are trained; None: all.
+      dataset: one line about the data.
       passes: the text after the number of steps (`training.passes_text`).
       products: rows on quantized, sparse and adapted matrices (`product_rows`).
-      pipeline: its stages in words; "" without one.
+      pipeline: a description of the stages; "" without a pipeline.
     """
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     reason = why_no_kernel(config, mesh_axes(config), platform, capability) or _bias(config, capability)
@@ -112,8 +112,8 @@ def banner_rows(
 def product_rows(
     config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str], adapted: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows with the canonical names of the matrices that are quantized, those `left` float, those
-    `masked`, and those with adapters."""
+    """Returns (label, text) rows with the canonical names of the matrices that are quantized, the matrices `left`
+    float, the matrices `masked`, and the matrices with adapters."""
     rows = []
     if config.enable_lora:
         base = f", over {config.lora_weight_qtype}" if config.lora_weight_qtype else ""
@@ -151,13 +151,13 @@ def _islands(config: Config) -> str:
 
 
 def devices_text(config: Config, device_kind: str, platform: str, process_count: int) -> str:
-    """Returns the devices of the mesh, as in "8 x cpu, 1 process". For the arguments see `banner_rows`."""
+    """Returns the devices of the mesh, as in "8 x cpu, 1 process". See `banner_rows` for the arguments."""
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
 
 
 def mesh_text(config: Config) -> str:
-    """Returns the axes larger than 1, and how slices divide them."""
+    """Returns the axes larger than 1, and how slices split them."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -185,9 +185,9 @@ def _windows(config: Config) -> str:
 
 
 def _bias(config: Config, capability: Capability | None) -> str:
-    """Returns the cost of a kernel that does not know how many documents share a row; "" if it knows or need not know.
+    """Returns the cost of a kernel that does not know how many documents share a row; "" if there is no cost.
 
-    All layers and heads can share one bias; each of them reads it twice.
+    All layers and heads can share one bias; each of them reads the bias twice.
     """
     kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
     if kernel.documents == 0 or read_documents(config, capability) is not None:

@@ -1,4 +1,4 @@
-"""Line charts and histograms as inline SVG, for a page that works offline and follows the reader's colours."""
+"""Line charts and histograms as inline SVG, for a page that works offline and follows the reader's colour scheme."""
 
 import html
 import math
@@ -16,7 +16,7 @@ COLOURS = 6  # the classes c0, c1, ... of the page's style
 
 
 class Line(NamedTuple):
-    """A named line, and the steps at which its run was resumed, marked by a dashed vertical line."""
+    """A named line, and the steps at which its run was resumed, which are drawn as dashed vertical lines."""
 
     name: str
     series: Series
@@ -45,7 +45,7 @@ def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float =
 
 
 def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
-    """Returns dashed lines at those `steps` that are within the chart."""
+    """Returns dashed lines for the `steps` that are within the chart."""
     at = dict.fromkeys(f"{axes.x(step):.0f}" for step in steps if axes.holds(step))
     return [f'<line class="mark {colour}" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>' for x in at]
 

@@ -25,18 +25,18 @@ from trainer.observe.lines import (
 )
 from trainer.observe.text import Field, clock, fit, rate, short_time
 
-_MANY = 0.5  # the share of lost updates that is worth a warning
-LINES = 25  # the number of step lines that stay on a terminal
+_MANY = 0.5  # the share of lost updates from which a warning is printed
+LINES = 25  # the number of step lines that remain on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
 
 class Console:
     """Writes a run's progress to `stream` (standard output) and flushes each line.
 
-    On a terminal, a line has the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom shows
-    the newest step, and about LINES steps stay. With TERM=dumb there is no bar, and every step stays. Elsewhere lines
-    are complete, and lines of steps and evaluations have MaxText's format, so that programs that parse MaxText's log
-    can parse this one.
+    On a terminal, a line contains the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom
+    shows the newest step, and about LINES steps remain above. With TERM=dumb there is no bar, and every step remains.
+    Elsewhere lines are complete, and lines of steps and evaluations have MaxText's format, so that programs that parse
+    MaxText's log can parse this one.
     """
 
     def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None):
@@ -58,7 +58,7 @@ class Console:
     def banner(self, config: Config, *, work: Work, run_dir: Path, warnings: Sequence[str] = (), **facts: Any) -> None:
         """Prints the summary of the run and each warning. Call it before the first `step`.
 
-        `config`: resolved. `work`: of one step, from `work_of`. `facts`: the other arguments of `banner_rows`.
+        `config`: resolved. `work`: the work of one step, from `work_of`. `facts`: the other arguments of `banner_rows`.
         """
         self._work, self._run_dir, self._peak = work, run_dir, config.learning_rate
         self._table(banner_rows(config, run_dir=run_dir, **facts))
@@ -118,8 +118,8 @@ class Console:
             self._print(evaluation_line(row))
 
     def summary(self, wall_time: float, files: Mapping[str, str] | None = None) -> None:
-        """Prints a summary of this process's steps and evaluations, after `wall_time` seconds, and `files`, which maps
-        descriptions to paths."""
+        """Prints a summary of this process's steps and evaluations after `wall_time` seconds, and the paths in `files`,
+        by description."""
         pace = self._pace
         steps = counted(pace.steps, "step")
         if self._first.get("step"):
@@ -144,7 +144,7 @@ class Console:
         self._table([*rows, *(files or {}).items()])
 
     def sample(self, prompt: str, text: str) -> None:
-        """Prints text that the model generated, between two delimiter lines. `text` begins with `prompt`."""
+        """Prints generated text between two delimiter lines. `text` begins with `prompt`."""
         prompt, text = visible(prompt), visible(text).rstrip("\n")
         self._print(self._styled(f"---- sample, continues {prompt!r} ----", "dim"))
         if text.startswith(prompt):
@@ -195,7 +195,7 @@ class Console:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._colour and style else text
 
     def _print(self, line: str) -> None:
-        # A character that the stream cannot encode, as in an ASCII log, must not end a run.
+        # A character that the stream cannot encode, for example in an ASCII log, must not end a run.
         encoding = self._stream.encoding or "utf-8"
         line = line.encode(encoding, "backslashreplace").decode(encoding)
         if self._bottom is None:

@@ -10,11 +10,11 @@ from typing import Any
 from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.crc32c import masked_crc32c
 
-# TensorBoard reads every file whose name contains "tfevents". The folder has the name that MaxText gives it. The name
-# is always the same, so that a resumed run continues the file, and a TensorBoard that reads it continues to read it.
+# TensorBoard reads every file whose name contains "tfevents". The folder is named as in MaxText. The file name is
+# always the same, so that a resumed run continues the file, and a running TensorBoard continues to read it.
 EVENTS_FILE = "tensorboard/events.out.tfevents.trainer"
-# A record is its length (uint64), a checksum of the length, the event, and a checksum of the event (uint32 each),
-# little-endian: TensorFlow's TFRecord format.
+# A record consists of its length (uint64), a checksum of the length, the event, and a checksum of the event (uint32
+# each), little-endian: TensorFlow's TFRecord format.
 _HEAD, _TAIL = struct.Struct("<QI"), 4
 
 
@@ -39,13 +39,13 @@ class EventsWriter(AppendedFile):
             path.parent.mkdir(exist_ok=True)
         super().__init__(path, resumes, say)
         with disk_errors(path, resumes):
-            # Truncated in place: the steps that are computed again have records of the same lengths.
+            # Truncated in place: the repeated steps will have records of the same lengths.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, float | str]) -> None:
-        """Appends an event with the numbers of `row`, in MaxText's names. Raises UserError if the disk is full."""
+        """Appends an event with the numbers of `row`, under MaxText's names. Raises UserError if the disk is full."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 

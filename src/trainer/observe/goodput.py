@@ -1,8 +1,8 @@
 """goodput.jsonl: how a run spends its time, over all of its processes.
 
 Each line is an event with its time in seconds since 1970. The names are those of ml_goodput_measurement 0.2.3, which
-MaxText uses. The time up to the next line belongs to the event. A process that is killed writes no last line: the time
-from its last line to the start of the next process counts as "between processes".
+MaxText uses. The time until the next line belongs to the event. A killed process writes no last line: the time from its
+last line to the start of the next process counts as "between processes".
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "st
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
 _LATEST = 1e12  # seconds since 1970
-_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # seconds of the step that ends at an event
+_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # seconds waited in the step that ends at an event
 
 
 class Goodput:
-    """The seconds of a run by part, from its events. Its size is 8 bytes per step.
+    """The seconds that a run spent on each part, computed from its events. Its size is 8 bytes per step.
 
     Attributes:
       processes: the number of processes that the run has had, one after the other.
@@ -40,11 +40,11 @@ class Goodput:
     def __init__(self) -> None:
         self.processes = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
-        self._first, self._steps = 0, array("d")  # the newest execution of each step from `_first` on
-        self._at, self._phase, self._nested = 0.0, "", ""  # the start and the names of the current parts; "": none
+        self._first, self._steps = 0, array("d")  # the newest execution of each step, starting with `_first`
+        self._at, self._phase, self._nested = 0.0, "", ""  # the start and the names of the current parts; "": no part
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Adds the next event. Ignores objects that are no events, as in a file that was edited."""
+        """Adds the next event. Ignores objects that are not events, for example in an edited file."""
         name = next((name for name in _TIMES if name in event), "")
         at, step = _seconds(event.get(name)), event.get(_STEP, 0)
         if at is None or not isinstance(step, int) or step < 0:
@@ -73,18 +73,18 @@ class Goodput:
             self._spent[part] = self._spent.get(part, 0.0) + seconds
 
     def _begin(self, step: int) -> None:
-        """Begins a step. The run has lost what earlier processes did from this step on."""
+        """Begins a step. The run has lost the work of earlier processes from this step on."""
         kept = step - self._first
         if 0 <= kept <= len(self._steps):
             self._spent[REPEATED] += sum(self._steps[kept:])
             del self._steps[kept:]
-        else:  # the state of another run
+        else:  # the state belongs to another run
             self._spent[STEPS] += sum(self._steps)
             self._first, self._steps = step, array("d")
         self._steps.append(0.0)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each part that took any; those of PARTS first, in their order."""
+        """Returns the seconds of each part that took any time; the parts in PARTS come first, in that order."""
         spent = self._spent | {STEPS: self._spent[STEPS] + sum(self._steps)}
         return {part: seconds for part, seconds in spent.items() if seconds}
 
@@ -96,7 +96,7 @@ class Goodput:
 
 
 class Timeline:
-    """Records the events of this process. A context manager, which closes the file.
+    """Records the events of this process. A context manager that closes the file.
 
     The events before `open` are kept in memory: the run has no folder yet.
     """
@@ -108,11 +108,11 @@ class Timeline:
         self._waiting: list[dict[str, Any]] | None = []
         self._file: AppendedFile | None = None
         self.started = time.perf_counter()
-        self._offset = time.time() - self.started  # the machine's clock may be set while the run trains
+        self._offset = time.time() - self.started  # the machine's clock may be changed during training
         self._write({_JOB_START: self._now()})
 
     def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
-        """Writes all events to the file in the run's `folder`, from now on immediately, in a process that `writes`.
+        """Writes all events so far to the file in the run's `folder`, and later ones at once, if the process `writes`.
 
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
@@ -122,7 +122,7 @@ class Timeline:
             return
         path = folder / GOODPUT_FILE
         with disk_errors(path, resumes):
-            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process left it
+            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # left by a killed process
         self.goodput, self._file = read_goodput(folder), AppendedFile(path, resumes, say)
         if cut:
             self._file.append(b"\n")
@@ -139,12 +139,12 @@ class Timeline:
         self._tell("done", self._phase)
 
     def step(self, step: int, **waited: float) -> None:
-        """Begins a step. In the step before, the run waited for `data_wait` or `rollouts_wait` seconds."""
+        """Begins a step. In the previous step, the run waited for `data_wait` or `rollouts_wait` seconds."""
         self._write({_STEP_START: self._now(), _STEP: step, **waited})
         self._begins(f"step {step}")
 
     def within(self, part: str) -> None:
-        """Tells the supervisor that a step waits for `part`; "": no longer."""
+        """Tells the supervisor that a step waits for `part`; "": it no longer waits."""
         self._tell("in", part)
 
     def end(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from trainer.observe.series import number
 from trainer.observe.text import Field, clock, perplexity, short_time, si
 
-# The first steps of a process are not timed, because they wait for compilation and for the first batches.
+# The first steps of a process are not timed, because they include compilation and loading the first batches.
 FIRST_STEPS = 2
-# Weight of the newest step in the smoothed step time.
+# The weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
 # Rewards, by their fields in a row: the word and the form for a terminal.
 _REWARDS = {"reward": ("reward", ".3f"), "reward_margin": ("margin", ".2g"), "reward_accuracy": ("accuracy", ".0%")}
@@ -50,12 +50,12 @@ class Work(NamedTuple):
         return self.flops_per_token * self.tokens_per_second(step_time)
 
     def utilization(self, step_time: float) -> str | None:
-        """Returns model FLOPs as a share of the peak (MFU), as a percentage; None without a peak."""
+        """Returns model FLOPs divided by the peak (MFU), as a percentage; None if the peak is unknown."""
         return f"{self.flops_per_second(step_time) / self.peak:.1%}" if self.peak else None
 
 
 class Pace:
-    """The speed of the steps so far, without the first two."""
+    """The speed of the steps so far, except for the first two."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -77,7 +77,7 @@ class Pace:
             self._smoothed += weight * (row["step_time"] - self._smoothed)
 
     def eta(self, steps_left: int) -> str:
-        """Returns the time to the end as h:mm:ss; "?" during the first two steps."""
+        """Returns the remaining time as h:mm:ss; "?" during the first two steps."""
         if steps_left == 0:
             return clock(0)
         return clock(steps_left * self._smoothed) if self.steps > FIRST_STEPS else "?"

@@ -11,11 +11,11 @@ from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.folders import replace_file
 
 METRICS_FILE = "metrics.jsonl"
-# Fields that measure time. Two runs of the same command differ only in these.
-TASKS_TIME = "eval_tasks_time"  # a field of each row of an evaluation by tasks, and of no other
-TASKS_FAILED = "eval_tasks_failed"  # the number of its tasks that failed
+# Fields that measure time. Two runs of the same command differ only in these fields.
+TASKS_TIME = "eval_tasks_time"  # a field that every evaluation by tasks has, and no other row
+TASKS_FAILED = "eval_tasks_failed"  # the number of failed tasks
 TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", TASKS_TIME, "rollout_time", "data_wait")
-_LAST_STEP = 2**53  # a float holds every step up to it
+_LAST_STEP = 2**53  # a float represents every step up to this one
 
 
 class MetricsWriter(AppendedFile):
@@ -36,7 +36,7 @@ class MetricsWriter(AppendedFile):
     ):
         """Keeps earlier rows with steps below `step`. Removes later rows and a truncated last line.
 
-        `resumes`, `say`: see `AppendedFile`; `say` gets a line if the file is written again.
+        `resumes`, `say`: see `AppendedFile`; `say` gets a line if the file has to be written again.
 
         Raises:
           UserError: the file cannot be written, or a line is not a valid row.
@@ -60,7 +60,7 @@ class TokensSeen:
     """Counts the loss-bearing tokens in all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Continues the count of the rows in `kept`. Values of an edited file that are not counts are ignored."""
+        """Continues the count of the rows in `kept`. Ignores values that are not counts, as in an edited file."""
         counts = (row.get("tokens", 0) for row in kept)
         self._count = sum(count for count in counts if isinstance(count, int))
 
@@ -71,10 +71,10 @@ class TokensSeen:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl without a truncated last line. Raises UserError if another line is no row."""
+    """Returns the rows of a metrics.jsonl without a truncated last line. Raises UserError if another is invalid."""
     rows = []
     *lines, last = path.read_bytes().decode("utf-8", "replace").split("\n")
-    # Text after the last newline is a truncated row, or the zeros that a power cut leaves.
+    # Text after the last newline is a truncated row, or zeros from a power cut.
     if last and last[0] not in "{\0":
         lines.append(last)
     for number, line in enumerate(lines, 1):

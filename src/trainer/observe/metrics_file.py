@@ -15,10 +15,10 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """Returns a row of metrics.jsonl as MaxText's `metrics_file` has it, in floats, with DiLoCo's `diloco/...` added.
+    """Returns a row of metrics.jsonl in MaxText's `metrics_file` format, with floats; adds DiLoCo's `diloco/...`.
 
     Args:
-      row: a row of a step, of an evaluation, or of one by tasks.
+      row: a row of a step, of an evaluation, or of an evaluation by tasks.
       work: the work of one step.
       clipping_threshold: the threshold for the gradient norm; 0: off.
     """
@@ -63,7 +63,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 
 
 def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the fields that DiLoCo adds to a row. The names are ours, because MaxText writes no such fields."""
+    """Returns the fields that DiLoCo adds to a row. The names are ours, because MaxText has no such fields."""
     values = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
     for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
         values |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
@@ -75,7 +75,7 @@ def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]
 
 
 class MetricsFile:
-    """The file that the key `metrics_file` names.
+    """The file at the path in the key `metrics_file`.
 
     A resumed run keeps its rows up to its checkpoint. Any other existing file is moved to PATH.1, PATH.2, ...
     """
@@ -84,7 +84,7 @@ class MetricsFile:
         """Checks that the file is writable, without creating anything.
 
         Raises:
-          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains something else.
+          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains other data.
         """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
@@ -109,12 +109,12 @@ class MetricsFile:
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
-        """Returns a writer of rows from step `updates` on. Reports to `say` which file was moved.
+        """Returns a writer for rows from step `updates` on. Reports a moved file to `say`.
 
         `resumed`: whether the run is resumed, so that rows with its name are its own. `resumes`: see `MetricsWriter`.
 
         Raises:
-          UserError: its parent folders cannot be created.
+          UserError: its parent folder cannot be created.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

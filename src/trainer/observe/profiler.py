@@ -7,14 +7,14 @@ from typing import Self
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# XProf and TensorBoard's plugin find profiles in plugins/profile/TIME/ within a folder of events.
+# XProf and TensorBoard's plugin look for profiles in plugins/profile/TIME/ within a folder of events.
 TRACES, MEMORY = "tensorboard/plugins/profile", "memory.prof"
 
 
 class Profiler:
     """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/. A context manager.
 
-    The device is idle when the trace starts and stops, so that the trace contains complete steps. Every process needs a
+    The device is idle when a trace starts and stops, so that the trace contains complete steps. Every process needs a
     Profiler, because waiting for a step can be work that all processes must do together, in the same order.
     """
 
@@ -26,7 +26,7 @@ class Profiler:
         trace, or if the run ends earlier. Without `traces`, it only waits for steps."""
         self._folder, self._say, self._traces = folder, say, traces
         self._period, self._steps, self._end = config.profile_periodically_period, config.profiler_steps, config.steps
-        self._first = first_step + config.skip_first_n_steps_for_profiler  # of the next or current trace
+        self._first = first_step + config.skip_first_n_steps_for_profiler  # the first step of the next or current trace
         self._last = self._end - 1
         self._inside = False  # whether the current step is part of the trace
         if self._first > self._last and first_step < config.steps:

@@ -27,13 +27,13 @@ class Record:
     Attributes:
       name: the name of the folder.
       config: the resolved configuration; empty if config.yml is missing.
-      starts: the starts of its processes; see `starts.json`.
+      starts: how its processes started; see `starts.json`.
       samples: the rows of samples.jsonl.
       rollouts: the completions of the newest round; see `observe.rollouts`.
-      goodput: how its time was spent.
+      goodput: how the run spent its time.
       series: the values of each field of metrics.jsonl.
-      step_times: in seconds.
-      sums: the number of loss-bearing tokens, and of skipped updates.
+      step_times: the step times in seconds.
+      sums: the numbers of loss-bearing tokens and of skipped updates.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
@@ -47,7 +47,7 @@ class Record:
         self.sums = {"tokens": 0.0, "skipped": 0.0}
         self._last: Mapping[str, Any] = {}  # the last row of a step
         self._evaluated: Mapping[str, Any] = {}  # the last row of an evaluation
-        self._evaluations: list[tuple[float, int]] = []  # the losses of the last and the best one
+        self._evaluations: list[tuple[float, int]] = []  # the losses of the last and the best evaluation
         self._unlike_loss: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, as does the only term of a loss."""
+        """Returns whether `field` equals the loss in every row, as a loss's only term does."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> Record:
 
 
 def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
-    """Returns the record of the run in `folder` with `rows`. Raises UserError if one of its other files is damaged."""
+    """Returns the record of the run in `folder` with `rows`. Raises UserError if another of its files is damaged."""
     config, samples = folder / CONFIG_FILE, folder / SAMPLES_FILE
     text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
     saved = read_saved(text, str(config)) if text else {}

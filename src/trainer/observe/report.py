@@ -1,4 +1,4 @@
-"""Makes one self-contained HTML page on one run, or on several runs side by side."""
+"""Makes a self-contained HTML page on one run, or on several runs side by side."""
 
 import html
 import itertools
@@ -30,7 +30,7 @@ _CHARTS = (
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),
 )
-# Sections of measures that only some runs have, with the suffixes of their field names.
+# Sections of measures that only some runs have, with the suffixes of the measures' field names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
     "Preferences": (
@@ -45,10 +45,10 @@ _SECTIONS = {
     "QK-Clip": ("max_logit", "clipped_heads"),
     "Routers": ("moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "tokens_per_expert", "dropped_tokens"),
 }
-# Fields without a chart: those in the summary and in the histogram, and those that repeat others in another unit.
+# Fields without a chart: fields in the summary and in the histogram, and those that repeat others in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
-_OF_SCORES = ("_stderr", "/samples")  # suffixes of the fields that accompany task scores, TASK/METRIC
-# In the order of their charts. A tensor of a stack has one number per layer.
+_OF_SCORES = ("_stderr", "/samples")  # suffixes of fields that accompany the task scores TASK/METRIC
+# In the order of the charts. A stacked tensor has one number per layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
 
 _FOLDED = 12  # a section with more charts is folded
@@ -59,7 +59,7 @@ _COMPUTED = "computed from the other keys and the devices"
 
 
 def report_html(runs: Sequence[Record]) -> str:
-    """Returns the page on `runs`, without links to other files."""
+    """Returns the page on `runs`. It has no links to other files."""
     title = " and ".join(run.name for run in runs)
     alone, heads = len(runs) == 1, [_name(number, run) for number, run in enumerate(runs)]
     charts = [line_chart(name, _lines(runs, field), unit, scale) for name, field, unit, scale in _CHARTS]
@@ -93,11 +93,11 @@ def _lines(runs: Sequence[Record], field: str) -> list[Line]:
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the fields that have no separate chart, by the titles of their sections."""
+    """Returns the fields without a separate chart, by the titles of their sections."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
-    # If the loss has only one term, that term equals the loss.
+    # If the loss has only one term, the term equals the loss.
     others = [name for name in names if name not in periodic and not all(run.is_loss(name) for run in runs)]
     groups = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
     scores = [name for name in others if "/" in name]
@@ -137,7 +137,7 @@ def _summary(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def _time(run: Record, alone: bool) -> str:
-    """Returns how the run spent its time, over all of its processes: a bar and a table."""
+    """Returns how all processes of the run together spent their time: a bar and a table."""
     spent = run.goodput.seconds()
     whole = sum(spent.values())
     if not whole:

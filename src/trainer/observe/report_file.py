@@ -15,7 +15,7 @@ from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
-    """Keeps the data of the page, so that writing takes the same time after any number of steps. Rereads only rollouts.
+    """Keeps the page's data, so that writing takes the same time after any number of steps. Rereads only rollouts.
 
     A failure to write the page is reported, once for each reason, and does not end the run.
     """
@@ -27,7 +27,7 @@ class ReportFile:
         say: Callable[[str], None],
         goodput: Goodput | None = None,
     ):
-        """`rows`: the rows of earlier steps. `goodput`: updated during the run; None: read from the folder once."""
+        """`rows`: the rows of earlier steps. `goodput`: updated during the run; None: read once from the folder."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)

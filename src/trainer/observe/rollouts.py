@@ -22,8 +22,8 @@ class RolloutFiles:
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
 
-        Before its first round, it removes the files of later rounds that an earlier process wrote, and the unfinished
-        files of a killed process.
+        Before its first round, removes the files of later rounds that an earlier process wrote, and unfinished files of
+        a killed process.
 
         Raises:
           UserError: the disk is full.
@@ -42,8 +42,8 @@ class RolloutFiles:
 
 
 def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
-    """Returns the completions of the newest round without tokens and log-probabilities, which may be large; [] if there
-    are none. Raises UserError if the file is damaged."""
+    """Returns the completions of the newest round, without tokens and log-probabilities, which may be large; [] if
+    there are no completions. Raises UserError if the file is damaged."""
     check_folder(run_folder, (ROLLOUTS,))
     numbers = _numbers(run_folder / ROLLOUTS)
     rows = read_rows(numbers[max(numbers)]) if numbers else []

@@ -23,7 +23,7 @@ from trainer.runtime.storage import entries, files_below, is_remote, remedy
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
 ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
-EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a folder for each
+EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a subfolder for each
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, GOODPUT_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
 _GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files that the next run would continue
 OWN_FILES = (*_FILES, LOCK_FILE, LEASE_FILE)  # the files that a run writes into its folder, other than checkpoints
@@ -33,10 +33,10 @@ STARTS_OVER = "{} has no checkpoint yet: starting over"
 class RunDir(NamedTuple):
     """A run's folder, owned exclusively while `lease` is open. A context manager that closes the lease.
 
-    If several processes train together, process 0 has the lease for all of them and writes all files.
+    If several processes train together, process 0 has the lease for all processes and writes all files.
 
     Attributes:
-      path: where files are written.
+      path: the local folder where files are written.
       remote: the run's folder in a bucket, to which the files are copied; None for a local run.
     """
 
@@ -62,14 +62,14 @@ class RunDir(NamedTuple):
 
     @property
     def folder(self) -> Any:
-        """The run's folder as the user knows it, with its checkpoints: in the bucket if the run is in one."""
+        """The run's folder as the user knows it, with the checkpoints: in the bucket if the run is in one."""
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:
         """For a run in a bucket, copies the files of this process to the bucket.
 
         Raises:
-          UserError: that fails; or another process has taken over this run, in a bucket or not.
+          UserError: copying fails; or another process has taken over this run, in a bucket or not.
         """
         self.check()
         if self.remote is not None and self.lease is not None:
@@ -86,7 +86,7 @@ class RunDir(NamedTuple):
                             copy.write_bytes((self.path / below / name).read_bytes())
 
     def download(self) -> Self:
-        """Replaces the local files by those in the bucket."""
+        """Replaces the local files by the files in the bucket."""
         if self.remote is not None:
             for name in _FILES:
                 if (self.remote / name).exists():
@@ -105,11 +105,11 @@ class RunDir(NamedTuple):
         """Writes config.yml, adds `start` to starts.json and marks the run as unfinished.
 
         Existing metrics of a run without checkpoints are kept under a numbered name. Metrics of a run that ended before
-        its first checkpoint are written again.
+        its first checkpoint will be written again.
 
         Args:
           config_yml: the resolved configuration.
-          start: how this process begins, with its first `step`; see `training.start_entry`.
+          start: the start of this process, with its first `step`; see `training.start_entry`.
           resumed: whether the run resumes from one of its own checkpoints.
           say: receives a line about existing metrics that no checkpoint covers.
 
@@ -142,7 +142,7 @@ class RunDir(NamedTuple):
             self.upload()
 
     def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
-        """Keeps the metrics of an earlier run, unless this run will write them again."""
+        """Keeps the metrics of an earlier run, unless this run will write the same metrics again."""
         if keeps_earlier(self.path, self.folder, config_yml):
             self._rename_earlier(say)
         else:
@@ -206,7 +206,7 @@ def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
     """Returns whether a new run keeps existing metrics under other names; otherwise it writes them again.
 
     Args:
-      path: the folder with the metrics of an earlier process. `run_folder`: the same folder as the user knows it.
+      path: the folder with an earlier process's metrics. `run_folder`: the same folder as the user knows it.
       config_yml: the configuration of the new run.
 
     Raises:
@@ -237,7 +237,7 @@ def remote_errors(path: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(file: Path) -> Iterator[None]:
-    """Turns an OSError of writing `file` into a UserError."""
+    """Turns an OSError from writing `file` into a UserError."""
     try:
         yield
     except OSError as error:

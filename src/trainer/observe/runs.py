@@ -34,15 +34,15 @@ def open_run(
 ) -> RunDir:
     """Chooses the run's folder, creates it if it is new, and takes its lease. Process 0 does this for all processes.
 
-    A given name means base_output_directory/run_name; parent folders are created, too. An empty `run_name` resumes the
-    newest numbered run (run-0001, run-0002, ...) that has `config_yml` as its config.yml, is unfinished and has no
-    live owner. Otherwise it takes the next number.
+    A given name means base_output_directory/run_name; parent folders are also created. An empty `run_name` resumes the
+    newest numbered run (run-0001, run-0002, ...) whose config.yml equals `config_yml`, which is unfinished and has no
+    live owner. Otherwise the next number is used.
 
     Args:
       config_yml: the resolved configuration, as it will be written.
-      resumes: whether runs save checkpoints from which they can resume. If not, an empty name always takes the next
-        number, and a name whose folder contains checkpoints is refused.
-      say: receives a line if it resumes a run without a name, or waits to see whether an owner lives.
+      resumes: whether runs save checkpoints to resume from. If not, an empty name always means the next number, and a
+        name whose folder contains checkpoints is refused.
+      say: receives a line if a run without a name is resumed, or while waiting to see whether its owner lives.
 
     Raises:
       UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
@@ -78,8 +78,8 @@ def expected_run(
     """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lease.
 
     Raises:
-      UserError: like `open_run`. However, it does not test whether a bucket is writable, and of a local folder it
-        checks only the permissions.
+      UserError: like `open_run`. However, it does not test whether a bucket is writable, and checks only the
+        permissions of a local folder.
     """
     base = folder(base_output_directory)
     if run_name:
@@ -152,7 +152,7 @@ def _open(
 
 
 def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
-    """Takes the run in the folder `path`; None if a live process owns it."""
+    """Takes over the run in the folder `path`; returns None if a live process owns it."""
     local, remote = (mirror(path), path) if is_remote(path) else (path, None)
     local.mkdir(parents=True, exist_ok=True)
     check_folder(path)
@@ -169,7 +169,7 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before taking it, so as not to lock out the run's process, and again afterwards.
+        # Checked before taking over, so as not to lock out the run's process, and again afterwards.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
@@ -195,7 +195,7 @@ def _numbered(base: Any, say: Callable[[str], None]) -> RunDir:
     number = max((number for number, _ in _numbers(base)), default=0) + 1
     while True:
         path = base / _name(number)
-        # If two processes race for a number, the loser finds that the folder exists or has an owner.
+        # If two processes race for a number, the loser finds that the folder exists or already has an owner.
         with contextlib.suppress(FileExistsError):
             if not is_remote(path):
                 path.mkdir()

@@ -4,19 +4,19 @@ import math
 from collections.abc import Iterable
 from typing import Any, Self
 
-INTERVALS = 400  # the maximum; a screen shows no more
+INTERVALS = 400  # the maximum; a screen cannot show more
 _LARGEST = 1e300  # differences of smaller numbers are finite
 
 Point = tuple[float, float]
 
 
 class _Interval:
-    """The lowest and the highest point among consecutive values; None if none of them is finite.
+    """The lowest and the highest point among consecutive values; None if no value is finite.
 
-    Among equal values the first is the lowest and the last the highest, so that both ends are kept.
+    Among equal values, the first counts as the lowest and the last as the highest, so that both ends are kept.
 
     Attributes:
-      broken: whether the line is interrupted after it, because one of its values is not finite.
+      broken: whether the line is interrupted after the interval, because one of its values is not finite.
     """
 
     __slots__ = ("broken", "high", "low")
@@ -85,11 +85,11 @@ class Series:
 
     @property
     def thinned(self) -> bool:
-        """Whether some of the values were dropped."""
+        """Whether any value was dropped."""
         return self._size > 2
 
     def parts(self) -> list[list[Point]]:
-        """Returns the kept points, divided where the line is interrupted."""
+        """Returns the kept points, split where the line is interrupted."""
         parts: list[list[Point]] = [[]]
         for interval in self._intervals:
             if interval.low is not None and interval.high is not None:
@@ -100,8 +100,8 @@ class Series:
 
 
 def number(value: Any) -> float:
-    """Returns a number of a row. Of a list, such as one number per layer, returns the largest. Returns NaN for anything
-    else, so that a manually edited file does not prevent a chart."""
+    """Returns a row's number; for a list, such as one number per layer, the largest. Returns NaN for anything else, so
+    that an edited file does not prevent a chart."""
     if type(value) is float:  # most values are
         return value if abs(value) < _LARGEST else math.nan
     if isinstance(value, list):

@@ -1,9 +1,9 @@
 """Finds the processes of a run that delay the others because of their host.
 
-All processes measure the same time for a step, because each waits for the others within it. They differ in their own
+All processes measure the same time for a step, because each waits for the others within the step. They differ in own
 time: the part that the loop spends on data, files and Python instead of waiting for devices. Own time costs nothing
-while the devices compute, so it counts only in steps that consist almost entirely of it: there the devices waited for
-the host. A slow accelerator is not detected, because its host waits for it like all other hosts.
+while the devices compute, so it counts only in steps that consist almost entirely of own time: there the devices waited
+for the host. A slow accelerator is not detected, because its host waits for it like all other hosts.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 _SHARE, _PERIODS = 0.1, 5  # late: above the median by this share of a step, in this many consecutive periods
-_BUSY = 0.9  # the least share of own time in a step in which the devices wait for the host
+_BUSY = 0.9  # the minimum share of own time in a step in which the devices wait for the host
 
 
 class Stragglers:
-    """Compares the means of all processes every `period` steps. Reports a process when it becomes late, once each time.
+    """Compares the means of all processes every `period` steps. Reports a process each time that it becomes late.
 
     The numbers of a period are read at the end of the next one, so that no process waits for them.
     """
@@ -28,14 +28,14 @@ class Stragglers:
         gather_later: Callable[[Sequence[float]], Callable[[], Any]],
         say: Callable[[str], None],
     ):
-        """`hosts`: of the processes, in their order. `gather_later`: see `runtime.agreement`."""
+        """`hosts`: the hosts of the processes, in process order. `gather_later`: see `runtime.agreement`."""
         self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
         self._times: list[tuple[float, float, float]] = []
         self._gathered: Callable[[], Any] | None = None
         self._late = np.zeros(len(hosts), int)  # periods in a row
 
     def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
-        """Takes the times of a step in seconds: own time, its part for data, and the total. All processes call it."""
+        """Adds the times of a step in seconds: own time, its part for data, and the total. All processes call it."""
         self._times.append((own if own > _BUSY * elapsed else 0.0, waited, elapsed))
         if (step + 1) % self._period == 0:
             if self._gathered is not None:
@@ -44,8 +44,8 @@ class Stragglers:
             self._gathered, self._times = self._gather_later(np.mean(self._times, axis=0)), []
 
     def late(self, means: Any) -> list[str]:
-        """Returns a line for each process that has just been late for 5 periods. `means`: of each process, as `add`
-        takes them, [processes, 3]."""
+        """Returns a line for each process that has just been late for 5 periods. `means`: the mean of each argument of
+        `add`, for each process, [processes, 3]."""
         own, waited, elapsed = np.asarray(means).T
         middle, step = np.median(own), np.median(elapsed)
         self._late = np.where(own > middle + _SHARE * step, self._late + 1, 0)

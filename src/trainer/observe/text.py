@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def rate(tokens: float) -> str:
-    """Returns trained tokens per second over all devices, as text."""
+    """Returns, as text, the trained tokens per second over all devices."""
     return f"{si(tokens, 'tok/s')} trained"
 
 
@@ -41,7 +41,7 @@ def perplexity(loss: float) -> float:
 
 
 class Field(NamedTuple):
-    """A part of a line. If a line is too long, fields with the highest `drop` are dropped first; 0 is never dropped."""
+    """A part of a line. If a line is too long, fields with the highest `drop` are omitted first; 0: never omitted."""
 
     text: str
     drop: int = 0

@@ -1,6 +1,6 @@
 """Agreement between processes. All processes must make the same calls in the same order; a single process needs none.
 
-Each call but `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
+Each call except `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
 only in the main thread.
 """
 
@@ -14,12 +14,12 @@ from trainer.config.errors import UserError
 
 T = TypeVar("T")
 
-_SHOWN = 5  # lines of a text that a message lists
+_SHOWN = 5  # lines of a text in a message
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
 class AgreedError(UserError):
-    """A UserError that every process raises at the same point, whichever process hit it first."""
+    """A UserError that every process raises at the same point, regardless of which process hit it first."""
 
 
 def is_first() -> bool:
@@ -51,7 +51,7 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def agreed(fn: Callable[[], T]) -> T:
-    """Calls `fn`, waits until it has returned in all processes, and returns its result. `fn` must not wait for others.
+    """Calls `fn`, waits until all processes returned from it, and returns its result. `fn` must not wait for others.
 
     Raises:
       UserError: `fn` raised it in one of the processes.
@@ -72,10 +72,10 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(values: Callable[[], Mapping[str, str]]) -> None:
-    """Compares the texts of `values()`, by name, with those of the other processes. A single process does not call it.
+    """Compares the texts of `values()`, by name, between the processes. A single process need not call it.
 
     Raises:
-      UserError: some differ. One message names the lines that differ, and the processes and hosts on both sides.
+      UserError: texts differ. One message lists the differing lines, and the processes and hosts on both sides.
     """
     if _count() == 1:
         return
@@ -112,7 +112,7 @@ def gather(text: str) -> list[str]:
 
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(process_allgather(np.asarray(len(data), np.int32)))
-    # Rounded up to a power of two, which limits the number of compiled sizes.
+    # Rounded up to a power of two, to limit the number of compiled sizes.
     padded = np.zeros(max(1024, 1 << int(sizes.max()).bit_length()), np.uint8)
     padded[: len(data)] = data
     rows = process_allgather(padded)
@@ -120,9 +120,9 @@ def gather(text: str) -> list[str]:
 
 
 def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
-    """Starts to gather equally many numbers of each process. Returns the reader of an array [processes, numbers].
+    """Starts to gather equally many numbers from each process. Returns a reader of the array [processes, numbers].
 
-    The devices do this after the work already dispatched, so the call does not wait. Read it after a later step.
+    The devices do this after already dispatched work, so the call does not wait. Read the result after a later step.
     """
     import jax
     import numpy as np
@@ -142,9 +142,9 @@ def _same(x: Any) -> Any:
 
 
 def lost_process(error: BaseException | None) -> bool:
-    """Returns whether `error`, or an error that led to it, means that another process of this run ended or is silent.
+    """Returns whether `error`, or one of its causes, means that another process of this run ended or does not respond.
 
-    JAX and Orbax raise errors of several types for this; only their texts distinguish it.
+    JAX and Orbax raise errors of several types for this; only the errors' texts identify it.
     """
     seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen and _count() > 1:

@@ -14,9 +14,9 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 
 class Cluster(NamedTuple):
-    """Arguments of `jax.distributed.initialize`. JAX determines the fields that are None by `method`."""
+    """Arguments of `jax.distributed.initialize`. JAX determines the fields that are None, with `method`."""
 
-    source: str  # where the values come from, for messages
+    source: str  # the origin of the values, for messages
     method: str | None  # JAX's cluster_detection_method; None: JAX tries all of its methods
     address: str | None = None  # host:port of the first process
     processes: int | None = None
@@ -24,20 +24,20 @@ class Cluster(NamedTuple):
 
 
 def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that this process belongs to; None for a single process.
+    """Returns the cluster to which this process belongs; None for a single process.
 
-    Imports nothing and sends no requests. Takes the first that applies: skip_jax_distributed_system, the keys,
-    MaxText's variables, Slurm, MPI, TPU, Kubernetes.
+    Imports nothing and sends no requests. Uses the first that applies: skip_jax_distributed_system, the keys, MaxText's
+    variables, Slurm, MPI, TPU, Kubernetes.
 
     Raises:
-      UserError: a set of variables is incomplete, or a variable that must be a number is not.
+      UserError: a set of variables is incomplete, or a variable is not a number as required.
     """
     if config.skip_jax_distributed_system:
         return None
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and they inherit the variables of the step.
+    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and the ranks inherit the step's variables.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((cluster for find in finders if (cluster := find(environ))), None)
@@ -60,7 +60,7 @@ def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # The shell of a batch script has no SLURM_STEP_NODELIST. Only processes that srun starts have peers.
+    # The shell of a batch script has no SLURM_STEP_NODELIST. Only processes started by srun have peers.
     if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
         return None
     return Cluster("Slurm", "slurm")

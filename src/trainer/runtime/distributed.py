@@ -1,4 +1,4 @@
-"""Several processes as one run: how they connect, and how they end."""
+"""Several processes as one run: how they connect and how they end."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from trainer.runtime.agreement import AgreedError, agreed, lost_process
 from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
-_LATER = 60  # seconds by which JAX waits longer for the others than this process: JAX would abort
+_LATER = 60  # seconds that JAX waits longer for other processes than this module: JAX would abort
 _TELLING = "jax_distributed_initialization_timeout=60"  # for a process that will end with an error
 _REMEDY = (
     ": look for an error in the output of each, start all of them, and check that they can reach the address of "
@@ -34,8 +34,8 @@ def distributed(config: Config) -> Iterator[None]:
     """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
     Events that end all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) pass through. Any
-    other exception is local to this process. It is reported, and the process exits immediately, without waiting for the
-    others. The exit also ends the other processes.
+    other exception is local to this process. It is reported, and the process exits immediately, without waiting for
+    other processes. The exit also ends the other processes.
 
     Raises:
       UserError: see `find_cluster`; or the other processes did not connect in time.
@@ -59,10 +59,10 @@ def distributed(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_to_others(words: Sequence[str]) -> Iterator[None]:
-    """Reads the command line `words`. If that fails in one of several processes, all end with its message.
+    """Reads the command line `words`. If this fails in one of several processes, all of them end with its message.
 
-    The process connects to the others nevertheless, and they learn of the error in their first call of `agreed`, which
-    must be their first agreement.
+    The process nevertheless connects to the others, which learn of the error in their first call of `agreed`. This must
+    be their first agreement.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def told_to_others(words: Sequence[str]) -> Iterator[None]:
         if cluster is None:
             raise
         try:
-            _raise(error)  # now, because the others may not have started
+            _raise(error)  # now, because the other processes may not have started
         except SystemExit as end:
             leave_out_absent_tpu()
             add_threads_for_simulated_devices()

@@ -1,7 +1,7 @@
-"""Handles folders given to a command, which are untrusted: they may come from someone else.
+"""Handles folders given to a command. They are untrusted, because they may come from someone else.
 
-A link in such a folder could make a command read, publish or overwrite any file of the user. A pipe or a device could
-make it wait forever. Checks come before the first read, and writes never go through a link.
+A link in such a folder could make a command read, publish or overwrite any of the user's files. A pipe or a device
+could make it wait forever. Checks come before the first read, and nothing is written through a link.
 """
 
 import os
@@ -19,13 +19,13 @@ _UNFINISHED = re.compile(r".+\.([0-9]+)\.tmp")  # the name of a file that is bei
 
 
 def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
-    """Checks that everything in `folder` is a regular file, a folder, or a link to one of these in `folder`.
+    """Checks that everything in `folder` is a regular file, a folder, or a link to a file or folder in `folder`.
 
     In a snapshot of Hugging Face's cache (models--NAME/snapshots/REVISION), links may lead to the cache's blobs.
 
     Args:
-      folder: a folder in a bucket passes, because a bucket has no links.
-      names: the paths in it to check, folders with all their contents; absent paths pass.
+      folder: a bucket's folder passes, because buckets have no links.
+      names: the paths in `folder` to check, including all contents of folders; absent paths pass.
 
     Raises:
       UserError: names the first link or file that is refused.
@@ -49,7 +49,7 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
             mode = os.lstat(real).st_mode
         except OSError as error:
             if not path.is_symlink():
-                continue  # removed meanwhile
+                continue  # removed in the meantime
             raise UserError(f"{path} is a link that leads nowhere ({error.strerror})") from error
         if stat.S_ISDIR(mode):
             if real not in visited:
@@ -79,11 +79,11 @@ def _to_check(path: Path) -> list[Path]:
 
 
 def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
-    """Returns the content of a file of at most `most` bytes. A file with holes can be small on disk and fill memory.
+    """Returns the content of a file of at most `most` bytes. A sparse file can be small on disk but fill memory.
 
     Raises:
-      UserError: it is larger.
-      OSError: it cannot be read.
+      UserError: the file is larger.
+      OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -93,18 +93,18 @@ def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
 
 
 def appended(path: Path) -> Any:
-    """Opens a file for appending bytes, unbuffered, and not through a link. Raises OSError if that is not possible."""
+    """Opens a file for appending bytes, unbuffered, and not through a link. Raises OSError if this is not possible."""
     return os.fdopen(not_through_a_link(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def not_through_a_link(path: str, flags: int) -> int:
-    """The `opener` of an `open` that neither follows a link nor waits for a pipe."""
+    """An `opener` for `open` that neither follows links nor waits for pipes."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def unfinished(folder: Any) -> list[Any]:
-    """Returns the files that a process killed in `replace_file` left in a folder, without files of processes that still
-    run on this machine. Processes of other machines must not write there now."""
+    """Returns the files left in a folder by processes that were killed in `replace_file`, except for processes that
+    still run on this machine. Processes of other machines must not write there now."""
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
     return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
 
@@ -121,12 +121,12 @@ def lives(number: int) -> bool:
 
 
 def replace_file(path: Path, data: str | bytes) -> None:
-    """Writes `data` to a file next to `path` and renames it. Replaces a link at `path`. An error leaves nothing behind.
+    """Writes `data` to a file next to `path`, and renames it to `path`, even over a link. An error leaves nothing.
 
     Raises:
       OSError: the file cannot be written.
     """
-    # Other processes may write the same file. A name of 255 bytes leaves no room for an ending.
+    # Other processes may write the same file. A name of 255 bytes leaves no room for a suffix.
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same id
     try:

@@ -1,15 +1,15 @@
-"""The lease of a run: a file in its folder identifies the process that owns it, for processes on all machines.
+"""The lease of a run: a file in the run's folder identifies the process that owns the run, for all machines.
 
-On one machine the lock decides (`lock`): the system frees it when its process ends. A bucket has no locks, and locks of
-many network file systems do not reach other machines. The owner therefore also writes its identity to the file, and
-renews it with a counter.
+On one machine the lock decides (`lock`): the system releases it when its process ends. Buckets have no locks, and locks
+of many network file systems do not reach other machines. So the owner also writes its identity to the file, and renews
+it with a counter.
 
-The clocks of two machines are never compared. A launch that finds the lease of another machine polls it until it
+The clocks of two machines are never compared. A launch that finds another machine's lease polls the lease until it
 changes, and takes it if it stays the same for `_LOST` seconds on the launch's clock. File times would decide at once,
-but they may come from the clock of another client or from a cache. A lease is taken at once from an earlier start of
-the same job, and from an owner on this machine that has ended.
+but they may come from another client's clock or from a cache. A lease is taken at once from an earlier start of the
+same job, and from an owner on this machine that has ended.
 
-Neither folders nor buckets have a write that fails if the file has changed. The last writer owns the run. Each owner
+Neither folders nor buckets support a write that fails if the file has changed. The last writer owns the run. Each owner
 reads the file again before it first writes into the folder, at each renewal, every log_period updates and before each
 checkpoint, and ends if the file names another process. Two owners can write for a short time only if one of them pauses
 between reading and writing; this lasts until one update after its next renewal. A save that has begun is completed.
@@ -33,16 +33,16 @@ from trainer.runtime.folders import lives, replace_file
 from trainer.runtime.storage import is_remote, read_now
 
 LEASE_FILE = ".lease"
-_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds between renewals, until a lease is lost, between polls of another's
+_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds between renewals, until a lease is lost, between polls
 _BYTES = 10_000
-_ANY = Exception  # clients of buckets raise any type; a lease survives a failed read or write of the file
+_ANY = Exception  # bucket clients raise exceptions of any type; a lease survives a failed read or write of the file
 
 
 class Lease:
     """A run that this process owns, from `take` to `close`. A thread renews the file."""
 
     def __init__(self, folder: Any, lock: IO[bytes], owner: Mapping[str, Any], say: Callable[[str], None]):
-        """Writes the file. Raises OSError if that is not possible. `lock`: of the folder, closed with the lease."""
+        """Writes the file. Raises OSError if this is not possible. `lock`: the folder's, closed with the lease."""
         self._file, self._lock, self._owner, self._renewals = folder / LEASE_FILE, lock, owner, 0
         self._using, self._ended, self._other = threading.Lock(), threading.Event(), ""
         self._say, self._written, self._warned = say, 0.0, False
@@ -66,7 +66,7 @@ class Lease:
         return bool(self._other)
 
     def close(self) -> None:
-        """Gives up the lease and the lock."""
+        """Releases the lease and the lock."""
         self._ended.set()
         with self._using, contextlib.suppress(_ANY):
             if _found(self._file).get("id") == self._owner["id"]:
@@ -105,10 +105,10 @@ class Lease:
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
-    """Takes the lease of the run in `folder`; None if its owner lives. May wait up to 60 s to find out; prints a line.
+    """Takes the lease of the run in `folder`; None if its owner lives. May wait up to 60 s to find out; reports this.
 
     Args:
-      lock: of the folder, which this process holds. It is closed with the lease, or here if there is none.
+      lock: the folder's lock, which this process holds. It is closed with the lease; without a lease, at once.
 
     Raises:
       OSError: the file cannot be read or written.
@@ -124,12 +124,12 @@ def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | No
 
 
 def is_held(folder: Any, say: Callable[[str], None]) -> bool:
-    """Returns whether the owner of the run in `folder` lives, and is no earlier start of the same job. See `take`."""
+    """Returns whether the owner of the run in `folder` lives, other than as an earlier start of the job; see `take`."""
     file, me = folder / LEASE_FILE, _owner()
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    pid = found.get("pid")  # equal to ours: of an earlier process, in a container that was restarted
+    pid = found.get("pid")  # equal to ours: an earlier process in a restarted container
     if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
@@ -164,8 +164,8 @@ def _owner() -> dict[str, Any]:
 
 
 def _place() -> str:
-    """Returns an identifier of this machine and container. Process ids are comparable only within it: machines may have
-    the same name."""
+    """Returns an identifier of this machine and container. Process ids are comparable only within one place: machines
+    may have the same name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -174,7 +174,7 @@ def _place() -> str:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the job's name, which a launch and its restarts share, and the number of earlier starts; "", 0 if the
+    """Returns the job's name, which a launch and its restarts share, and the number of earlier starts; ("", 0) if the
     environment has neither."""
     if environ.get("TRAINER_JOB"):
         name, starts = environ["TRAINER_JOB"], environ.get("TRAINER_RESTARTS", "")
@@ -186,7 +186,7 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _now() -> float:
-    """Returns the seconds of a clock that also runs while the machine sleeps."""
+    """Returns the time in seconds of a clock that also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
@@ -199,7 +199,7 @@ def _found(file: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if isinstance(found := parsed(data), dict) and found:
             return found
-    return {"id": repr(data)}  # unknown writer or truncated: a lease that does not change is lost in any case
+    return {"id": repr(data)}  # unknown writer, or truncated: a lease that does not change is lost in any case
 
 
 def _said(found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A lock that only one process can have on a folder, by a file in it or next to it."""
+"""A lock on a folder, which only one process can hold: a file in the folder or next to it."""
 
 import fcntl
 from pathlib import Path
@@ -15,10 +15,10 @@ def lock(folder: Path) -> IO[bytes] | None:
 
 
 def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
-    """Locks the file for this process. The lock is held until the returned file is closed or the process ends.
+    """Locks the file for this process, until the returned file is closed or the process ends.
 
-    Returns None if another live process holds the lock; with `wait`, waits for it. The file is never deleted, as that
-    would let two processes in.
+    Returns None if another live process holds the lock; with `wait`, waits for that process. The file is never deleted,
+    because this would let two processes in.
     """
     file = appended(path)
     try:
@@ -30,7 +30,7 @@ def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a live process holds the folder's lock. Changes nothing in it; it may not exist."""
+    """Returns whether a live process holds the lock of the folder, which may not exist. Changes nothing."""
     try:
         with open(folder / LOCK_FILE, encoding="utf-8", opener=not_through_a_link) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A folder, or a file, that a command writes: it appears only when it is complete."""
+"""A folder or file that a command writes: it appears only when it is complete."""
 
 import contextlib
 import os
@@ -29,10 +29,10 @@ def not_a_new_file(path: Path) -> str | None:
 
 
 def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = False) -> list[str]:
-    """Returns what is wrong with `paths`, the first two arguments of a command: FROM, and OUT, a new or empty folder.
+    """Returns what is wrong with `paths`, a command's first two arguments: FROM, and OUT, a new or empty folder.
 
     Args:
-      named: the names of other arguments, NAME=VALUE, one of which may be in the place of a missing path.
+      named: the names of other arguments, NAME=VALUE. One of them may be in the place of a missing path.
       file: whether OUT is a new file.
     """
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
@@ -47,7 +47,7 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `path` and renames it to `path` at the end. After an error it is removed.
+    """Yields an empty folder next to `path`, and renames it to `path` at the end. An error removes the folder.
 
     Raises:
       UserError: it cannot be created.
@@ -64,10 +64,10 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a file next to `path`. Syncs it and renames it to `path` at the end; an error removes it.
+    """Yields the path of a file next to `path`. At the end, syncs and renames it to `path`; after an error, removes it.
 
     Raises:
-      UserError: its folder cannot be created.
+      UserError: the file's folder cannot be created.
     """
     partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
     with closed_at_interrupt(lambda: partial.unlink(missing_ok=True)):
@@ -82,7 +82,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Removes `folder` if it exists. Renames it first, because threads of Orbax may still write into it."""
+    """Removes `folder` if it exists. Renames it first, because Orbax's threads may still write into it."""
     other = folder.with_name(f"{folder.name}-removed")
     for _ in range(3):
         with contextlib.suppress(OSError):

@@ -13,23 +13,23 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 def exit_code(number: int) -> int:
-    """Returns the shell's exit code for a process that the signal `number` ended."""
+    """Returns the shell's exit code for a process that was ended by the signal `number`."""
     return 128 + number
 
 
 class Preemption:
-    """A context in which SIGTERM and the first Ctrl-C only request the end of the run. Outside, both end a single
-    process immediately, and so does the second Ctrl-C.
+    """A context in which SIGTERM and the first Ctrl-C only request the end of the run. Outside of it, both end a single
+    process immediately; the second Ctrl-C always does.
 
-    If Ctrl-C does not have the system's default action, the calling program handles it, and it is left unchanged.
+    If Ctrl-C does not have the system's default action, the calling program handles it, and its handling is unchanged.
 
     With several processes, JAX handles SIGTERM after `jax.distributed.initialize`, and a signal to one process is a
     request to all processes. Ctrl-C is passed on as SIGTERM.
 
     Attributes:
-      requested: whether the run should end. With several processes this is the last result of `check`; with a single
-        process it is always current.
-      number: the first signal that requested it; 0 if there was none.
+      requested: whether the run should end. With several processes, this is the last result of `check`; with a single
+        process, it is always current.
+      number: the first signal that requested the end; 0 without one.
     """
 
     def __init__(self, saves: bool = True) -> None:
@@ -42,8 +42,8 @@ class Preemption:
     def check(self, updates: int) -> bool:
         """Returns whether to end before the next update. All processes call it after each; all get the same answer.
 
-        It is cheap. JAX synchronizes at one more than the largest number that any process has passed. Orbax also passes
-        a number when it saves, which is `updates`, so `updates + 1` is always the next number.
+        It is cheap. JAX synchronizes at the largest number that any process has passed, plus one. Orbax also passes a
+        number when it saves, which is `updates`, so `updates + 1` is always the next number.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
@@ -51,7 +51,7 @@ class Preemption:
             self.requested = reached_preemption_sync_point(updates + 1)
             if self.requested:
                 self.number = self.number or signal.SIGTERM
-                # A second SIGTERM must not end the process during the save that the first one requested.
+                # A second SIGTERM must not end the process during the save that the first SIGTERM requested.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return self.requested
 
@@ -94,7 +94,7 @@ def ends_at_signals(text: str) -> Iterator[None]:
 
     It is for compilations, which may take minutes. With some backends, a Python signal handler or an exception would
     wait for the end of the compilation. So the signal wakes a thread through a file descriptor, and the thread ends the
-    process. With several processes, JAX handles SIGTERM. For Ctrl-C of another program see `Preemption`.
+    process. With several processes, JAX handles SIGTERM. For another program's Ctrl-C handling see `Preemption`.
     """
     import jax
 
@@ -122,8 +122,8 @@ def _exit_at_signal(received: int, taken: list[signal.Signals], text: str) -> No
         if number[0] in taken:
             try:
                 print(f"{NAMES[signal.Signals(number[0])]}: {text}", flush=True)
-            finally:  # even if nobody reads the output any more
-                if number[0] == signal.SIGINT:  # by its default action, so that a surrounding loop in a shell ends, too
-                    ctypes.CDLL(None).signal(signal.SIGINT, None)  # Python's function is only for the main thread
+            finally:  # even if nobody reads the output any longer
+                if number[0] == signal.SIGINT:  # by the default action, so that a surrounding loop in a shell also ends
+                    ctypes.CDLL(None).signal(signal.SIGINT, None)  # Python's function works only in the main thread
                     os.kill(os.getpid(), signal.SIGINT)
                 os._exit(exit_code(number[0]))

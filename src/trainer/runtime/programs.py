@@ -25,6 +25,6 @@ def compile_anew(devices: Sequence[jax.Device]) -> None:
 
 
 def is_mixed_up(compiled: Any, kind: str, number: int) -> bool:
-    """Returns whether XLA may mix up the data of devices if it loads the program `compiled` from a file. `kind`,
-    `number`: of its devices."""
+    """Returns whether XLA may mix up the devices' data if it loads the program `compiled` from a file. `kind`,
+    `number`: the kind and number of the program's devices."""
     return kind == "cpu" and number > 1 and " collective-permute(" in compiled.as_text()

@@ -14,7 +14,7 @@ from typing import Any
 from trainer.config.errors import NotBuilt, UserError
 from trainer.config.paths import local_path
 
-# Orbax writes this file into a folder of a bucket last, so a folder that has it is complete.
+# Orbax writes this file last into a bucket's folder, so a folder with this file is complete.
 COMMITTED = "commit_success.txt"
 
 
@@ -69,10 +69,10 @@ def size(path: Any) -> int:
 def read_now(path: Any, most: int) -> bytes:
     """Returns up to `most` bytes of a small file as it is now, even if another machine has just written it.
 
-    For other reads, the client of buckets uses data cached from earlier listings.
+    Other reads from a bucket may use data cached from earlier listings.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     if is_remote(path) and importlib.util.find_spec("gcsfs") is not None:
         import fsspec
@@ -93,7 +93,7 @@ def remove_tree(path: Any) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Returns why the local folder `path` cannot be created or written, by permissions on the way; None if it can."""
+    """Returns why the permissions do not allow creating or writing `path`, including its parents; None if they do."""
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return os.strerror(errno.ENOTDIR)
@@ -115,5 +115,5 @@ def user_cache() -> Path:
 
 
 def mirror(path: Any) -> Path:
-    """Returns the local folder where a bucket's files are written before they are copied to the bucket."""
+    """Returns the local folder in which files for a bucket are written before they are copied there."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

@@ -1,8 +1,8 @@
 """supervise=true: the command becomes a small process without JAX that trains in a child, and ends a child that hangs.
 
 The child reports its phase through a pipe. Each line is a keyword and a text:
-  done PHASE   the phase before is complete, and PHASE begins
-  in PART      PART of the phase begins; empty: it ended
+  done PHASE   the previous phase is complete, and PHASE begins
+  in PART      PART of the phase begins; empty: the part has ended
   folder PATH  the run's folder
 """
 
@@ -24,7 +24,7 @@ from typing import IO, Any
 from trainer.config.keys import Config
 
 HANG = 75  # the exit code after a hang; sysexits.h: a temporary failure
-# Phases with the limit hang_grace_seconds. The others are steps, saves, and waiting for a batch.
+# Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
 _VARIABLE = "TRAINER_SUPERVISED"  # file descriptors of the pipe and of the file for stacks, and the supervisor's id
@@ -38,8 +38,8 @@ _PR_SET_PDEATHSIG = 1  # prctl of Linux
 def pulse() -> Callable[[str, str], None] | None:
     """Returns the function that reports to the supervisor; None if this process is not supervised.
 
-    From then on the process dies with its supervisor (on Linux) and writes the stacks of its threads on request. Call
-    it once, early.
+    After the call, the process dies with its supervisor (on Linux), and writes the stacks of its threads on request.
+    Call this once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
         return None
@@ -62,8 +62,8 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
     SIGTERM and Ctrl-C are forwarded to the child. If the child completes nothing for hang_timeout_seconds (for the
-    phases LONG: hang_grace_seconds), its stacks and the end of its stderr go to a file. Then it gets SIGTERM, after
-    which it may still save, and 20 seconds later SIGKILL.
+    phases LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the child gets
+    SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
 
     Returns:
       The child's code, 128 + N if the signal N ended it, HANG after a hang.
@@ -154,7 +154,7 @@ class _Watched:
         return ""
 
     def _read(self, timeout: float) -> bool:
-        """Reads what the child has written, after at most `timeout` seconds. Returns whether there was anything."""
+        """Reads the child's output, waiting at most `timeout` seconds. Returns whether there was any."""
         if not self._selector.get_map():  # the child has closed both pipes
             time.sleep(timeout)
         ready = self._selector.select(timeout) if self._selector.get_map() else []
@@ -190,7 +190,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _forwarded(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A context in which the child gets SIGTERM and Ctrl-C of this process."""
+    """A context that forwards SIGTERM and Ctrl-C from this process to the child."""
 
     def forward(number: int, frame: Any) -> None:
         child.send_signal(number)

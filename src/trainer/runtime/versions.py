@@ -11,7 +11,7 @@ from pathlib import Path
 import trainer
 from trainer.config.words import visible
 
-# The packages that write a step's program, and the one that compiles it.
+# The packages that create a step's program, and the package that compiles it.
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
@@ -30,7 +30,7 @@ def other_versions(before: Mapping[str, str]) -> str:
 
 
 def program() -> dict[str, str]:
-    """Returns the properties, other than configuration and data, that all processes of a run must share, for
+    """Returns the properties, other than configuration and data, that must be equal in all processes of a run, for
     `check_same`, one per line: versions of packages, Python and the devices' compiler, and digests of source files.
 
     It reads the source files themselves, so bytecode and the kind of installation make no difference.

@@ -1,4 +1,4 @@
-"""Who may use a server: addresses and tokens."""
+"""Access to a server: addresses and tokens."""
 
 import hashlib
 import hmac
@@ -26,7 +26,7 @@ def is_local(host: str) -> bool:
 
 
 def read_tokens(path: str, host: str) -> list[str]:
-    """Returns the tokens of the file `path`, one per line, or the token of the environment.
+    """Returns the tokens in the file `path`, one per line, or the token in the environment.
 
     Raises:
       UserError: the file cannot be read, a token is invalid, or there is none although other machines can reach `host`.
@@ -59,7 +59,7 @@ class Access:
         self._digests = [_digest(token.encode()) for token in tokens]
 
     def owner(self, authorization: str | None, host: str | None) -> str:
-        """Returns a name for the token of a request, "" without tokens.
+        """Returns a name for a request's token; "" if the server has no tokens.
 
         Raises:
           ApiError: 401 for a wrong token; 403 if the server has no tokens and the host name may be another site's.

@@ -1,4 +1,4 @@
-"""The JSON of answers: of /v1/completions and of /v1/chat/completions, whole or in chunks."""
+"""The JSON of answers to /v1/completions and /v1/chat/completions, whole or in chunks."""
 
 import math
 import secrets
@@ -61,7 +61,7 @@ class Answer:
         return {"index": i, **said, **self._details(i, scored, tokens, True), "finish_reason": parts[-1].end}
 
     def _echoed(self, part: Delta) -> tuple[str, list[Token]]:
-        """Returns the text of a choice's first part; with echo, after its prompt, and the scored prompt tokens."""
+        """Returns the text of a choice's first part; with echo, preceded by the prompt and its scored tokens."""
         if not self._query.echo:
             return part.text, []
         row, scores, before = self._generation.prompt_of(part.choice), part.prompt, list[Token]()
@@ -75,7 +75,7 @@ class Answer:
         return self._prompts[choice // self._query.n] if self._query.echo else ""
 
     def _details(self, choice: int, scored: list[Token], tokens: list[Token], first: bool) -> dict[str, Any]:
-        """Returns the fields of a choice about its tokens, and about prompt tokens that have scores."""
+        """Returns the fields of a choice about its generated tokens and the scored prompt tokens."""
         found: dict[str, Any] = {"logprobs": None}
         tokens = [] if self._query.max_tokens == 0 else tokens
         if self._query.likeliest is not None:

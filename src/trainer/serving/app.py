@@ -18,7 +18,7 @@ from trainer.serving.errors import ApiError, timed_out
 from trainer.serving.front import READY, Front
 from trainer.serving.replies import Reply
 
-_MOST_DISCARDED = 1 << 28  # bytes of a body that is too large
+_MOST_DISCARDED = 1 << 28  # bytes of an oversized body that are read and discarded
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -52,22 +52,22 @@ class Routes:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": _POLICY})
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are accepted. Any answer shows that the process is alive."""
+        """Returns whether requests are accepted. Any response shows that the process is alive."""
         return JSONResponse({"status": self._front.state}, 200 if self._front.state == READY else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Counts and times for Prometheus."""
+        """Returns counts and times for Prometheus."""
         self._owner(request)
         metrics = self._front.metrics
         return Response(metrics.text(), headers={"content-type": metrics.content_type})
 
     async def models(self, request: Request) -> Response:
-        """The names that `model` accepts."""
+        """Returns the names that `model` accepts."""
         self._owner(request)
         return JSONResponse({"object": "list", "data": list(map(self._model, self._front.model.adapters))})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """Returns one of these names."""
         self._owner(request)
         name, _ = self._front.adapter(request.path_params["name"])
         return JSONResponse(self._model(name))
@@ -102,10 +102,10 @@ class Routes:
         return found | ({"parent": base} if name != base else {})
 
     async def _body(self, request: Request) -> bytes:
-        """Returns the body. Raises ApiError if it is no JSON, too large, or does not arrive in time.
+        """Returns the body. Raises ApiError if it is not JSON, is too large, or does not arrive in time.
 
-        A body that is too large is read to its end, and not kept, because a client that is still sending does not see
-        an answer. One that asks first (Expect) is told at once.
+        A body that is too large is read to its end and discarded, because a client that is still sending does not see
+        an answer. A client that asks first (Expect) gets the error at once.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -144,7 +144,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """Returns `app` with answers counted, and without errors about clients that disconnect while they send."""
+    """Returns `app` with counted answers, and without errors about clients that disconnect while they send."""
     known = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,8 +11,8 @@ class ApiError(Exception):
 
     Attributes:
       status: the HTTP status code.
-      param: the wrong parameter of the request, if there is one.
-      headers: of the answer.
+      param: the invalid parameter of the request, if there is one.
+      headers: the headers of the response.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Model(NamedTuple):
       begin, stop: the tokens before a prompt, and the tokens that end a text.
       turn_end: further tokens that end an answer in a chat.
       default: how tokens are drawn if a request does not specify it.
-      seed: of requests without one; None: each gets a different one.
+      seed: the seed of requests without one; None: each gets a different seed.
     """
 
     scheduler: Scheduler
@@ -79,11 +79,11 @@ class Generation:
         self._left = len(self.texts)
 
     def prompt_of(self, choice: int) -> list[int]:
-        """Returns the prompt's tokens of a choice."""
+        """Returns the prompt tokens of a choice."""
         return self.prompts[choice // self.query.n]
 
     def begin(self, numbers: list[int]) -> None:
-        """Sets the scheduler's numbers of its requests."""
+        """Sets the scheduler's numbers for its requests."""
         self._numbers = numbers
 
     def take(self, choice: int, event: Event) -> bool:
@@ -105,11 +105,11 @@ class Generation:
             yield part
 
     def fail(self, error: ApiError) -> None:
-        """Ends it with an error."""
+        """Ends the generation with an error."""
         self._parts.put_nowait(error)
 
     def close(self) -> None:
-        """Cancels its requests that are still running."""
+        """Cancels the generation's requests that are still running."""
         self._front.release(self, self._numbers)
 
 
@@ -162,7 +162,7 @@ class Front:
         return self._reader.adapter(name)
 
     async def read(self, body: bytes, *, chat: bool) -> Read:
-        """Returns the request in a body, and the tokens of its prompts. The loop goes on meanwhile.
+        """Returns the request in a body, and the tokens of its prompts. Does not block the event loop.
 
         Raises:
           ApiError: see `Reader.read`.
@@ -172,10 +172,10 @@ class Front:
         return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
-        """Returns the choices of a request, which begin as soon as slots are free.
+        """Returns the choices of a request. They begin as soon as slots are free.
 
         Raises:
-          ApiError: too many requests wait, or a value is not allowed.
+          ApiError: too many requests are waiting, or a value is not allowed.
         """
         self.check_ready()
         most, count = self.model.config.max_waiting_prompts, len(prompts) * query.n

@@ -14,18 +14,18 @@ from trainer.serving.errors import ApiError
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _INT64 = 2**63
-_LEAST_P = 1e-9  # in place of 0; both leave only the most likely token
+_LEAST_P = 1e-9  # replaces 0; both leave only the most likely token
 
 
 class Parameter(NamedTuple):
     """A parameter of a request.
 
     Attributes:
-      field: the values that have an effect; None: there are none.
-      neutral: further values, without effect: the parameter is then read as if it were absent. Clients send them by
-        default. If it is a Field, all of its values are neutral.
+      field: the values that have an effect; None: no value has one.
+      neutral: further values, which have no effect: the parameter is then treated as absent. Clients send such values
+        by default. A Field means that all of its values are neutral.
 
-    If both are absent, the parameter is checked elsewhere.
+    If both are None, the parameter is checked elsewhere.
     """
 
     field: Field | None = None
@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
     def problem(self, name: str, value: Any) -> str:
-        """Returns what is wrong with a value that is not neutral; "" if nothing is."""
+        """Returns why a value that is not neutral is invalid; "" if it is valid."""
         if self.field is not None:
             return "".join(field_problems({name: value}, {name: self.field}))
         if isinstance(self.neutral, Field):
@@ -119,8 +119,8 @@ class Query:
 
     Attributes:
       prompts: texts or tokens; for a chat, its messages.
-      max_tokens: None: as many as there is room for.
-      most: the number of tokens to generate at most if the room is smaller; None: no limit.
+      max_tokens: a limit that must fit; None: as many as fit.
+      most: the default limit for requests without max_tokens, lowered if fewer tokens fit; None: no such limit.
       likeliest: the number of most likely tokens to show for each token; None: no log-probabilities.
     """
 
@@ -177,7 +177,7 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the parameters that have an effect, and the problems, by name."""
+    """Returns the parameters that have an effect, and the problems by parameter name."""
     given = _given(given)
     kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
@@ -304,5 +304,5 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def as_api_error(error: UserError) -> ApiError:
-    """Returns the API's error for a mistake that `query` does not detect."""
+    """Converts a mistake that `query` does not detect to the API's error."""
     return ApiError(400, " ".join(str(error).split()))

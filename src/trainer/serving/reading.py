@@ -1,8 +1,8 @@
 """Converts the body of a request to tokens. Large bodies are read in separate processes.
 
-A body of megabytes can take seconds to parse, render and encode, even if it turns out not to fit. In a thread, this
-work would delay the event loop and every other request, because Python runs one thread at a time. Bodies of more than
-HUGE bytes have a second process, so that long conversations do not wait for them.
+A body of megabytes can take seconds to parse, render and encode, even if its prompt then turns out to be too long. In a
+thread, this work would delay the event loop and every other request, because Python runs one thread at a time. Bodies
+of more than HUGE bytes use a second process, so that long conversations do not wait for them.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class OneAside:
     """A process that reads bodies one by one. It is started for the first body."""
 
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
-        """`seconds`: how long it may read one body. `check`: raises ApiError if no more bodies are read."""
+        """`seconds`: the time limit for reading one body. `check`: raises ApiError if no more bodies are read."""
         self._reader, self._seconds, self._check = reader, seconds, check
         self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
         self._waiting = 0
@@ -101,8 +101,8 @@ class OneAside:
         self._ours: Any = None  # a pipe to the process
 
     async def read(self, body: bytes, chat: bool) -> Read:
-        """See `Reader.read`. Raises ApiError also if too many wait, or if it takes too long: the process is then
-        ended."""
+        """See `Reader.read`. Also raises ApiError if too many bodies wait, or if reading takes too long: then the
+        process is ended."""
         if self._waiting >= _MOST_WAITING:
             raise unavailable(f"{_MOST_WAITING} large requests wait to be read", 429)
         self._waiting += 1

@@ -1,4 +1,4 @@
-"""Sends the answer to a request, and ends the request if its client disconnects or its time is over."""
+"""Sends the answer to a request. Ends the request if its client disconnects or its time is over."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ class Reply:
     """An ASGI application that answers with the choices of `generation`, as JSON or as server-sent events."""
 
     def __init__(self, generation: Generation, answer: Answer, seconds: float):
-        """`seconds`: the time limit for the answer, from when the request was received."""
+        """`seconds`: the time limit for the answer, counted from the receipt of the request."""
         self._generation, self._answer, self._seconds = generation, answer, seconds
         self._started = False
 
@@ -63,7 +63,7 @@ class Reply:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends an error. Closes the connection if the client does not take it."""
+        """Sends an error. Closes the connection if the client does not receive the error."""
 
         async def said() -> None:
             if not self._started:

@@ -48,8 +48,8 @@ def url_of(found: socket.socket) -> str:
 
 
 class Server:
-    """Serves `model` at the bound socket `at`, to requests with one of `tokens`, or to all if there are none. `say`:
-    receives a line for each compiled program."""
+    """Serves `model` at the bound socket `at`. Requests need one of `tokens`, if there are any. `say`: receives a line
+    for each compiled program."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Server:
         self._signals: list[int] = []
 
     def run(self, ready: Callable[[], object]) -> None:
-        """Serves until SIGTERM, Ctrl-C or `stop`, and then finishes accepted requests. Calls `ready` when requests are
-        accepted. A second signal ends it immediately.
+        """Serves until SIGTERM, Ctrl-C or `stop`, and then finishes accepted requests. Calls `ready` as soon as
+        requests are accepted. A second signal ends the server immediately.
 
         Raises:
           UserError: another program listens at the address.
           RunStopped: the thread of the scheduler has failed.
-          KeyboardInterrupt: Ctrl-C ended it.
+          KeyboardInterrupt: Ctrl-C ended the server.
         """
         asyncio.run(self._run(ready))
 

@@ -25,7 +25,7 @@ class Text:
 
     Attributes:
       stopped: whether a stop string ended it.
-      count: the number of generated tokens, including the one that ends it.
+      count: the number of generated tokens, including the one that ends the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
@@ -34,9 +34,9 @@ class Text:
         self._held, self._told, self._tokens = "", 0, list[Token]()
 
     def add(self, event: Event) -> tuple[str, list[Token]]:
-        """Adds the token of `event`, if any, and its end. Returns the text that is now certain, with its tokens.
+        """Adds the token of `event`, if any, and its end. Returns the text that can no longer change, with its tokens.
 
-        Text that could be the beginning of a stop string is held back, and a stop string is not returned.
+        Text that may be the beginning of a stop string is held back, and a stop string is not returned.
         """
         if self.stopped:
             return "", []
@@ -80,7 +80,7 @@ class Names:
         self.bytes_of = functools.lru_cache(1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
-        """Returns the text of a token, or its bytes if they are not complete characters."""
+        """Returns the text of a token, or its bytes if they do not form complete characters."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -93,7 +93,7 @@ class Names:
         return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
 
     def starts(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the index in the whole text of each token's first character. Special tokens have no characters."""
+        """Returns the index of each token's first character in the whole text. Special tokens have no characters."""
         found, characters = [], 0
         for token in tokens:
             found.append(characters)

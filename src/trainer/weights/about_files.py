@@ -1,4 +1,4 @@
-"""Reads and writes the files of a folder with data about its model other than weights (`leaves.about`)."""
+"""Reads and writes the files of a folder that describe its model beyond the weights (`leaves.about`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
     """Returns the `About` in the files of `folder`, a path on this machine or in a bucket.
 
     Args:
-      fields: of its config.json; by default, the content of its huggingface.json.
+      fields: the fields of the folder's config.json; by default, the content of its huggingface.json.
 
     Raises:
       UserError: a file is damaged, or a value has the wrong type.
@@ -37,17 +37,17 @@ def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
 
 
 def about_tokenizer(bos: int | None, eos: int | None) -> About:
-    """Returns the `About` that a tokenizer alone determines, for a model that began without one."""
+    """Returns the `About` that a tokenizer alone determines, for a model that started without an `About`."""
     said = {_BOS: bos, _END: eos}
     return About({**said, _PAD: None}, {name: token for name, token in said.items() if token is not None})
 
 
 def copy_beside(folder: Any, about: About, target: Path, *, fields: bool) -> None:
-    """Copies the tokenizer's files in `folder` into `target`, and writes `about` there.
+    """Copies the tokenizer's files from `folder` into `target`, and writes `about` there.
 
     Args:
       folder: a path on this machine or in a bucket, or a GGUF file.
-      fields: whether to write huggingface.json, because `target` has no config.json.
+      fields: whether to also write huggingface.json, because `target` has no config.json.
     """
     files = tokenizer_parts_of(folder)
     files |= {name: data for name, data in about.files().items() if fields or name != FIELDS}

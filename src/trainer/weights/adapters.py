@@ -31,12 +31,12 @@ from trainer.weights.stored import quantized_on_load
 
 
 class Adapters(Protocol):
-    """A checkpoint of adapters, and of other parameters that were trained with them.
+    """A checkpoint of adapters, and of other parameters that were trained together with the adapters.
 
     Attributes:
       path, kind, tokenizer, about, averaged: see `Source`.
-      origin: the base parameters that they belong to; without digests, if the checkpoint has none.
-      described: the model's keys that the checkpoint contains; {} if it has none.
+      origin: the base parameters of the adapters; without digests, if the checkpoint has none.
+      described: the model's keys in the checkpoint; {} if it has none.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Adapters(Protocol):
     described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the keys of LoRA that give a model of `config`, resolved, these adapters and the same trained
+        """Returns the LoRA keys with which a model of `config`, resolved, has these adapters and trains the same
         parameters."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
@@ -56,10 +56,10 @@ class Adapters(Protocol):
 
         Args:
           config: resolved, with `lora_keys`.
-          shapes: of all weights of a model of `config`.
+          shapes: the shapes of all weights of a model of `config`.
 
         Raises:
-          UserError: the adapters of `config` differ from these, or a shape differs.
+          UserError: the adapters of `config` differ from these adapters, or a shape differs.
         """
 
 
@@ -108,7 +108,7 @@ class WithAdapters:
     """A `Source`: the parameters of `base` with the adapters added to them."""
 
     def __init__(self, base: Source, adapters: Adapters, shapes_of: Callable[[Config], Shapes]):
-        """`shapes_of`: returns the shapes of the weights of a model (`open.weight_shapes`)."""
+        """`shapes_of`: returns the shapes of a model's weights (`open.weight_shapes`)."""
         self._base, self._adapters, self._shapes_of = base, adapters, shapes_of
         self.path, self.averaged = adapters.path, adapters.averaged
         own = has_tokenizer(adapters.tokenizer, "auto")
@@ -154,7 +154,7 @@ class WithAdapters:
 
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the merged model: those of the run, which may have changed the function of the base
+    """Returns the keys of the merged model: the run's keys, some of which may differ from the base's
     (`model_keys.FREE`). The merged weights are floats. Modules of multi-token prediction come from the base."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
@@ -163,7 +163,7 @@ def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
     """Returns the leaf of `kernel` + `scale` x a b, added in float32.
 
-    `store`: under QLoRA, returns the kernel in stored form. The adapter was trained on its dequantized values.
+    `store`: under QLoRA, converts the kernel to stored form, because the adapter was trained on its dequantized values.
     """
     held: list[Any] = []  # the factors, which are small
 
@@ -206,7 +206,7 @@ class Initial:
     """A `Source`: the initial parameters of a run that loaded none."""
 
     def __init__(self, run: RunAdapters, draw: Callable[[Config], Mapping[str, jax.Array]]):
-        """`draw`: returns the initial weights of a model of a resolved configuration by name."""
+        """`draw`: returns the initial weights, by name, of a model of a resolved configuration."""
         self.path, self.tokenizer, self.keys, self.length = run.path, run.tokenizer, run.described, run.length
         self.kind, self.averaged = "initial parameters", False
         self.about = run.about

@@ -36,11 +36,11 @@ class Tensor:
     """One array of a checkpoint.
 
     Attributes:
-      part: the part of the checkpoint: params, opt_state, step, ...; with DiLoCo also inner_state, the islands' part.
+      part: the checkpoint's part: params, opt_state, step, ...; with DiLoCo also inner_state, the islands' states.
       name: the canonical name of a parameter; for other arrays, the path below `part`.
       dtype: the NumPy name; several names joined by + if layers are stored in several dtypes.
       read: yields the values in parts, the layers of a stack in their order.
-      stacked: whether the first axis is layers.
+      stacked: whether the first axis is the axis of layers.
     """
 
     part: str
@@ -57,7 +57,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def norms(self) -> list[float]:
-        """Returns the Euclidean norm of each layer of a stack, otherwise a list of one norm. Sums of squares are
+        """Returns a list with the Euclidean norm of each layer of a stack, or with one norm. Sums of squares are
         float64."""
         squares: list[float] = []
         for part in self.read():
@@ -68,7 +68,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint. Only the headers of its arrays are read.
+    """The contents of a checkpoint. Only the arrays' headers are read.
 
     Attributes:
       path: the checkpoint; for a run's folder, its newest checkpoint.
@@ -95,7 +95,7 @@ class Contents:
 
 
 def contents_of(path: str, *, verify: bool = True) -> Contents:
-    """Returns the contents of the checkpoint at `path`. It recognizes the kind of checkpoint like `open_source`.
+    """Returns the contents of the checkpoint at `path`. Recognizes the kind of checkpoint like `open_source`.
 
     Args:
       path: a run's folder, checkpoints/N, a parameter-only checkpoint, a MaxText checkpoint, a Hugging Face directory,

@@ -22,13 +22,13 @@ from trainer.weights.open import open_adapters, open_source
 from trainer.weights.placing import place, place_quantized
 from trainer.weights.stored import OnLoad, quantized_on_load
 
-_SHORT = 2.0  # seconds; loading that takes longer is reported
+_SHORT = 2.0  # loading that takes longer is reported
 _MOST_PATHS = 12  # paths in a line
-_LONGEST = 2048  # the default of max_target_length if the checkpoint's model supports longer texts
+_LONGEST = 2048  # the default of max_target_length, if the checkpoint's model supports longer texts
 
 
 def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None = None) -> tuple[Loaded, bool]:
-    """Returns the configuration for generation with the model at `model_path`, and whether to load averaged parameters.
+    """Returns the configuration for generation with the model at `model_path`, and whether to load averages.
 
     Args:
       words: further arguments, KEY=VALUE.
@@ -66,21 +66,20 @@ def load_parameters(
     """Loads the weights at `path` onto the devices, and adapters from lora_restore_path. Missing optional weights
     (`models.optional`) get their initial values, drawn from `init_weights_seed`.
 
-    At any time, a host has only one device's slice of one layer of one parameter in memory; for an Orbax tree, all
+    A host's memory contains only one device's slice of one layer of one parameter at a time; for an Orbax tree, all
     chunks of one parameter that overlap its devices' slices.
 
     Args:
       path: see `open_source`.
       config: resolved; the checkpoint must have the same model.
-      abstract: the weights that the model needs (`source.joined`), a ShapeDtypeStruct with a sharding at each leaf.
+      abstract: the weights that the model needs (`source.joined`): a ShapeDtypeStruct with a sharding at each leaf.
       say: receives one line if loading takes long, one for each allowed difference, and two if weights are missing.
-      given: keys of the command line, which may define another function than the checkpoint's; see
-        `model_keys.FREE`.
+      given: keys of the command line, which may change how the checkpoint's parameters are used; see `model_keys.FREE`.
       average: see `open_source`.
 
     Raises:
       UserError: there is no checkpoint, it has another model, or tensors are missing, unexpected or have a wrong shape.
-        Raised before any values are read.
+        It is raised before any values are read.
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block, average=average)
@@ -142,7 +141,7 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
     `load_parameters`.
 
     Raises:
-      UserError: the adapters belong to other parameters.
+      UserError: the adapters are for other parameters.
     """
     adapters = open_adapters(config.lora_restore_path, verify=False)
     if adapters.origin.path or not adapters.origin.digests:

@@ -1,4 +1,4 @@
-"""Weights with their masks applied, for formats that have no masks."""
+"""Applies masks to weights, for formats without masks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,15 +13,15 @@ from trainer.models.matrices import masked_kernels
 
 
 def masks_of(config: Config) -> dict[str, str]:
-    """Returns the canonical names of the masks of a model of `config`, each with its kernel's name."""
+    """Returns the canonical names of the masks in a model of `config`, each with the name of its kernel."""
     return {mask_name(kernel): kernel.name for kernel in masked_kernels(config)}
 
 
 def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
-    """Checks that `source` has the masks that a model of `config`, with weights of `shapes`, needs.
+    """Checks that `source` has the masks that a model of `config` needs, whose weights have `shapes`.
 
     Raises:
-      UserError: it has none; the message names the keys that need them.
+      UserError: `source` has none; the message lists the keys that require masks.
     """
     masks = {name: shapes[name] for name in masks_of(config)}
     if masks and not source.held(config, masks):
@@ -29,8 +29,8 @@ def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Returns `leaves` of a model of `config`, with zeros where weight sparsity masks them, and without the masks. The
-    result is only for writing."""
+    """Returns the weights `leaves` of a model of `config` without masks, and with zeros where weight sparsity masks
+    them. The result is only for writing."""
     found = dict(leaves)
     for mask, kernel in masks_of(config).items():
         (of_mask,), leaf = found.pop(mask).parts, leaves[kernel]

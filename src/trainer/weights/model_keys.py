@@ -1,4 +1,4 @@
-"""The keys that define the function of a model's parameters, and the comparison of these keys between two sources."""
+"""The keys that define how a model uses its parameters, and the comparison of these keys between two sources."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -50,22 +50,22 @@ _OF_ROPE = {
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _SPARSITY = ("weight_sparsity_n", "weight_sparsity_m")
 # Keys of learned positions, fused projections, dense layers between sparse ones, changed scores, and weight masks, each
-# with its value for models without the feature.
+# with its value in models without the feature.
 _SELDOM = {
     **{"trainable_position_size": -1, "fused_qkv": False, "interleave_moe_layer_step": 1},
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},
     **dict.fromkeys(_SPARSITY),
 }
 _OF_HEADS = ("head_dim",)
-_SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change what the same parameters compute
+_SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change the results of the same parameters
 # Keys that have an effect only with certain values of another key. If that other key differs, they are not compared.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
 }
-# The order of the columns of queries and keys. It is not part of the function, because it is converted as needed.
-# Keys that change the function computed with the same parameters. All other keys determine the parameters, their shapes
-# and their order; for these, the checkpoint decides.
+# The order of the columns of queries and keys. It is not compared, because it is converted as needed.
+# Keys that change the results of the same parameters. All other keys determine the parameters, their shapes and their
+# order; for these keys, the checkpoint's values count.
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
@@ -84,11 +84,11 @@ MODEL = {
     *OF_STORED,
     "rope_interleave",
 }
-# Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is meant.
+# Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is intended.
 
 
 def described(config: Config) -> dict[str, Any]:
-    """Returns the keys of `config`, resolved, that define its parameters' function. Keys without effect are omitted."""
+    """Returns the keys of `config`, resolved, that define how its parameters are used. Omits keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _SELDOM if _value(config, name) != _SELDOM[name]]
     names += LATENT if is_latent(config) else _OF_HEADS
@@ -121,9 +121,9 @@ def described(config: Config) -> dict[str, Any]:
 
 def _value(config: Config, name: str) -> Any:
     if name == "routed_score_func" and config[name] == "softmax":
-        return ""  # the same
+        return ""  # the same meaning
     if name == "query_pre_attn_scalar" and config[name] == config.head_dim:
-        return 0.0  # the same
+        return 0.0  # the same meaning
     value = config[name]
     return tuple(value) if isinstance(value, list | tuple) else value
 
@@ -131,13 +131,13 @@ def _value(config: Config, name: str) -> Any:
 def check_same_model(
     keys: Mapping[str, Any], config: Config, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
 ) -> None:
-    """Compares the description of a checkpoint's model with `config`, resolved.
+    """Compares the description of a checkpoint's model with the resolved configuration `config`.
 
     Keys in both `given` and `FREE` may differ; `say` receives a line for each. With rope_type=yarn, for example, a user
-    extends the context of a model that was trained without it. Keys that depend on such a key are not compared.
+    extends the context of a model that was trained without YaRN. Keys that depend on such a key are not compared.
     Quantized weights can be read as floats: without checkpoint_is_quantized, their storage format is not compared.
-    `decoder_block` may differ if the family of `config` loads parameters of the other one (`families.loads_from`), and
-    all keys that are known to be read by either have the same value in both; `say` receives a line for this.
+    `decoder_block` may differ if the family of `config` loads parameters of the other family (`families.loads_from`),
+    and all keys that either family is known to read have equal values; `say` receives a line for this.
 
     Raises:
       UserError: lists every other key that differs, with the checkpoint's value.
@@ -200,12 +200,12 @@ def load_model_keys(
 
     If `words` contain checkpoint_is_quantized=false, quantized weights are read as floats.
 
-    Parameters are the same in every combination, so a checkpoint has no combination. The first one is used, unless
-    `words` set the flags. `say`: see `check_same_model`.
+    Parameters are the same in every combination, so a checkpoint does not define a combination. The first combination
+    is used, unless `words` set the flags. `say`: see `check_same_model`.
 
     Raises:
-      UserError: `keys` contradict each other or refer to code that no argument names; or an argument, or its preset,
-        contradicts `keys`.
+      UserError: `keys` contradict each other or refer to code that no argument names; or an argument, or the preset in
+        an argument, contradicts `keys`.
     """
     if asks_for_floats(words):
         keys = {name: value for name, value in keys.items() if name not in OF_STORED}
@@ -230,10 +230,10 @@ def load_model_keys(
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, where: str) -> None:
-    """Checks that each of `words` has an effect, and that they define a model. `model_config` made `config` from them.
+    """Checks that each of `words` has an effect, and that a model is defined. `config` is `model_config` of `words`.
 
     Raises:
-      UserError: an argument is not a key of a model, or has no effect on this model; or nothing defines the model.
+      UserError: an argument is not a model key, or has no effect on this model; or nothing defines the model.
     """
     given = [word.partition("=")[0] for word in words]
     hints = {"weight_dtype": "; dtype=... sets the dtype of the output"}
@@ -283,7 +283,7 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
 
 
 def resolved_alone(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
-    """Returns the configuration of `words`, resolved for one device, without data. Imports no code that they name."""
+    """Returns the configuration of `words`, resolved for one device, without data. Imports no code in `words`."""
     defaults = without_rows(words)
     loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False, defaults=defaults)
     return resolve(loaded.config, device_count=1, platform="cpu")

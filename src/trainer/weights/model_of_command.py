@@ -1,4 +1,4 @@
-"""Commands that name no model use that of the checkpoint at load_parameters_path."""
+"""Commands without a model use the model of the checkpoint at load_parameters_path."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,17 +39,17 @@ _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_siz
 
 
 def with_model(begun: Begun) -> Loaded:
-    """Returns the configuration of `begun`, with the model at `begun.path`. Of all functions that wait for other
-    processes, every process must call this first.
+    """Returns the configuration of `begun`, with the model at `begun.path`. Every process must call this before any
+    other function that waits for other processes.
 
-    A run with a name and a checkpoint continues from it, so it has this checkpoint's model, and load_parameters_path is
-    not read. A run without a name does so only if load_parameters_path cannot be read.
+    A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
+    load_parameters_path is not read. A run without a name does so only if load_parameters_path cannot be read.
 
-    Quantized weights are trained as floats, so keys of their storage are omitted.
+    Quantized weights are trained as floats, so keys for their storage are omitted.
 
     Raises:
-      UserError: there is no checkpoint, its model contradicts the user's keys, or it names code that the user does not;
-        or another process raised this.
+      UserError: there is no checkpoint, its model contradicts the user's keys, or it refers to code that the user does
+        not name; or another process raised this error.
     """
     return agreed(lambda: _with_model(begun) if begun.path else begun.end())
 
@@ -79,7 +79,7 @@ def _with_model(begun: Begun) -> Loaded:
         said = ", ".join(as_words(adapters))
         lines.append(f"lora_restore_path={begun.config.lora_restore_path} gives its adapters' keys: {said}")
     loaded = begun.end(Description(ours | tokenizer | adapters, where, notes=lines))
-    # Loading the parameters checks this again, after the data have been prepared.
+    # Loading the parameters repeats this check, after the data have been prepared.
     model = resolved_alone(
         as_words(loaded.config, [*FLAGS, "max_target_length", *(key for key in schema().keys if key in MODEL)])
     )
@@ -89,7 +89,7 @@ def _with_model(begun: Begun) -> Loaded:
 
 
 def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives some of them."""
+    """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives such keys."""
     if not _describes_adapters(begun):
         return {}
     keys = open_adapters(begun.config.lora_restore_path, verify=False).lora_keys(resolved_alone(as_words(model)))
@@ -103,7 +103,7 @@ def _describes_adapters(begun: Begun) -> bool:
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
-    """Returns the keys of the checkpoint's tokenizer, {} if it must not be used, and lines about it."""
+    """Returns the keys of the checkpoint's tokenizer, {} if it must not be used, and lines about the tokenizer."""
     config = begun.config
     kind = config.tokenizer_type if "tokenizer_type" in begun.given else "auto"
     if config.dataset_type == "synthetic" or "tokenizer_path" in begun.given or kind == "bytes":
@@ -131,7 +131,7 @@ def keys_of_run(path: str) -> Mapping[str, Any]:
     """Returns the keys in the newest checkpoint of the run at `path`; {} if there is no run.
 
     Raises:
-      UserError: they cannot be read.
+      UserError: the keys cannot be read.
     """
     checkpoint = newest(storage.folder(path))
     if checkpoint is None or written_by_maxtext(checkpoint):
@@ -141,10 +141,10 @@ def keys_of_run(path: str) -> Mapping[str, Any]:
 
 def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
     """Returns the keys in the newest checkpoint of the run that this command continues, and the checkpoint; None
-    without one. If the command names no run, it continues one that started from `path`.
+    without one. A command without a run name continues the run that started from `path`.
 
     Raises:
-      UserError: they cannot be read.
+      UserError: the keys cannot be read.
     """
     if not config.enable_checkpointing:
         return None
@@ -171,7 +171,7 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     kept = {*MODEL, *(() if "tokenizer_path" in begun.given else ("tokenizer_path",)), "tokenizer_type"}.difference(
         OF_STORED, begun.given
     )
-    # Earlier versions had other defaults; a run keeps those that it began with.
+    # Earlier versions had other defaults; a run keeps its original defaults.
     kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
     kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}

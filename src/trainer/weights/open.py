@@ -1,4 +1,4 @@
-"""Opens checkpoints and recognizes their kind by their files."""
+"""Opens checkpoints, and recognizes their kinds by their files."""
 
 import contextlib
 from pathlib import Path
@@ -39,16 +39,16 @@ def open_source(
     """Opens the checkpoint at `path`, and recognizes its kind by its files.
 
     Args:
-      path: a path on this machine, or of a run in a bucket.
-      decoder_block: the family that the user names, if any. Its facts are imported, because they determine the keys
-        that its parameters depend on.
+      path: a path on this machine, or a run in a bucket.
+      decoder_block: the family that the user names, if any. The family's facts are imported, because they determine the
+        keys on which its parameters depend.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
-      base: for a checkpoint of adapters, the current place of their base parameters; by default, the original place.
-      verify: whether to compare the checksums of a run's checkpoint. This reads all of it, and all processes wait for
-        each other.
+      base: for an adapter checkpoint, the current place of the base parameters; by default, the original place.
+      verify: whether to compare the checksums of a run's checkpoint. This reads the complete checkpoint, and all
+        processes wait for each other.
 
     Raises:
-      UserError: there is no checkpoint, it is damaged, or it has no average; or there is no base.
+      UserError: there is no checkpoint, it is damaged, or it lacks the average or the base.
     """
     import_facts(decoder_block)
     if average or "://" in path:
@@ -67,7 +67,7 @@ def open_source(
     if (tree := _maxtexts_tree(folder)) is not None:
         if tree == folder:
             check_folder(folder)
-            check_folder(folder.parent, [COMPOSITE])  # read, too
+            check_folder(folder.parent, [COMPOSITE])  # also read
         else:
             check_folder(folder, [str(tree.parent.relative_to(folder))])
         return MaxTextSource(tree, folder)
@@ -101,7 +101,7 @@ def open_adapters(path: str, *, average: bool | None = False, verify: bool = Tru
       verify: see `open_source`.
 
     Raises:
-      UserError: there are none, or they are damaged.
+      UserError: there are no adapters, or they are damaged.
     """
     if "://" not in path and is_peft(local_path(path)):
         return PeftSource(local_path(path))
@@ -166,12 +166,12 @@ def _of_run(
 
 
 def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
-    """Returns the `About` of the folder that a run began with, and a line. For runs that were saved without one."""
+    """Returns the `About` of the folder from which a run began, and a line. For runs saved without an `About`."""
     place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
     if not place:
         return own, ""
     if "://" not in place and local_path(place).exists():
-        with contextlib.suppress(UserError):  # the folder may have no model now
+        with contextlib.suppress(UserError):  # the folder may no longer contain a model
             own, begun = open_source(place, verify=False).about, place
     return own, (
         f"{checkpoint} was saved by an earlier version, which did not keep what its model's folder says: the tokens "
@@ -185,7 +185,7 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(model: Model) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Returns `weight_shapes`, and which of these weights are not parameters: the model's state without gradient."""
+    """Returns `weight_shapes`, and which weights are not parameters: the model's state without gradient."""
     params, rest = model.abstract
     shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
     return shapes, frozenset(names_of(rest))

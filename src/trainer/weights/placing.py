@@ -1,4 +1,4 @@
-"""Assembles the leaves of a checkpoint on devices, as they are or quantized."""
+"""Assembles the leaves of a checkpoint on devices, unchanged or quantized."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ import numpy as np
 
 from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
 
-SMALL = 1 << 20  # bytes; the layers of smaller leaves are assembled on the host, which compiles nothing
-# Given the shardings of the parts, returns a function from some layers of a leaf to the parts of these layers.
+SMALL = 1 << 20  # bytes; layers of smaller leaves are assembled on the host, without compilation
+# A function that gets the shardings of the parts, and returns a function from some layers of a leaf to their parts.
 Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
 
 
@@ -28,8 +28,8 @@ def place_quantized(
 
     Args:
       leaf: the float kernel.
-      parts: shapes with shardings. Each part has the axes of the kernel.
-      store: returns the stored form of a kernel, or of some of its layers.
+      parts: shapes with shardings. Each part has the kernel's axes.
+      store: converts a kernel, or some of its layers, to stored form.
     """
     like = next(iter(parts.values()))
     on_device = resharded(like.sharding, len(leaf.shape), lambda axes: axes)
@@ -48,7 +48,7 @@ def _assembled(
     convert: Convert,
     tick: Tick,
 ) -> dict[str, jax.Array]:
-    """Returns arrays like `parts`, converted from some layers of `leaf` at a time, which are placed like `abstract`."""
+    """Returns arrays with the shapes and shardings of `parts`. `leaf` is converted some layers at a time."""
     count, ndim = len(leaf.puts), len(leaf.shape)
 
     def of_layers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -74,7 +74,7 @@ def _assembled(
         for name, part in parts.items()
     }
     for i, put in enumerate(leaf.puts):
-        # Waits before the next part is read, so that this part's host memory is free.
+        # Wait before the next part is read, to free this part's host memory.
         for name, part in jax.block_until_ready(dict(converted(put(layer)))).items():
             arrays[name] = _with_part(arrays[name], part, i * part.shape[0])
         tick(leaf.nbytes // count)

@@ -1,4 +1,4 @@
-"""Quantized weights in a checkpoint, read as their stored parts or dequantized."""
+"""Quantized weights in a checkpoint: read in stored form, or dequantized."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ from trainer.products.dequantized import dequantize, float_shape, is_stored
 
 
 def stored_kernels(config: Config) -> dict[str, Any]:
-    """Returns the kernels that a model of `config`, resolved, stores quantized, by canonical name: each a pytree of
-    ShapeDtypeStructs."""
+    """Returns the kernels that a model of the resolved `config` stores quantized, by canonical name: each is a pytree
+    of ShapeDtypeStructs."""
     return {**_stored_kernels(config)} if config.checkpoint_is_quantized or config.lora_weight_qtype else {}
 
 
-@functools.lru_cache(maxsize=4)  # reading a checkpoint asks several times
+@functools.lru_cache(maxsize=4)  # reading a checkpoint calls it several times
 def _stored_kernels(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
@@ -43,9 +43,9 @@ def _stored_kernels(config: Config) -> dict[str, Any]:
 class OnLoad(NamedTuple):
     """A kernel that is quantized when a float checkpoint is loaded."""
 
-    shape: tuple[int, ...]  # of the float kernel
+    shape: tuple[int, ...]  # the shape of the float kernel
     parts: tuple[str, ...]  # the names of its stored parts
-    store: Callable[[jax.Array], Any]  # returns the stored form of it, or of some of its layers
+    store: Callable[[jax.Array], Any]  # converts the kernel, or some of its layers, to stored form
 
 
 def quantized_on_load(config: Config) -> dict[str, OnLoad]:
@@ -65,7 +65,7 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
 
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
-    """Returns `config`, resolved, with the storage format of weights that `keys` describe."""
+    """Returns `config`, resolved, with the storage format of weights in `keys`."""
     said = {name: keys[name] for name in OF_STORED if name in keys}
     return Config(dict(config.items()) | said)
 
@@ -75,8 +75,8 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
     Args:
       config: resolved.
-      leaves: each leaf of a kernel's part is read as a whole, with all layers.
-      heads: the kernels whose heads have another order, with the number of entries of a head.
+      leaves: the leaf of each part of a kernel is read completely, with all layers.
+      heads: the kernels whose heads have a different order, with the number of entries of a head.
     """
     found = dict(leaves)
     for name, kernel in kernels.items():
@@ -88,7 +88,7 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
 def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool, head: int, pairs: bool) -> Leaf:
     shape = float_shape(kernel)
-    held: list[Any] = []  # the parts of all layers, while layers are read
+    held: list[Any] = []  # the parts of all layers, kept while layers are read
 
     def stored() -> Any:
         if not held:
@@ -131,12 +131,12 @@ def as_stored(
     quantize: Callable[[str, np.ndarray], Any],
     made: Callable[[str], Mapping[str, np.ndarray]] = lambda name: {},
 ) -> dict[str, Leaf]:
-    """Returns the leaves of a model that stores `kernels` quantized, given those of a float model. They are only for
-    writing: each once, in order, and the parts of a kernel consecutively.
+    """Returns the leaves of a model that stores `kernels` quantized, given the leaves of a float model. The result is
+    only for writing: each leaf once, in order, with the parts of a kernel consecutively.
 
     Args:
       config: resolved.
-      quantize: returns the stored form of one layer of a kernel, given the kernel's canonical name and float values.
+      quantize: converts one layer of a kernel to stored form, given the kernel's canonical name and float values.
       made: returns the parts of a kernel that is already quantized; {} for others.
     """
     found: dict[str, Leaf] = {}
@@ -159,7 +159,7 @@ def as_stored(
 
 
 class _Made:
-    """The parts of one kernel, which are in memory only while they are written."""
+    """The parts of one kernel, which stay in memory only while they are written."""
 
     def __init__(
         self, name: str, leaf: Leaf, stacked: bool, quantize: Callable[[np.ndarray], Any], abstract: Mapping[str, Any]
@@ -168,7 +168,7 @@ class _Made:
         self._abstract, self._arrays = abstract, dict[str, np.ndarray]()
 
     def take(self, part: str) -> np.ndarray:
-        """Returns the array of a part and frees it. The first call quantizes the kernel layer by layer."""
+        """Returns a part's array and frees it. The first call quantizes the kernel layer by layer."""
         if not self._arrays:
             self._arrays = {name: np.empty(like.shape, like.dtype) for name, like in self._abstract.items()}
             read = self._leaf.layers if self._stacked else lambda tick: [self._leaf.read(self._leaf.dtype, tick)]
@@ -179,6 +179,6 @@ class _Made:
 
 
 def with_arrays(name: str, kernel: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns `kernel`, a pytree, with `arrays` in place of its leaves, whose names (`names_of`) begin with `name`."""
+    """Returns the pytree `kernel` with its leaves replaced by `arrays`; leaf names (`names_of`) begin with `name`."""
     tree = filled(nested({name: kernel}), arrays)
     return functools.reduce(lambda node, key: node[key], name.split("/"), tree)

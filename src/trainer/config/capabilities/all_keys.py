@@ -1,4 +1,4 @@
-"""The rows and checks of all capabilities. List each file of this package here; the order is that of the messages."""
+"""The rows and checks of all capabilities. List each file of this package here, in the order of its messages."""
 
 import importlib
 
@@ -20,16 +20,16 @@ INERT_HERE: tuple[Inert, ...] = tuple(inert for file in _ALL for inert in getatt
 
 
 def keys_of(*resume: Resume) -> tuple[str, ...]:
-    """Returns the keys of these classes."""
+    """Returns the keys whose rows are in these classes."""
     return tuple(name for row in ROWS if row.resume in resume for name in row.names)
 
 
 def paths_of(*places: Place) -> tuple[str, ...]:
-    """Returns the keys of paths that may lead to one of `places`."""
+    """Returns the path keys whose values may lead to one of `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
 
 
 def step_keys() -> list[str]:
-    """Returns the keys on whose resolved values the compiled training step depends."""
+    """Returns the keys whose resolved values affect the compiled training step."""
     others = {name for row in ROWS if not row.step for name in row.names}
     return [name for name in schema().keys if name not in others]

@@ -1,4 +1,4 @@
-"""Checks of the keys of attention, other than those of multi-head latent attention (`latent_keys`)."""
+"""Checks of the attention keys, except for multi-head latent attention (`latent_keys`)."""
 
 from trainer.config.capabilities.windows import needs_window
 from trainer.config.dump import to_flow

@@ -8,7 +8,7 @@ from trainer.config.errors import shortened
 from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
-# The path of a function: package.module:function.
+# A function's path: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
 # The keys that select training on something other than documents, each with its command and a description.
 METHODS = {
@@ -16,13 +16,13 @@ METHODS = {
     "use_dpo": ("trainer.dpo", "preference optimization"),
     "use_grpo": ("trainer.grpo", "reinforcement learning"),
 }
-TOOLS = "tools"  # the column of the tools that a conversation may call
-# The defaults of trainer.sft where they differ from those of base.yml: a conversation stays in one row.
+TOOLS = "tools"  # the column with the tools that a conversation may call
+# The defaults of trainer.sft where they differ from base.yml's: a conversation stays in one row.
 SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
 
 
 def other_command(config: Config, own: str = "") -> str | None:
-    """Returns why a configuration is not for the command of the key `own` ("": trainer.train); None if it is."""
+    """Returns why a configuration is not for the command with the key `own` ("": trainer.train); None if it is."""
     for key, (command, what) in METHODS.items():
         if config[key] and key != own:
             return f"{key}=true: {what} is another command: python -m {command}, same words"

@@ -18,7 +18,7 @@ def _checkpoints_to_keep(config: Config) -> str | None:
 
 
 def best_of_tasks(config: Config) -> bool:
-    """Returns whether keep_best_metric is the score of a task."""
+    """Returns whether keep_best_metric is a task's score."""
     return "/" in config.keep_best_metric
 
 
@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     (("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     (("keep_best_checkpoints", "keep_best_metric", "checkpoint_period", "eval_interval", "eval_tasks_interval"), _best),
     (("keep_best_metric", "eval_tasks"), _best_metric),
-    # With enable_lora the state has the adapters, and load_parameters_path the base, which may have moved.
+    # With enable_lora, the state contains the adapters; load_parameters_path leads to the base, which may have moved.
     refused(
         ("load_parameters_path", "load_full_state_path"),
         lambda c: c.load_parameters_path and c.load_full_state_path and not c.enable_lora,

@@ -13,7 +13,7 @@ from trainer.config.numbers import around, divisors, multiples_around
 from trainer.config.rules import make_rules
 
 KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_parallel_reorder_strategy")
-AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer one
+AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer axis
 SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
 CHUNKS = "dual_chunk_swap"
 # The logical axes of a row's tokens. In attention no other mesh axis may split them.
@@ -28,15 +28,15 @@ def parts(config: Config) -> int:
 
 
 def splits_rows(config: Config) -> bool:
-    """Returns whether the tokens of a row are split over devices, as far as the sizes are known."""
+    """Returns whether the tokens of a row are split over devices. An unknown size counts as 1."""
     return parts(config) > 1
 
 
 def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns the order in which tokens are split, `dual_chunk_swap` or `striped`, and the number of devices; see
+    """Returns the order in which tokens are split (`dual_chunk_swap` or `striped`) and the number of devices; see
     `ops.order`. None: the tokens stay in order."""
     n = _size(config, CONTEXT)
-    # ulysses splits heads, which all have the same work.
+    # ulysses splits heads, which all need the same work.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
     # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
@@ -44,7 +44,7 @@ def token_order(config: Config) -> tuple[str, int] | None:
 
 
 def heads_axis(config: Config) -> str | None:
-    """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, if any."""
+    """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, or None."""
     return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
@@ -53,7 +53,7 @@ def _size(config: Config, axis: str) -> int:
 
 
 def _product(config: Config, *axes: str) -> tuple[int, str]:
-    """Returns the product of the sizes of mesh axes, also as text: "context 4 x tensor 2 = 8"."""
+    """Returns the product of the mesh axes' sizes, and the product as text: "context 4 x tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _size(config, axis)) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
@@ -96,20 +96,20 @@ def _rules(config: Config) -> str | None:
     problems, ours = [], tuple(axis for axis in AXES if sizes[axis] > 1)
     for name in LENGTHS:
         whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
-        # usp takes the last axis of the rule for the inner one, whatever its size.
+        # usp uses the last axis of the rule as the inner axis, whatever its size.
         if whole != ours or (
             config.context_parallel_strategy == "usp" and name in IN_ATTENTION and rules[name] != AXES
         ):
             must = "be" if name in IN_ATTENTION else "begin with"
             problems.append(f"the rule of {name} must {must} [{','.join(AXES)}]")
-    # Attention is computed per device: each must have the key heads of its query heads.
+    # Attention is computed per device: each device must have the key heads that its query heads use.
     if split("activation_heads") != split("activation_kv_heads"):
         problems.append("the rules of activation_heads and activation_kv_heads must be the same")
     return f"{'; '.join(problems)} where rows are split over devices; leave it out" if problems else None
 
 
 ROWS = (Row(KEYS, Resume.LAYOUT),)
-# Where rows are split over devices.
+# Checks that apply if rows are split over devices.
 _OF_PARTS: tuple[Check, ...] = (
     (("max_target_length",), _length),
     (("base_num_query_heads", "context_parallel_strategy"), _heads),
@@ -131,7 +131,7 @@ _OF_PARTS: tuple[Check, ...] = (
         "its blocks have a recurrent state, which passes from token to token; do not split rows over devices",
     ),
 )
-# Where their tokens are reordered.
+# Checks that apply if tokens are reordered.
 _OF_ORDER: tuple[Check, ...] = (
     refused(
         ("decoder_block",),

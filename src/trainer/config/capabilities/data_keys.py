@@ -23,7 +23,7 @@ OWN_KEYS = {
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
 }
-# The required keys of each of them, with an example.
+# The keys that each dataset_type requires, with an example.
 _NEEDED = {
     "tfds": {"dataset_path": "/data/tensorflow_datasets", "dataset_name": "c4/en:3.0.1"},
     "grain": {"grain_train_files": "/data/*.arrayrecord"},
@@ -34,7 +34,7 @@ _TEXT = (
     *("data_cache_directory", "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "packing"),
     *("grain_packing_type", "max_segments_per_seq", "use_truncation", "enable_data_shuffling"),
 )
-# A weight of a mixture. Fractions are exact, so 1e999999999 would exhaust memory.
+# A weight of a mixture. Fractions are exact, but a weight of 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 

@@ -6,7 +6,7 @@ from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
-# What is drawn. In reinforcement learning, it is a part of the training.
+# The keys that determine which tokens are drawn. In reinforcement learning, drawing is a part of training.
 DRAWN = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chat_template"),
@@ -18,7 +18,7 @@ KEYS = (
     *("quantize_kvcache", *OF_CACHE),
 )
 
-# What only trainer.serve reads.
+# The keys that only trainer.serve reads.
 SERVING = (
     *("host", "port", "token_file", "served_model_name", "max_waiting_prompts", "max_body_bytes"),
     *("receive_seconds", "request_seconds", "drain_seconds", "prefix_caching_by_token"),

@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
         """Returns whether islands take over `fragment` after update number `updates`.
 
-        `in_flight`: the number of the update that synchronized the fragment that is not taken over yet; 0: none.
+        `in_flight`: the number of the update that synchronized the fragment which islands are to take over; 0: none.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))
@@ -106,7 +106,7 @@ def _rules_of_islands(config: Config) -> str | None:
 
 
 _STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_period")
-# When fragments synchronize, which layers they have, and when islands take them over.
+# The keys that determine when fragments synchronize, which layers they have, and when islands take them over.
 _OF_STREAMING = ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha")
 ROWS = (
     Row(

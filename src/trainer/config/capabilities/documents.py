@@ -1,14 +1,14 @@
-"""The number of documents that share a row of training data: kernels that know it take less memory and time."""
+"""The number of documents that share a row of training data. Kernels that know it need less memory and time."""
 
 from trainer.config.capabilities.token_keys import most_segments, token_files
 from trainer.config.keys import Config
 
-SYNTHETIC = 4  # in a synthetic row
+SYNTHETIC = 4  # documents in a synthetic row
 
 
 def most_documents(config: Config) -> int | None:
     """Returns the maximum number of documents in a row of the data of `config`. 0: each row is one document without
-    padding, except perhaps in the last row of the data. None: not known before the rows are made."""
+    padding, except perhaps the last row of the data. None: unknown before the rows are made."""
     if config.use_grpo:
         return None
     if token_files(config):

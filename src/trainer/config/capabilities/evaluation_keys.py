@@ -3,7 +3,7 @@
 from trainer.config.key_rows import Inert, Resume, Row
 
 ROWS = (
-    # If evaluation takes its rows from the training documents, the fingerprint of the data detects a change.
+    # If evaluation uses rows of the training documents, the data's fingerprint detects a change.
     Row(
         (
             *("eval_interval", "eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),

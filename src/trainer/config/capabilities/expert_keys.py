@@ -13,7 +13,7 @@ SIGMOID = "sigmoid"
 
 
 def has_experts(config: Config) -> bool:
-    """Whether the model has experts. This includes custom families that read these keys."""
+    """Whether the model has experts. Custom families that read these keys count, too."""
     return config.num_experts > 1
 
 
@@ -33,7 +33,7 @@ def some_experts(config: Config) -> bool:
 
 
 def dense_layers(config: Config) -> int:
-    """The number of layers without experts, of a family that has layers with experts."""
+    """The number of layers without experts, for a family that has layers with experts."""
     layers, first = config.base_num_decoder_layers, _first_dense(config)
     return layers - (layers - first) // config.interleave_moe_layer_step
 
@@ -43,7 +43,7 @@ def _first_dense(config: Config) -> int:
 
 
 def scores_by_sigmoid(config: Config) -> bool:
-    """Whether the scores of experts are sigmoids; otherwise they are a softmax."""
+    """Whether expert scores are sigmoids; otherwise they are a softmax."""
     return config.routed_score_func == SIGMOID
 
 
@@ -58,7 +58,7 @@ def drops(config: Config) -> bool:
 
 
 def sends(config: Config) -> bool:
-    """Whether tokens are sorted by expert and sent to the devices of their experts. Axes may still have size -1."""
+    """Whether tokens are sorted by expert and sent to their experts' devices. Sizes of mesh axes may still be -1."""
     expert = config.ici_expert_parallelism, config.dcn_expert_parallelism
     return has_experts(config) and config.sparse_matmul and expert != (1, 1)
 

@@ -11,11 +11,11 @@ from trainer.config.keys import Config
 
 OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # the values that generation must share with training
-QUERIES = 64  # the rows of a product, and the queries of a block of attention, are a multiple of this number
-COLUMNS = 16  # the least columns of a product: with fewer, 64 rows are multiplied in a different way than more rows
+QUERIES = 64  # the rows of a matrix product, and the queries of an attention block, are a multiple of this number
+COLUMNS = 16  # the minimum columns of a product: with fewer, 64 rows are multiplied in a different way than more rows
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same positions of a sequence in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # mesh axes that split no row, and whose devices gather whole matrices
+_WHOLE = ("diloco", "data", "fsdp")  # mesh axes that do not split rows, and whose devices gather whole matrices
 
 
 def _why_not(axis: str) -> str:
@@ -63,7 +63,7 @@ CHECKS = only_if(lambda c: c.batch_invariant, _ALL, shown=("batch_invariant",))
 
 
 def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each axis of a resolved `mesh` that must have one device."""
+    """Returns one line for each axis of a resolved `mesh` that must have one device but has more."""
     wrong = [axis for axis, size in mesh.items() if size > 1 and axis not in _WHOLE] if values.batch_invariant else ()
     return [f"batch_invariant=true: {axis} has {mesh[axis]} devices: {_why_not(axis)}" for axis in wrong]
 
@@ -71,8 +71,8 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles training and generation for `platform`; {} without the key.
 
-    XLA's CPU backend passes sums of enough elements, with the operations around them, to a library that sums in another
-    order. With the option, the library computes only products.
+    XLA's CPU backend passes sums of enough elements, and the operations around the sums, to a library that sums in
+    another order. With the option, the library computes only products.
     """
     if not config.batch_invariant or platform != "cpu":
         return {}
@@ -80,7 +80,7 @@ def compiler_options(config: Config, platform: str) -> dict[str, str]:
 
 
 def unchecked(config: Config, platform: str) -> str:
-    """Returns a note on a platform where bits have not been compared; "" if they have."""
+    """Returns a note if bits have not been compared on the platform; otherwise ""."""
     if not config.batch_invariant or (platform == "cpu" and _is_x86()):
         return ""
     where = f"{platform} of {machine()}" if platform == "cpu" else platform

@@ -16,7 +16,7 @@ from trainer.config.rules import make_rules
 FLASH_LENGTH = 1024  # tokens; from this length on, attention=autoselected uses the platform's kernel
 ANY = ("cpu", "gpu", "tpu")
 Capability = tuple[int, int]  # the CUDA compute capability of a GPU
-HOPPER, BLACKWELL = 9, 10  # the first number of theirs
+HOPPER, BLACKWELL = 9, 10  # the major versions of the compute capability
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Kernel:
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
-    sinks: bool = True  # a learned logit of each head in addition to the keys' logits
-    unequal_widths: bool = True  # values with a width other than the keys', as in multi-head latent attention
-    segments: bool = True  # packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # the most in a row that it can read as lengths (`capabilities.documents`); None: any
+    sinks: bool = True  # supports a learned logit per head in addition to the keys' logits
+    unequal_widths: bool = True  # supports values of another width than the keys, as in multi-head latent attention
+    segments: bool = True  # supports packed rows, whose documents do not attend to each other
+    documents: int | None = 0  # most documents per row that it reads as lengths (`capabilities.documents`); None: any
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Whether it runs per device on local rows and heads: rows must be unsharded, except by a `Strategy`, and heads
-    # sharded like their kv_heads.
+    # Whether it runs per device on local rows and heads: rows must be unsharded, except by a `Strategy`, and query
+    # heads must be sharded like their kv_heads.
     per_device: bool = False
-    over_cache: bool = False  # queries and keys may be at different positions, as in decoding
-    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, in addition to those up to head_dim_most
-    # The fields that differ on GPUs, by the first number of their compute capability.
+    over_cache: bool = False  # supports queries and keys at different positions, as in decoding
+    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, in addition to widths up to head_dim_most
+    # The fields that differ on some GPUs, by the major version of their compute capability.
     by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def on(self, capability: Capability | None) -> "Kernel":
-        """Returns the features that it supports on a GPU of this compute capability."""
+        """Returns the kernel's features on a GPU of this compute capability."""
         return self if capability is None else replace(self, **self.by_capability.get(capability[0], {}))
 
 
@@ -54,9 +54,9 @@ KERNELS = {
     "blockwise": Kernel(),
     "invariant": Kernel(dropout=False, over_cache=True),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
-    # Segments may reach cuDNN as a bias, for which its backward pass needs an even length. Widths are those of the
-    # backward pass in cuDNN's frontend (node/sdpa_support_surface.h). A soft cap would be a score function, with
-    # which cuDNN takes neither a causal mask nor lengths.
+    # Segments may reach cuDNN as a bias, and the backward pass of a bias needs an even length. Widths are those that
+    # the backward pass in cuDNN's frontend supports (node/sdpa_support_surface.h). A soft cap would be a score
+    # function, which cuDNN cannot combine with a causal mask or lengths.
     "cudnn_flash_jax": Kernel(
         platforms=("gpu",),
         dropout=False,
@@ -79,11 +79,11 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """The features of attention if the tokens of a row are split over devices.
+    """The attention features that are available if the tokens of a row are split over devices.
 
     Attributes:
       kernels: the kernels for the exchanged keys and values. The exchange supports all features of a kernel.
-      whole_rows: whether a device then has all tokens of its rows, for a share of the heads.
+      whole_rows: whether each device then has all tokens of its rows, for a share of the heads.
     """
 
     kernels: tuple[str, ...]
@@ -127,11 +127,11 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns the most documents in a row of the data, resolved, that a kernel reads as lengths; None if it cannot."""
+    """Returns the most documents in a row of the data that a kernel can read as lengths; None if it cannot."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
-    # With several, the kernel saves the statistics of each head for each of them, which takes more than a bias.
+    # With several documents, the kernel saves each head's statistics for each document, which takes more than a bias.
     if most > 1 and 2 * config.base_num_query_heads * (most + 1) > config.max_target_length:
         return None
     return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
@@ -158,7 +158,7 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns the settings in `values` that the kernel `name` does not support, including the split of rows."""
+    """Returns the settings in `values` that the kernel `name` does not support, including a split of rows."""
     kernels = _strategy(values).kernels
     over = (
         []
@@ -169,7 +169,7 @@ def _unmet(
 
 
 def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
-    """Returns the settings that the kernel does not support, each with the supported alternative."""
+    """Returns the settings that the kernel does not support, each with a supported alternative."""
     length, dtype = values.max_target_length, values.dtype
     widths = _widths(values)
     dropout = values.attention_dropout_rate if values.enable_dropout else 0
@@ -196,7 +196,7 @@ def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platfor
 
 
 def _widths(values: Config) -> dict[str, int]:
-    """Returns the widths of a head's keys and values, by the keys that set them."""
+    """Returns the widths of a head's keys and values, by the configuration keys that set them."""
     if values.attention_type != "mla":
         return {"head_dim": values.head_dim}
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")

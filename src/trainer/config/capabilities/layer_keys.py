@@ -1,4 +1,4 @@
-"""The keys of the layers: positions, MLP, dropout, the loop over layers. `attention_keys` has those of attention."""
+"""The keys of the layers: positions, MLP, dropout, the loop over layers. Attention has its keys in `attention_keys`."""
 
 import math
 
@@ -6,7 +6,7 @@ from trainer.config.errors import nearest, shortened
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
-# Functions of jax.nn, gelu by its tanh approximation; "linear" changes nothing.
+# Functions of jax.nn, gelu in its tanh approximation; "linear" is the identity.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
 
 

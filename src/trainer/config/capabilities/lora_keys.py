@@ -5,9 +5,9 @@ import re
 from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
-# The meaning of an empty lora_module_path: the matrices of the layers, without routers.
+# The meaning of an empty lora_module_path: all matrices of the layers except routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
-# The canonical names of an adapter's parameters: those of its product.
+# The last part of the canonical names of an adapter's parameters.
 A, B = "lora_a", "lora_b"
 ADAPTER = re.compile(r"(^|/)product/(\w+/)?lora_[ab]$")
 

@@ -9,7 +9,7 @@ from trainer.config.key_rows import Check, Problem, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.rules import collisions
 
-# The keys of the axis sizes, within a slice and across slices.
+# The keys for axis sizes, within a slice and across slices.
 _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES) for keys in (ICI, DCN))
 
 

@@ -15,12 +15,12 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 class Traits(NamedTuple):
     """The properties of an optimizer that the rest of the program uses."""
 
-    # The optimizer gets only these keys, so that an entry that lacks a key fails in its first test.
+    # The optimizer gets only these keys, so that its first test fails if the entry lacks a key.
     reads: tuple[str, ...]
-    # The number of float32 moments that every trained parameter has. Adafactor's row and column sums do not
-    # count, nor does a second moment that only some parameters have.
+    # The number of float32 moments per trained parameter. Adafactor's row and column sums, and second moments of only
+    # some parameters, do not count.
     full: int = 0
-    # The coefficient of the moment in `mu_dtype`. There is no moment if it is 0. None: there always is a moment.
+    # The coefficient of the moment in `mu_dtype`. If it is 0, there is no such moment. None: the moment always exists.
     momentum: str | None = None
 
 
@@ -60,7 +60,7 @@ KEYS = tuple(dict.fromkeys(key for traits in TRAITS.values() for key in traits.r
 
 
 def has_first_moment(config: Config) -> bool:
-    """Returns whether the configured optimizer has an array in `mu_dtype` for each parameter that it updates."""
+    """Returns whether the configured optimizer stores an array in `mu_dtype` for each parameter that it updates."""
     traits = TRAITS[config.opt_type]
     return "mu_dtype" in traits.reads and (traits.momentum is None or config[traits.momentum] > 0)
 

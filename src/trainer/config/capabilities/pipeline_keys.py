@@ -25,8 +25,8 @@ KEYS = (
     "set_remat_policy_on_layers_per_stage",
     *GATHERS,
 )
-# The axes of a pipeline's parameters before the layers of a stage, and of its activations before the batch, each with
-# its rule.
+# The leading axes of a pipeline's parameters (before the layers of a stage) and of its activations (before the batch),
+# each with its rule.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
@@ -41,8 +41,8 @@ class Pipeline:
       stages: the number of stages.
       layers: iterations of the stack's loop in each stage and repeat.
       microbatches: a multiple of `stages`.
-      delay: iterations until the next stage has a result, 1 or 2.
-      scan, scan_layers: whether the loop over iterations, and that over a stage's layers, is rolled.
+      delay: the number of iterations until the next stage has a result: 1 or 2.
+      scan, scan_layers: whether the loop over iterations, and the loop over a stage's layers, are rolled.
       remat, remat_layers: whether an iteration of a stage, and each of its layers, is rematerialized.
       per_repeat: whether weights are all-gathered over fsdp once for each repeat.
     """
@@ -69,7 +69,7 @@ class Pipeline:
         return self.delay * (self.stages - 1) / self.iterations
 
     def text(self, layers: int) -> str:
-        """Returns the pipeline in words; `layers`: those of a stage in one repeat."""
+        """Returns a description of the pipeline. `layers`: the number of layers of a stage in one repeat."""
         times = f"{counted(self.repeats, 'repeat')} x " if self.repeats > 1 else ""
         return (
             f"{counted(self.stages, 'stage')} x {times}{counted(layers, 'layer')}; {self.microbatches} microbatches in "
@@ -107,14 +107,14 @@ def fewest(config: Config) -> int:
 
 
 def nothing_to_gather(config: Config) -> bool:
-    """Returns whether there are stages, but no mesh axis shards weights that they could all-gather."""
+    """Returns whether there are stages, but no mesh axis that shards weights, so that all-gathers are not needed."""
     sizes = mesh_axes(config)
     return sizes[STAGE] > 1 and all(sizes[axis] == 1 for axis in FSDP)
 
 
 def unpipelined(config: Config) -> Config:
-    """Returns a configuration of the same model without a pipeline, with the parameters of checkpoints. Its mesh does
-    not match the devices."""
+    """Returns a configuration of the same model without a pipeline, with the parameters as in checkpoints. Its mesh
+    does not match the devices."""
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})

@@ -7,7 +7,7 @@ from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 
 COLUMNS = ("prompt", "chosen", "rejected")
-# The defaults of trainer.dpo where they differ from those of base.yml: a pair stays in one row.
+# The defaults of trainer.dpo where they differ from base.yml's: a pair stays in one row.
 DPO_DEFAULTS = {
     "use_dpo": True,
     "train_data_columns": [*COLUMNS[1:]],

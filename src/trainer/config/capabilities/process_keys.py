@@ -1,4 +1,4 @@
-"""The keys for the connection, devices and supervision of processes. None of them affects the training result."""
+"""The keys for the connection, devices and supervision of processes. None of these keys affects the training result."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Keys of quantization, in training and of stored weights: the recipes, what is quantized, and their checks."""
+"""Keys of quantization, in training and for stored weights: the recipes, the quantized parts, and their checks."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from trainer.config.keys import Config
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 
-# The dtypes of each recipe: of activations and weights, and of gradients.
+# Each recipe's dtype of activations and weights, and its dtype of gradients.
 RECIPES = {
     "int8": ("int8", "int8"),
     "int4": ("int4", "int4"),
@@ -30,7 +30,7 @@ STORED_DTYPES = {
     "fp8_e5m2": "float8_e5m2",
     "nf4": "nf4",
 }
-# These have one scale per operand, as the libraries of their platforms require; the others have one per channel.
+# These recipes have one scale per operand, as the libraries of their platforms require; others have one per channel.
 PER_TENSOR = ("fp8_gpu", "fp8_nanoo", "nanoo_fp8")
 METHODS = (
     "weight_quantization_calibration_method",
@@ -41,7 +41,7 @@ METHODS = (
 )
 MAY_BE_EMPTY = METHODS[3:]
 WHICH = ("unquantized_modules", "quantize_router_proj", "quantize_logits_proj", "quantize_mtp")
-# With `quantization`, how stored weights are quantized.
+# Together with `quantization`, these keys define how stored weights are quantized.
 OF_STORED = (
     "checkpoint_is_quantized",
     "quantization",
@@ -65,8 +65,8 @@ def asks_for_floats(words: Sequence[str]) -> bool:
 def options_for_stored(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles generation from stored weights for `platform`.
 
-    XLA's CPU backend converts each matrix to floats before a product. By default it keeps all of these at once, in
-    memory that is newly allocated at each step, which takes 3 to 7 times as long.
+    XLA's CPU backend converts each matrix to floats before a product. By default it keeps all float matrices at once,
+    in memory that is newly allocated at each step, which takes 3 to 7 times as long.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}

@@ -1,6 +1,6 @@
 """The tensors of a block that a rematerialization policy can keep. Layers use their names, and keys of base.yml.
 
-With remat_policy=custom, each key specifies what to do with the tensor of that name.
+With remat_policy=custom, the key with a tensor's name specifies what to do with the tensor.
 """
 
 from trainer.config.capabilities.expert_keys import has_experts, only_experts, sends

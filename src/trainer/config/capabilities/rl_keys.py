@@ -17,7 +17,7 @@ KEYS = (
     *("rl_grpo_beta", "rl_grpo_epsilon", "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode", "reward_functions"),
 )
 _WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
-# The defaults of trainer.grpo where they differ from those of base.yml: completions are drawn from the model's own
+# The defaults of trainer.grpo where they differ from base.yml's: completions are drawn from the model's unchanged
 # distribution.
 RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
 
@@ -53,7 +53,7 @@ ROWS = (
     Row(("num_batches",), Resume.LENGTH, step=False),
     Row(("batch_size", "rl_num_generations", "rl_num_iterations"), step=False),
     Row(("reward_functions",), step=False, code=True),
-    # Where and how long reward functions run, and how many completions are generated at once.
+    # The keys for where and how long reward functions run, and how many completions are generated at once.
     Row((*_WORKERS, "rollout_micro_batch_size"), Resume.AROUND, step=False),
 )
 _ALL: tuple[Check, ...] = (
@@ -86,7 +86,7 @@ INERT = (
 )
 
 
-# Settings with which an update computes a different function than the rollouts before it.
+# Settings under which an update computes other log-probabilities than the rollouts before it.
 _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("sparse_matmul", "capacity_factor"),

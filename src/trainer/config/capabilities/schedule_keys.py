@@ -1,4 +1,4 @@
-"""The keys of a run's length and of the learning rate over it."""
+"""The keys for a run's length and for the learning rate over this length."""
 
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config

@@ -19,7 +19,7 @@ def _counts(config: Config) -> str | None:
 
 
 _NONE_MADE = "steps is less than weight_sparsity_start_step, so that no masks are made"
-# A large one keeps the masks for the last part of a training.
+# A large value keeps the masks constant for the last part of the training.
 ROWS = (Row(("weight_sparsity_update_step",), Resume.AROUND),)
 CHECKS: tuple[Check, ...] = ((("weight_sparsity_n", "weight_sparsity_m"), _counts),)
 INERT = (

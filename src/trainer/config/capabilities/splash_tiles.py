@@ -11,9 +11,9 @@ _CHOICES = (512, 256, LANES)
 
 
 class Tiles(NamedTuple):
-    """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens. `fitted` replaces a size of 0.
+    """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens. `fitted` replaces sizes of 0.
 
-    `block_q`, `block_kv`: a tile of scores in the forward pass. `*_dkv`, `*_dq`: a tile in the kernels for the
+    `block_q`, `block_kv`: the tiles of scores in the forward pass. `*_dkv`, `*_dq`: the tiles in the kernels for the
     gradients of keys and values, and of queries. `*_compute`: the part of a tile of keys in one matrix product.
     `use_fused_bwd_kernel`: the dkv kernel also computes the gradient of queries. `*_layout`: the minor dimension of a
     tile, which lies along the lanes of a register: HEAD_DIM_MINOR or SEQ_MINOR.
@@ -63,7 +63,7 @@ def tiles_of(config: Config) -> Tiles:
 
 
 def wrong_tiles(values: Config, shares: int) -> list[str]:
-    """Returns one line for each size that the kernel rejects for queries of one of `shares` equal shares of a row."""
+    """Returns one line for each size that the kernel rejects if a row's queries are split into `shares` equal parts."""
     length = values.max_target_length // shares
     given = tiles_of(values)
     fitted = given.fitted(length)

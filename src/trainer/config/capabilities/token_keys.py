@@ -1,4 +1,4 @@
-"""Checks of the keys for files of token ids, Megatron-LM's: grain_file_type=mmap and mmap_npy."""
+"""Checks of the keys for Megatron-LM's files of token ids: grain_file_type=mmap and mmap_npy."""
 
 import re
 
@@ -21,13 +21,13 @@ def token_files(config: Config) -> bool:
 
 
 def split_ratios(config: Config) -> list[float]:
-    """Returns the ratios of mmap_npy_split: training, evaluation, others. Without effect or empty: []."""
+    """Returns the ratios of mmap_npy_split: training, evaluation, others. [] if the key is empty or has no effect."""
     text = config.mmap_npy_split if token_files(config) and config.grain_file_type == "mmap_npy" else ""
     return [float(ratio) for ratio in text.split(",")] if text else []
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the maximum length of segments that continue with the next document (packing_max_segments_per_sample)."""
+    """Returns the maximum length of segments that also include the next document (packing_max_segments_per_sample)."""
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0
     return shortest * (shortest > 1)  # MaxText, too, ignores a threshold of 1
@@ -35,7 +35,7 @@ def shortest_segment(config: Config) -> int:
 
 def most_segments(config: Config) -> int | None:
     """Returns the maximum number of segments in a row; None if the keys do not bound it."""
-    # All but the last have more tokens than the shortest.
+    # All segments but the last have more tokens than the shortest.
     shortest = shortest_segment(config)
     return (config.max_target_length - 1) // (shortest + 1) + 1 if shortest else None
 

@@ -1,4 +1,4 @@
-"""The keys of an update, other than its optimizer: dtypes, clipping, skipped steps, QK-Clip, frozen parameters."""
+"""The keys of an update, except for its optimizer: dtypes, clipping, skipped steps, QK-Clip, frozen parameters."""
 
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused, regexes
 

@@ -17,8 +17,8 @@ _TOKENS = ("activation_batch", "activation_length")
 
 
 def choose_tiles(values: Config) -> list[str]:
-    """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch whose tokens are not divisible
-    by the value. The mesh and batch sizes must be filled in and fit each other."""
+    """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch with a number of tokens that the
+    value does not divide. The mesh and batch sizes must be filled in and fit each other."""
     asked, tokens = values.num_vocab_tiling, _tokens_per_device(values)
     if asked == AUTOMATIC:
         values.num_vocab_tiling = worthwhile_tiles(values)
@@ -35,10 +35,10 @@ def worthwhile_tiles(config: Config) -> int:
     """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
-    number of tiles that divides the tokens, limits the logits of a tile to half the memory of that gradient, and saves
-    more than the gradient takes. It may be at most four times as large as needed, because the products of more tiles
-    would be too small. If no such number divides the tokens, the result is the largest smaller number that saves more
-    than the gradient takes, or else 1.
+    number of tiles that divides the tokens, limits a tile's logits to half the memory of that gradient, and saves more
+    than the gradient takes. It may be at most four times as large as needed, because the products of more tiles would
+    be too small. If no such number divides the tokens, the result is the largest smaller number that saves more than
+    the gradient takes, or else 1.
 
     Args:
       config: with a mesh and batch sizes that fit each other.
@@ -51,15 +51,15 @@ def worthwhile_tiles(config: Config) -> int:
 
 
 def _most(logits: int, waiting: int) -> int:
-    """Returns the number of tiles above which their products would be too small."""
+    """Returns the maximum number of tiles: with more, the products of a tile would be too small."""
     return 8 * logits // waiting
 
 
 def tile_bytes(config: Config) -> tuple[int, int]:
     """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
 
-    Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with their gradient;
-    other platforms may need memory for both.
+    Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with the logits'
+    gradient; other platforms may need memory for both.
     """
     rules, mesh = make_rules(config.logical_axis_rules), mesh_axes(config)
     tokens = next(iter(_tokens_per_device(config).values()))
@@ -74,7 +74,7 @@ def tile_bytes(config: Config) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
-    """Returns a line on what -1 in `asked` means in the resolved `config`; nothing if `asked` has another number."""
+    """Returns a line on the number that replaced -1 of `asked` in the resolved `config`; nothing for another number."""
     if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
     tiles, (logits, waiting) = config.num_vocab_tiling, tile_bytes(config)
@@ -94,7 +94,7 @@ def chosen(asked: Any, config: Config) -> list[str]:
 
 
 def _tokens_per_device(values: Any) -> dict[str, int]:
-    """Returns the tokens whose logits one device computes, for each kind of batch."""
+    """Returns the number of tokens whose logits one device computes, for each kind of batch."""
     rules, mesh = make_rules(values.logical_axis_rules), mesh_axes(values)
     rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
     length = values.max_target_length // lengths

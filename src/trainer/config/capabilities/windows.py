@@ -3,7 +3,7 @@
 from trainer.config.family import facts_of, reads
 from trainer.config.keys import Config
 
-# The keys that a family with alternating layers fixes (`Facts.fixes`): the period determines its windows.
+# The keys that a family with alternating layers fixes (`Facts.fixes`), because the period determines its windows.
 ALTERNATING = {"attention_type": "global"}
 
 

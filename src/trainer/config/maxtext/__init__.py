@@ -1,1 +1,1 @@
-"""The meaning of MaxText's keys here: verdicts on keys that base.yml lacks, MaxText's defaults, and its base.yml."""
+"""The meaning of MaxText's keys here: verdicts on keys that base.yml lacks, MaxText's defaults and base.yml."""

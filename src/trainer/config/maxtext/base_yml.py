@@ -12,7 +12,7 @@ from trainer.config.values import read_node
 
 # Tables of the mesh and of shardings. They are not read as keys.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
-# Sections of base.yml. The other defaults do not affect the training result.
+# Sections of base.yml that affect the training result; other defaults do not.
 _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 
@@ -30,8 +30,8 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: see
-    `defaults`; for the yml of one of MaxText's programs."""
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: for
+    the yml of one of MaxText's programs, see `defaults`."""
     absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []
@@ -59,8 +59,8 @@ def tables(entries: Sequence[Entry]) -> str:
 
 
 def differing(values: Mapping[str, Any], unset: Sequence[str], method: str) -> list[str]:
-    """Returns a line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each of the
-    keys `unset` whose default differs from MaxText's. `method`: see `defaults`."""
+    """Returns a line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each key in
+    `unset` whose default differs from MaxText's. `method`: see `defaults`."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
     for name, theirs in defaults(method).items():

@@ -25,8 +25,8 @@ class Verdict:
 
     Attributes:
       kind: renamed, needless, not yet or never.
-      why: for needless, why the key has no effect; otherwise what to use instead.
-      neutral: the values that change nothing; None if every value is accepted.
+      why: for needless keys, why the key has no effect; for others, what to use instead.
+      neutral: the values that have no effect; None if every value is accepted.
       to: for a renamed key, the key of base.yml that replaces it.
     """
 
@@ -37,7 +37,7 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Returns whether a value changes nothing. `read` returns the value for a key of a given type."""
+        """Returns whether a value has no effect. `read` returns the value for a key of a given type."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Accepted:
-    """A key of MaxText that was given a value that changes nothing."""
+    """A MaxText key with a value that has no effect."""
 
     verdict: Verdict
     given: str
@@ -78,9 +78,9 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """Returns earlier default values of `name` in the version of MaxText's base.yml that has the keys `present`.
+    """Returns former default values of `name` in the version of MaxText's base.yml that has the keys `present`.
 
-    Leaves out its neutral values and the values in maxtext.yml. Returns None for a key without earlier values.
+    Omits neutral values and values in maxtext.yml. Returns None for a key without former values.
     """
     given, rows = set(present), table()["earlier"].get(name)
     if rows is None:
@@ -101,23 +101,23 @@ def means_empty(key: Key, text: str) -> bool:
 
 
 def empty_value(name: str) -> Any:
-    """Returns the value that the key `name` of base.yml has without a value."""
+    """Returns the value of base.yml's key `name` if it is given without a value."""
     return table()["empty"][name]
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns the substitute for MaxText's `value` of key `name`, which base.yml refuses; "" if it is not MaxText's."""
+    """Returns what to use instead of MaxText's `value` of key `name`, which base.yml refuses; "" if it is unknown."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
 
 def on_preset(name: str) -> str | None:
-    """Returns what to do about MaxText's preset `name`, which base.yml lacks; None if MaxText has none of that name."""
+    """Returns what to do about MaxText's preset `name`, which base.yml lacks; None if MaxText has no such preset."""
     return next((row["why"] for row in table()["presets"] if name in row["names"]), None)
 
 
 def alias(name: str) -> dict[str, Any] | None:
-    """Returns the preset (model_name) for MaxText's model `name`, and the keys that differ; None if there is none."""
+    """Returns the preset (model_name) for MaxText's model `name`, with the keys that differ; None if there is none."""
     found: dict[str, Any] | None = table()["aliases"].get(name)
     return found
 
@@ -177,7 +177,7 @@ def table() -> dict[str, Any]:
 
 
 def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
-    """Returns whether `read` returns `value`. Like MaxText, treats none as no value for every key, and 1 as 1.0."""
+    """Returns whether `read` returns `value`. As in MaxText, none means no value for every key, and 1 equals 1.0."""
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:

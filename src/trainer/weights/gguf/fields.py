@@ -1,4 +1,4 @@
-"""The model's fields in a GGUF file: read as a config.json, and written from one."""
+"""The model's fields in a GGUF file: converted to a config.json, and from a config.json."""
 
 import itertools
 import math
@@ -14,11 +14,11 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf import ATTENTION, EPSILON, LOG, USED
 from trainer.models.huggingface import HuggingFace
 
-# The tensors with factors of RoPE: of type llama3, and of longrope for long and for short texts.
+# The tensors with RoPE factors: for type llama3, and for longrope's long and short texts.
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
-# The parameters of RoPE of type llama3 that a GGUF file lacks, with the values of all published models.
+# RoPE parameters of type llama3 that a GGUF file lacks, with their values in all published models.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1: of Llama 4
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
@@ -34,7 +34,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
 
     Args:
       hf: the family's declaration, including `gguf`.
-      factors: the values of the tensors in `FACTORS` that the file has.
+      factors: the values of those tensors in `FACTORS` that the file contains.
 
     Raises:
       UserError: a value has the wrong type, or its meaning is not known.
@@ -80,7 +80,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
 
 
 def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    """Returns the fields with sizes of a head."""
+    """Returns the fields with a head's sizes."""
     heads, width = said.get("num_attention_heads", 0), said.get("hidden_size", 0)
     head = said.get("head_dim", width // max(heads, 1))
     rotated = header.get(f"{prefix}{_ROTATED}", int, head)

@@ -34,7 +34,7 @@ from trainer.weights.huggingface.merged import stored_name
 from trainer.weights.huggingface.read import HuggingFaceSource
 
 _BOS, _END, _ = TOKENS
-_MOST_EXPERTS = 1 << 17  # of all layers together; DeepSeek-V3 has 15 thousand
+_MOST_EXPERTS = 1 << 17  # for all layers together; DeepSeek-V3 has 15 thousand
 
 
 class GgufSource(HuggingFaceSource):
@@ -46,7 +46,7 @@ class GgufSource(HuggingFaceSource):
         """`decoder_block`: see `model_keys`.
 
         Raises:
-          UserError: the file is damaged, or its architecture or a type of its values is not known.
+          UserError: the file is damaged, or its architecture or the type of a value is unknown.
         """
         self.path = self.tokenizer = path
         header, where = read_gguf(path), str(path)
@@ -69,7 +69,7 @@ class GgufSource(HuggingFaceSource):
         return super()._declared(config)._replace(layouts=self._layouts)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        """Skips the comparison if the two are quantized in different types, because their values then differ."""
+        """Skips the comparison if the two have different quantized types, because their values then differ."""
         if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
             super()._check_copy(name, of, otherwise)
 
@@ -78,10 +78,10 @@ class GgufSource(HuggingFaceSource):
 
 
 def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[HuggingFace, dict[str, Any]]:
-    """Returns the declaration of a file's family, and the content of a config.json.
+    """Returns the declaration of the family of a file, and the content of its config.json.
 
     Raises:
-      UserError: see `read_fields`, or the architecture is not known.
+      UserError: see `read_fields`, or the architecture is unknown.
     """
     hf = read_as(header, header.get("general.architecture", str, "(none)"))
     factors = {name: stored[name] for name in FACTORS if name in stored}
@@ -92,7 +92,7 @@ def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Hug
 
 
 def read_as(header: GgufHeader, name: str) -> HuggingFace:
-    """Returns the declaration for a file with the architecture `name`.
+    """Returns the declaration with which to read a file with the architecture `name`.
 
     Raises:
       UserError: no declaration applies.

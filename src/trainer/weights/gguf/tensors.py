@@ -18,13 +18,13 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import EXPERT
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 has a second scale, in another tensor.
+# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 has a second scale in another tensor.
 QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _STRIP = 1 << 22  # values to dequantize at once
-OF_LATENTS = "self_attn.kv_b_proj.weight"  # latents to keys and values: in a file two tensors, or one as here
+OF_LATENTS = "self_attn.kv_b_proj.weight"  # latents to keys and values; a file has two tensors or one
 MERGED = "self_attn.qkv_proj"
 _LAYER = re.compile(r"model\.layers\.(\{\}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
@@ -45,14 +45,14 @@ def package() -> Any:
 
 @functools.cache
 def kinds() -> Mapping[int, tuple[str, int, int]]:
-    """Returns, by type number: the name, the number of values in a block, and the number of bytes of a block."""
+    """Returns, by type number: the name of the type, and the numbers of values and bytes in a block."""
     found = package().GGML_QUANT_SIZES.items()
     return {int(kind): (kind.name, *sizes) for kind, sizes in found}
 
 
 def name_there(it: Gguf, name: str) -> str | None:
     """Returns the GGUF name of Hugging Face's tensor `name`, with {} in the same place; None if the architecture has no
-    such tensor. In GGUF, the experts of a layer are one tensor."""
+    such tensor. A GGUF file stores all experts of a layer in one tensor."""
     gguf, number = package(), _LAYER.match(name)
     whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
@@ -70,10 +70,10 @@ class GgufTensor(NamedTuple):
 
     Attributes:
       type: the name of its type in ggml.
-      block: the number of values in a block, and of bytes.
+      block: the numbers of values and of bytes in a block.
       shape: as in Hugging Face.
-      head: the number of entries of a head whose halves are stored as pairs; 0 if the order is the same.
-      one: whether 1 is added to what is stored.
+      head: the number of entries of a head whose halves are stored as adjacent pairs; 0 if the order is the same.
+      one: whether reading adds 1 to the stored values.
     """
 
     path: Path
@@ -140,7 +140,7 @@ class GgufTensor(NamedTuple):
 
 
 class KeysAndValues(NamedTuple):
-    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], in the form of llama.cpp since April 2025.
+    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], as llama.cpp stores it since April 2025.
 
     Attributes:
       keys: [heads, latent, keys].
@@ -164,7 +164,7 @@ class KeysAndValues(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As in Hugging Face."""
+        """The shape in Hugging Face."""
         return self.keys.shape[0] * self._rows, self.keys.shape[1]
 
     def read(self, box: Box) -> np.ndarray:
@@ -184,7 +184,7 @@ def latent_names(name: str) -> tuple[str, str]:
 
 
 def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
-    """Removes the two tensors for `name` from `stored`, and returns them as one; {} if they do not fit together."""
+    """Removes the two tensors for `name` from `stored`, and returns them joined; {} if they do not fit together."""
     places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
     parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
     if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
@@ -201,7 +201,7 @@ def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndar
 
 
 def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """Returns `stored` with separate queries, keys and values in place of merged ones, which files of older GLM have.
+    """Returns `stored` with separate queries, keys and values in place of the merged ones in files of older GLM.
 
     Args:
       data: the content of a config.json.

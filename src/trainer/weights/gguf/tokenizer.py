@@ -35,7 +35,7 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf_words import WORDS, words_of
 
 _OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers converted from sentencepiece
-# A text in ten scripts, whose tokens are compared.
+# A text in ten scripts, to compare its tokens.
 _SAMPLE = (
     " It's   12345 + 6.78e-9 items,\tHe'LL say:\r\n\n  \u201cna\u00efve caf\u00e9\u201d <|x|> </s>; "
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u0394\u03ad\u03bb\u03c4\u03b1 \u05e9\u05dc\u05d5\u05dd "
@@ -48,12 +48,12 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
     """Returns the keys and values of the tokenizer at `place`, a folder or a GGUF file.
 
     Args:
-      about: the model's `About`, which has the tokens that end a text.
-      rows: the number of tokens of the model. llama.cpp requires a name for each.
+      about: the model's `About`, with the tokens that end a text.
+      rows: the model's number of tokens. llama.cpp requires a name for each token.
       say: receives a line if something cannot be written.
 
     Raises:
-      UserError: GGUF has no such tokenizer.
+      UserError: GGUF cannot represent this tokenizer.
     """
     if not has_tokenizer(place, "auto"):
         say(f"{place}: there is no tokenizer, so the file has none, and llama.cpp reads tokens only")
@@ -148,7 +148,7 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
 
 
 def _check(values: Mapping[str, Any], tokenizer: JsonTokenizer, place: Path) -> None:
-    """Checks that the tokenizer, and the one that is read back from `values`, give the same tokens for a text."""
+    """Checks that the tokenizer, and the tokenizer read back from `values`, give the same tokens for a text."""
     import tokenizers
 
     held = {**values, f"{OWN}token_type": np.array(values[f"{OWN}token_type"], np.int32)}

@@ -37,7 +37,7 @@ _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _FILE_TYPES = {"F32": "ALL_F32", **{it: f"MOSTLY_{it}" for it in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}}
 _TABLES = ("token_embd.weight", "output.weight")  # 8-bit if other matrices are 4-bit, as in llama.cpp's files
 _ROUTER = "ffn_gate_inp.weight"
-_VERSION = 2  # of the quantized types
+_VERSION = 2  # the version of the quantized types
 _WORDS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
 
 
@@ -47,7 +47,7 @@ class _Written(NamedTuple):
     Attributes:
       leaves: the canonical names of the leaves.
       names: the names of the tensors in the file.
-      shape: of each tensor.
+      shape: the shape of each tensor.
       kind: the name of each tensor's type.
       of: the name in Hugging Face; see `Layout`.
       how: how the leaves are merged.
@@ -70,17 +70,17 @@ def write_gguf(
     tokenizer: Path,
     say: Callable[[str], Any] = print,
 ) -> None:
-    """Writes the model with `leaves` into the file `path`. Norms, biases and routers are float32.
+    """Writes the model with the weights `leaves` into the file `path`. Norms, biases and routers are float32.
 
     Args:
       config: resolved.
-      dtype: of the matrices, `export.GGUF_DTYPES`; None: as stored.
-      about: the model's `About`, with ends and lengths of texts.
-      tokenizer: the place of its tokenizer.
+      dtype: the dtype of the matrices, one of `export.GGUF_DTYPES`; None: as stored.
+      about: the model's `About`, with the tokens that end a text, and text lengths.
+      tokenizer: the folder or file of its tokenizer.
       say: receives a line for each deviation from what was requested.
 
     Raises:
-      UserError: llama.cpp has no such model or tokenizer; or a value does not fit into float16.
+      UserError: llama.cpp has no such model or tokenizer, or a value exceeds float16.
     """
     hf = hugging_face(config)
     if hf.gguf is None:
@@ -174,7 +174,7 @@ def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: T
     hf = hugging_face(config).in_gguf()
     layouts = layouts_of(config, places_of(config, leaves), hf)
     assert hf.gguf
-    again = each.of == latent_names(each.of)[1] != each.of  # the second part of a leaf that was read
+    again = each.of == latent_names(each.of)[1] != each.of  # the second part of a leaf that was already read
     streams = []
     for name in each.leaves:
         head = head_to_reorder(config, layouts[name], leaves[name].shape)
@@ -193,7 +193,7 @@ def _header(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> Any:
-    """Returns gguf's writer with all keys and the places of all tensors. `most`: the type of most values."""
+    """Returns gguf's writer with all keys and the positions of all tensors. `most`: the type of most values."""
     gguf = package()
     writer = gguf.GGUFWriter(None, it.name)
     writer.add_type("model")
@@ -221,10 +221,10 @@ def _check(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> None:
-    """Checks that reading the file will give the same model. The file's numbers are float32.
+    """Checks that the file will be read as the same model, although its numbers are float32.
 
     Raises:
-      UserError: they differ.
+      UserError: the two models differ.
     """
     it = hugging_face(config).gguf
     assert it

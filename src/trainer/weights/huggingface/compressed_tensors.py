@@ -1,4 +1,4 @@
-"""The layout of compressed-tensors (0.20) for quantized matrices, which transformers and vLLM read. Pure functions.
+"""The layout of compressed-tensors (0.20) for quantized matrices, for transformers and vLLM. Pure functions.
 
 int4 and int8 become `pack-quantized`: symmetric, with scales per output or per group of inputs. float8_e4m3fn becomes
 `float-quantized`: with one scale, or scales per output or per block. Only weights are quantized. `packed` reads them.
@@ -27,7 +27,7 @@ def scheme_of(kind: str, block: tuple[int, int]) -> Scheme:
 
     Args:
       kind: "int4", "int8" or "fp8" (e4m3).
-      block: the number of outputs and of inputs that share a scale; 0: all of them.
+      block: the numbers of outputs and of inputs that share a scale; 0: all of them.
 
     Raises:
       UserError: compressed-tensors has no such layout.
@@ -49,7 +49,7 @@ def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dty
     Args:
       name: the matrix's name in a folder that is not quantized, such as "model.layers.0.mlp.up_proj.weight".
       shape: [out, in].
-      scheme: of `scheme_of`.
+      scheme: from `scheme_of`.
       scales: the dtype of the scales: float32, bfloat16 or float16.
 
     Raises:
@@ -73,7 +73,7 @@ def arrays_of(
 
     Args:
       codes: [out, in]; int8, also for int4, whose values are in [-8, 7], or float8_e4m3fn.
-      scales: [out / rows, in / columns], rounded up; a weight is its code times its scale.
+      scales: [out / rows, in / columns], rounded up; a weight is the product of a code and its scale.
       dtype: the dtype of the stored scales.
     """
     assert codes.dtype == _CODES[scheme.kind], name
@@ -91,7 +91,7 @@ def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) 
 
     Args:
       schemes: how each quantized matrix is stored, by its name.
-      others: the names of float matrices of linear layers, such as "lm_head.weight", but not embedding tables.
+      others: the names of linear layers' float matrices, such as "lm_head.weight", but not of embedding tables.
     """
     counts = collections.Counter(schemes.values()).most_common()
     groups = {}

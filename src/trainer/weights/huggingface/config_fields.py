@@ -10,11 +10,11 @@ from trainer.leaves.about import IMAGES, LONGEST, TOKENS
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
-# Fields with the number of experts. transformers reads all of them for every family; versions write different ones.
+# Fields for the number of experts. transformers reads all of them for every family; its versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Fields of multi-head latent attention and of groups of experts without a key of the same value.
+# Fields of multi-head latent attention and of groups of experts that no single key represents unchanged.
 _LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
-# The fields of a model's sizes, with our keys.
+# The fields for a model's sizes, with our keys.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "base_emb_dim",
@@ -28,7 +28,7 @@ _TOKEN = Field(int, null=True)
 _EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
 # The names of layers without and with a window.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
-KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # in files of transformers 4
+KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # the name in files of transformers 4
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
@@ -107,7 +107,7 @@ _WINDOW = {
     "alternating": ("sliding_window",),
     "chunked": (),
 }
-# Fields that do not change the function of a text model in evaluation: settings of training, of generation, of the
+# Fields that do not affect the results of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.
 # fmt: off
 _OF_LIBRARY = frozenset(
@@ -129,7 +129,7 @@ _OF_LIBRARY = frozenset(
 
 def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     """Returns FIELD=VALUE for each field of config.json that has a value and is not known to be harmless, so that it
-    may change the function."""
+    may change the model's results."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
     known |= {field for field, _ in hf.powers.values()}
     known |= {hf.activation, hf.epsilon, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
@@ -139,7 +139,7 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
-    """Returns the `unknown_fields` of a config.json with a `text_config`, outside of that."""
+    """Returns the `unknown_fields` of a config.json with a `text_config` that are outside of the latter."""
     known = {"model_type", "text_config", "tie_word_embeddings", *outer.fields, *outer.tokens}
     return _unknown({*known, *NEUTRAL, *QUANTIZED, *_OF_LIBRARY}, data)
 
@@ -152,7 +152,7 @@ def _unknown(known: Collection[str], data: Mapping[str, Any]) -> list[str]:
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of `NEUTRAL` with a value in `data`, a config.json. Tokens may be null: the model has none.
+    """Returns the fields of `NEUTRAL` with a value in the config.json `data`. Tokens may be null: the model has none.
 
     Raises:
       UserError: a value has the wrong type.
@@ -164,18 +164,18 @@ def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def as_typed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `data`, a config.json, with whole numbers as floats where a field is a number: transformers 5.24 refuses
-    an integer there. tests/goldens/declarations.json has its types."""
+    """Returns the config.json `data` with integers converted to floats where transformers 5.24 requires a float.
+    tests/goldens/declarations.json has the fields' types."""
     return {name: float(value) if name in _FLOATS and isinstance(value, int) else value for name, value in data.items()}
 
 
 def power_of(value: float | None, power: float) -> float | None:
-    """Returns `value` to the `power`, with 15 digits, so that the inverse power restores it; None if it is None."""
+    """Returns `value` to the `power`, rounded to 15 digits, so that the inverse power restores it; None for None."""
     return None if value is None else float(f"{value**power:.15g}")
 
 
 def mistyped(data: Mapping[str, Any], hf: HuggingFace | None = None) -> list[str]:
-    """Returns a line for each value that is not allowed in config.json. `hf`: also checks this declaration's fields."""
+    """Returns a line for each value that config.json does not allow. `hf`: also checks this declaration's fields."""
     own = {**dict.fromkeys((field for field, _ in hf.powers.values()), _POWER), hf.epsilon: _EPSILON} if hf else {}
     wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH | own)
     for name in ("rope_scaling", "rope_parameters"):

@@ -45,10 +45,10 @@ _MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # two names of a fiel
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
-    """Returns the keys of base.yml for the config.json `data`, without keys that have no effect.
+    """Returns the keys of base.yml for the config.json `data`, except keys without effect.
 
     Args:
-      data: config.json, parsed, with `rope_theta` and `rope_scaling`, or with `rope_parameters` of transformers 5.
+      data: the parsed config.json, with `rope_theta` and `rope_scaling`, or with transformers 5's `rope_parameters`.
       where: its path, for messages.
       decoder_block: the configured family, by name or import path; "" if none is configured.
 
@@ -134,14 +134,14 @@ def _check_types(data: Mapping[str, Any], where: str, hf: HuggingFace | None = N
 
 
 def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
-    """Returns all declarations with their families: those of this package, and that of `decoder_block`, which may be an
-    import path."""
+    """Returns all declarations with their families: those of this package, and the declaration of `decoder_block`,
+    which may be an import path."""
     own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
     return [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
 
 
 def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
-    """Returns the family of the model type of `data`, and its declaration. For the arguments see `model_keys`.
+    """Returns the family that declares the model type of `data`, and its declaration. Arguments: see `model_keys`.
 
     Raises:
       UserError: no family declares it.
@@ -164,7 +164,7 @@ def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tup
 
 
 def _switched_on(hf: HuggingFace, said: Mapping[str, Any]) -> list[str]:
-    """Returns FIELD=VALUE for each field that enables a feature that no key of base.yml represents."""
+    """Returns FIELD=VALUE for each field that enables a feature that base.yml has no key for."""
     names = [name for name in ("attention_bias", "mlp_bias") if said.get(name) and name not in hf.sizes.values()]
     names += [name for name, only in hf.only.items() if said.get(name) not in (None, only)]
     names += [name for name in hf.off if said.get(name)]
@@ -179,8 +179,8 @@ def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns our keys of sizes, each with the field of `said` that has its value. `said` is `data`, config.json, with
-    defaults. A family with experts has no dense MLP."""
+    """Returns our keys for sizes, each with the name of the field in `said` that has its value. `said` is the
+    config.json `data` with defaults filled in. A family with experts has no dense MLP."""
     own = dict(hf.sizes)
     if "num_experts" in own and own["num_experts"] not in data:
         own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
@@ -189,13 +189,13 @@ def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) ->
 
 
 def _or_default(key: str, value: Any) -> Any:
-    """Returns `value`, or our key's default if it is None, with the type of the default."""
+    """Returns `value`, or our key's typed default if it is None."""
     default = schema().keys[key].default
     return default if value is None else float(value) if isinstance(default, float) else value
 
 
 def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of multi-head latent attention whose values differ from their fields."""
+    """Returns the keys of multi-head latent attention whose values differ from their fields' values."""
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")[not hf.whole_heads_of_latents :]
     if said.get("head_dim") not in (None, size := sum(said[part] for part in parts)):
         refused.append(f"head_dim={said['head_dim']}, which is not {' + '.join(parts)}={size}")
@@ -214,7 +214,7 @@ def _group_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) ->
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window") or 0 if hf.window else 0
-    full = 0  # the number of layers with full attention; the other layers attend within a window
+    full = 0  # the number of layers with full attention; other layers attend within a window
     if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
@@ -223,7 +223,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
-    if hf.window == "chunked":  # `read` knows which layers have chunks
+    if hf.window == "chunked":  # `read` determines which layers have chunks
         return {"attention_type": "global"}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
@@ -244,12 +244,12 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 
 def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys if every n-th layer has no window. layer_types take precedence, as in transformers."""
+    """Returns the keys if every n-th layer has no window. layer_types takes precedence, as in transformers."""
     layers, given = said["num_hidden_layers"], said.get("layer_types")
     every = said.get(hf.period_field, hf.period)
     if given and _FULL in given:
         every = given.index(_FULL) + 1
-    elif given:  # the beginning of a period
+    elif given:  # fewer layers than a period
         every = max(hf.period, layers + 1)
     elif isinstance(every, bool) or not isinstance(every, int) or every < 1:
         refused.append(f"{hf.period_field}={shown(every)} without layer_types")
@@ -311,7 +311,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window not in ("", "chunked"):
         data["sliding_window"] = window
     if hf.window == "alternating":
-        # transformers makes a mask with this window even if no layer uses it.
+        # transformers builds a mask with this window even if no layer uses the mask.
         data["sliding_window"] = window or hf.defaults["sliding_window"]
         every = period(config)
         kinds = [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(config.base_num_decoder_layers)]
@@ -329,14 +329,14 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
 
 
 def _context_length(config: Config) -> int:
-    """Returns the maximum text length of the model if its keys define it, and otherwise the length of a row."""
+    """Returns the model's maximum text length if its keys define one, otherwise the row length."""
     if config.rope_type == "default":
         return config.max_target_length
     return round(config.rope_factor * config.original_max_position_embeddings)
 
 
 def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the max_position_embeddings that `config_json` writes is a guess or ambiguous."""
+    """Returns a line if the max_position_embeddings written by `config_json` is a guess or ambiguous."""
     said, length = neutral.get("max_position_embeddings"), _context_length(config)
     if said is None and config.rope_type == "default":
         return [
@@ -353,7 +353,7 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# Keys for which 0 means none; config.json has null.
+# Keys for which 0 means none; config.json uses null.
 _CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
 _NONE = (*_CAPS, "chunk_attn_window_size")
 

@@ -1,4 +1,4 @@
-"""Writes the weights of a text model into a copy of a Hugging Face directory of a multimodal model."""
+"""Writes the weights of a text model into a copy of a multimodal model's Hugging Face directory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ _TABLE = "token_embedder/embedding"
 
 
 class Like:
-    """A directory to copy with the weights of another text model.
+    """A directory that is copied with the weights of another text model.
 
     Attributes:
       others: the tensors to copy, by name. `shapes`: their shapes and dtypes.
@@ -34,7 +34,7 @@ class Like:
         """
         Args:
           path: the directory.
-          config: of the text model to write, resolved. `shapes`: of its weights.
+          config: the resolved configuration of the text model to write. `shapes`: the shapes of its weights.
 
         Raises:
           UserError: the directory's model is not multimodal, or its text model differs from `config`.
@@ -65,11 +65,11 @@ class Like:
             self.shapes[name] = (tensor.shape, dtype)
 
     def here(self, name: str) -> str:
-        """Returns the name in the directory of a tensor, given its name in the text model alone."""
+        """Returns a tensor's name in the directory, given its name in the text model alone."""
         return self._text.here(name)
 
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
-        """Returns lines about the copied tensors, and about the dtype if `leaves`, cast to `dtype`, have another."""
+        """Returns lines about the copied tensors, and about the dtype of `leaves` cast to `dtype` if it differs."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
         lines = [f"like={self.path}: copied as they are: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:
@@ -77,7 +77,7 @@ class Like:
         return lines
 
     def config(self, about: About) -> dict[str, Any]:
-        """Returns config.json of the directory, with the tokens and the longest text of `about`."""
+        """Returns the directory's config.json, with the tokens and the maximum text length of `about`."""
         data, said = read_object(self.path / CONFIG), self._about.fields
         new = {name: about.fields[name] for name in (*TOKENS, LONGEST) if name in about.fields}
         for name in [name for name in new if new[name] != said.get(name)]:

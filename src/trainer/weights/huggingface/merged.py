@@ -1,6 +1,6 @@
 """Tensors that merge several parameters (`models.huggingface.Merged`): their names, shapes and parts.
 
-A part has the tensor name in its `Layout`, but no file has a tensor with this name.
+A part has a tensor name in its `Layout`, but no file contains a tensor with this name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Whole(NamedTuple):
 
 
 def whole_of(tensor: str, merged: Sequence[Merged]) -> Whole | None:
-    """Returns the merged tensor that contains `tensor`, a name in a Layout; None if none does."""
+    """Returns the merged tensor that contains `tensor`, a name in a Layout; None if `tensor` is not merged."""
     for how in merged:
         if found := how.find(tensor):
             return Whole(found[0], how, found[1])
@@ -38,17 +38,17 @@ def whole_of(tensor: str, merged: Sequence[Merged]) -> Whole | None:
 
 
 def stored_name(tensor: str, merged: Sequence[Merged]) -> str:
-    """Returns the checkpoint's name of the tensor that is or contains `tensor`, a name in a Layout."""
+    """Returns the checkpoint's name for `tensor`, a name in a Layout, or for the merged tensor that contains it."""
     whole = whole_of(tensor, merged)
     return whole.name if whole else tensor
 
 
 def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
-    """Returns the names of a checkpoint's tensors, each with the names of its parts in order. A tensor that merges
-    nothing is its only part.
+    """Returns the names of a checkpoint's tensors, each with its parts' names in order. An unmerged tensor is its own
+    only part.
 
     Raises:
-      UserError: parts are missing, or parts of an interleaved tensor have different sizes: the declaration is wrong.
+      UserError: the declaration is wrong: parts are missing, or parts of an interleaved tensor differ in size.
     """
     parts: dict[str, dict[int, str]] = {}
     hows = dict[str, Merged]()
@@ -81,8 +81,8 @@ def whole_shapes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, tuple[in
 
 
 def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merged]) -> dict[str, Any]:
-    """Returns `tensors`, by name, with merged tensors replaced by the parts in `shapes`. A tensor whose size is not
-    that of its parts stays.
+    """Returns `tensors`, by name, with merged tensors replaced by the parts in `shapes`. A tensor whose size differs
+    from the total size of its parts stays.
 
     Raises:
       UserError: a quantized matrix cannot be divided.
@@ -104,7 +104,7 @@ def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merg
 
 
 def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], interleaved: bool) -> Scheme | None:
-    """Returns the scheme of a merged tensor, given the scheme and the number of outputs of each part; None if it is not
+    """Returns a merged tensor's scheme, given the scheme and the number of outputs of each part; None if it is not
     quantized.
 
     Raises:

@@ -1,5 +1,5 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), in which transformers stores experts of gpt-oss. It is read as bfloat16, which
-represents all of its values exactly."""
+"""MXFP4 (OCP Microscaling Formats 1.0), in which transformers stores gpt-oss's experts. MXFP4 is read as bfloat16,
+which represents all MXFP4 values exactly."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of the values; see `StoredTensor`."""
+        """The type of the values; see `StoredTensor`."""
         return "BF16"
 
     @property

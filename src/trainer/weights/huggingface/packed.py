@@ -1,4 +1,4 @@
-"""Quantized matrices in Hugging Face folders: a `PackedMatrix` is stored as several tensors.
+"""Quantized matrices in Hugging Face folders: several tensors store one `PackedMatrix`.
 
 The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 with 32 / bits integers.
 
@@ -27,7 +27,7 @@ from trainer.weights.huggingface.quantization_config import Recipe, Scheme
 from trainer.weights.huggingface.safetensors_file import DTYPES, FLOAT8, StoredTensor
 
 _LARGEST = 20  # the maximum number of lines in a message
-# The names of a module's tensors, by role. Of several names, the first one that exists counts.
+# The names of a module's tensors, by role. If there are several names, the first that exists counts.
 _CODES = {
     **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
     **{"gptq": ("qweight",), "awq": ("qweight",)},
@@ -39,7 +39,7 @@ _SCALES = {
 _ZEROS, _GROUPS, _SHAPE = ("weight_zero_point", "qzeros"), ("weight_g_idx", "g_idx"), "weight_shape"
 _NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
 _PARTS = {name for names in _NAMES for name in names} - {"weight"}
-# The last words of the names of tensors that are read only by programs that quantize activations.
+# The last words of tensor names that only programs with quantized activations read.
 _OF_ACTIVATIONS = {"activation_scale"} | {
     f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")
 }
@@ -48,8 +48,8 @@ _OF_ACTIVATIONS = {"activation_scale"} | {
 def with_matrices(
     tensors: Mapping[str, StoredTensor], recipe: Recipe, where: Path
 ) -> dict[str, StoredTensor | PackedMatrix]:
-    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under its name in a folder
-    that is not quantized. Scales of activations are omitted.
+    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under its name in an
+    unquantized folder. Omits scales of activations.
 
     Raises:
       UserError: lists tensors that are missing or do not fit, and matrices that no target of `recipe` matches.
@@ -98,7 +98,7 @@ def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 class _Parts(NamedTuple):
-    """The tensors of a module by the last word of their names."""
+    """The tensors of a module, by the last word of their names."""
 
     module: str
     tensors: Mapping[str, StoredTensor]
@@ -123,7 +123,7 @@ class _Parts(NamedTuple):
 
 
 def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) -> PackedMatrix:
-    """Returns the matrix that consists of a module's tensors.
+    """Returns the matrix that a module's tensors form.
 
     Raises:
       UserError: a tensor is missing or does not fit.
@@ -189,7 +189,7 @@ def _zeros(parts: _Parts, scheme: Scheme, tiles: tuple[int, int]) -> Readable | 
 
 
 def _with_axes(tensor: StoredTensor) -> StoredTensor:
-    """Returns scales with two axes. If they have one axis, it is that of outputs."""
+    """Returns scales with two axes. A single axis is the axis of outputs."""
     return tensor if len(tensor.shape) > 1 else tensor._replace(shape=((*tensor.shape, 1, 1))[:2])
 
 

@@ -16,11 +16,11 @@ class PackedMatrix(NamedTuple):
     """A quantized matrix, with the interface of `StoredTensor`. Its values are float32.
 
     Attributes:
-      name: the name of the float tensor in a folder that is not quantized.
+      name: the name of the float tensor in an unquantized folder.
       codes: reads int8 or float8_e4m3fn [out, in].
-      scales, zeros: read a value for each block; zeros are in the range of the codes.
-      groups: integers [in], the group of each input; None if groups are consecutive inputs.
-      block: the number of outputs and of inputs that share a scale.
+      scales, zeros: each reads one value per block; zeros are in the range of the codes.
+      groups: int [in], the group of each input; None if groups are consecutive inputs.
+      block: the numbers of outputs and of inputs that share a scale.
       scheme: how it is stored.
       where: its folder.
     """
@@ -48,7 +48,7 @@ class PackedMatrix(NamedTuple):
 
     @property
     def kind_of_codes(self) -> str:
-        """The type of its codes: "int4", "int8" or "fp8"."""
+        """The type of the codes: "int4", "int8" or "fp8"."""
         return self.scheme.kind
 
     @property
@@ -75,8 +75,8 @@ class PackedMatrix(NamedTuple):
         return values
 
     def parts(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns (codes in `box`, scales, zero points). Scales, float32, and zero points are those of the blocks that
-        overlap with `box`. Zero points are None if all of them are 0.
+        """Returns (codes in `box`, scales, zero points). Scales (float32) and zero points are returned for all blocks
+        that overlap `box`. Zero points are None if all of them are 0.
 
         Raises:
           UserError: a file was truncated, or inputs that share a scale are not consecutive.
@@ -95,10 +95,10 @@ class PackedMatrix(NamedTuple):
         return self.scales.read(tiles).astype(np.float32), zeros
 
     def outputs(self, cut: slice) -> "PackedMatrix":
-        """Returns the matrix of the outputs in `cut`.
+        """Returns the submatrix of the outputs in `cut`.
 
         Raises:
-          UserError: `cut` divides outputs that share a scale.
+          UserError: `cut` separates outputs that share a scale.
         """
         (out, _), (rows, columns), step = self.shape, self.block, cut.step or 1
         count = len(range(*cut.indices(out)))
@@ -138,7 +138,7 @@ class PackedMatrix(NamedTuple):
         if self.groups is None:
             return None
         found = self.groups.read((slice(0, self.shape[1]),))
-        if (found == -1).all():  # compressed-tensors: in order
+        if (found == -1).all():  # compressed-tensors: groups are in order
             return None
         count = self.scales.shape[1]
         if found.min() < 0 or found.max() >= count:
@@ -173,7 +173,7 @@ def _places(cut: slice, size: int) -> np.ndarray:
 
 
 def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns float32 values, one for each weight, or an array that broadcasts to it."""
+    """Returns the values as float32, one for each weight, or as an array that broadcasts to this."""
     values = tiles.astype(np.float32)
     for axis, places in enumerate((rows, columns)):
         values = values if values.shape[axis] == 1 else values.take(places, axis)

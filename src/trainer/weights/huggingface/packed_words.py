@@ -9,7 +9,7 @@ from trainer.models.huggingface import transposed
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 WORD = 32  # bits
-# AWQ: the place in a word of each of eight consecutive integers (kernels unpack pairs). Its inverse is 0 2 4 6 1 3 5 7.
+# AWQ: the position in a word of each of eight consecutive integers (kernels unpack pairs). Inverse: 0 2 4 6 1 3 5 7.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -18,7 +18,7 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in], or the numbers of tiles of these."""
+        """[out, in], or the numbers of tiles along these axes."""
 
     def read(self, box: Box) -> np.ndarray:
         """Returns the values in `box`."""
@@ -38,16 +38,16 @@ class Turned(NamedTuple):
 
 
 class Words(NamedTuple):
-    """4-bit or 8-bit integers packed into int32, the first in the lowest bits. An integer q is stored as
-    q + 2**(bits - 1).
+    """4-bit or 8-bit integers packed into int32, the first in the lowest bits. An integer q is stored as q + 2**(bits -
+    1).
 
     Attributes:
       tensor: int32, two axes.
-      shape: of the result, [out, in] or the numbers of their tiles. The end of the last word may be unused.
+      shape: the result's shape, [out, in] or its numbers of tiles. The end of the last word may be unused.
       bits: 4 or 8.
       axis: the axis of `tensor` along which words are unpacked.
       turned: whether `tensor` is stored as the transpose of the result.
-      order: the place in a word of each integer.
+      order: the position in a word of each integer.
       less_one: see `Scheme.less_one`.
     """
 
@@ -82,7 +82,7 @@ class Words(NamedTuple):
 
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Returns the unsigned integers of words uint32 [rows, n]: uint8 [rows, n * 32 / bits]."""
+    """Unpacks words, uint32 [rows, n], to unsigned integers, uint8 [rows, n * 32 / bits]."""
     octets = words.astype("<u4", copy=False).view(np.uint8)
     if bits == 8:
         return octets
@@ -93,7 +93,7 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed_words(values: np.ndarray, bits: int) -> np.ndarray:
-    """Returns int8 values [rows, n] as int32 words [rows, ceil(n * bits / 32)]: the inverse of `Words`."""
+    """Packs int8 values [rows, n] into int32 words [rows, ceil(n * bits / 32)]: the inverse of `Words`."""
     rows, count = values.shape
     unsigned = np.zeros((rows, -(-count * bits // WORD) * WORD // bits), np.uint8)
     unsigned[:, :count] = values.view(np.uint8) + np.uint8(1 << bits - 1)

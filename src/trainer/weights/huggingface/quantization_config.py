@@ -11,14 +11,14 @@ from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITION_DIGITS
 
-FIELDS = ("quantization_config", "compression_config")  # the second in folders of early compressed-tensors
+FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors versions
 ADVICE = "load the folder with transformers, dequantize the model and save it"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
-_LINEAR = "Linear"  # the class of modules; all matrices count as linear
+_LINEAR = "Linear"  # the class of a module; all matrices count as linear
 _REGEX = "re:"
-# An assertion at the beginning of a regular expression; and the tokens for finding its closing parenthesis: an escape,
-# a class of characters, a character.
+# An assertion at the start of a regular expression; and the tokens for finding its closing parenthesis: an escape, a
+# character class, or a character.
 _ASSERTION = re.compile(r"\^?\(\?([=!])")
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")
@@ -47,14 +47,14 @@ class Scheme(NamedTuple):
     """How a matrix [out, in] is stored.
 
     Attributes:
-      kind: "int4", "int8" or "fp8" (e4m3): the type of its codes. int4 codes with one byte each count as int8.
-      block: the number of outputs and of inputs that share a scale; 0: all of them.
-      layout: the names and the order of its tensors, see `packed`.
+      kind: the type of the codes: "int4", "int8" or "fp8" (e4m3). int4 codes that take a byte each count as int8.
+      block: the numbers of outputs and of inputs that share a scale; 0: all of them.
+      layout: the names and the axis order of its tensors, see `packed`.
       zeros: whether zero points are required.
-      less_one: for GPTQ, whether zero points are stored minus 1: "each" separately, or "word" by word, where a 0
-        borrows from the next one.
-      symmetric: whether all zero points, if there are any, are 0.
-      ordered: whether the group of each input is required.
+      less_one: for GPTQ, whether zero points are stored minus 1: "each" separately, or by "word", where a 0 borrows
+        from the next zero point.
+      symmetric: whether all existing zero points are 0.
+      ordered: whether the folder must contain the group of each input.
     """
 
     kind: str
@@ -87,10 +87,9 @@ class Recipe(NamedTuple):
     """How a folder stores its matrices.
 
     Attributes:
-      schemes: by target: the name of a module, "re:" with a regular expression that matches the beginning of names, or
-        "Linear".
+      schemes: by target: a module's name, "re:" and a regular expression that matches the start of names, or "Linear".
       ignore: targets without quantized matrices.
-      activations: whether programs for this folder also quantize activations.
+      activations: whether programs quantize activations for this folder, too.
       mxfp4: whether matrices of experts are stored as MXFP4; they are always read as floats.
     """
 
@@ -101,7 +100,7 @@ class Recipe(NamedTuple):
 
     def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
         """Returns the scheme of each module; None if no target matches it or it is ignored. As in compressed-tensors,
-        names take precedence over regular expressions (in alphabetic order), and these over the class."""
+        names take precedence over regular expressions (in alphabetic order), and regular expressions over the class."""
         found = [self.schemes.get(_LINEAR)] * len(modules)
         for target in sorted(filter(_is_regex, self.schemes), reverse=True):
             for i in _matching(target, modules):
@@ -136,7 +135,7 @@ def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
 
 
 def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3: scales per block, or one for each matrix."""
+    """Reads float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3: scales per block, or one scale per matrix."""
     if said.get("fmt") not in (None, "e4m3"):
         problems.append(f"fmt={shown(said['fmt'])} (known: e4m3)")
     if said.get("expert_dtype") not in (None, "fp8"):
@@ -147,13 +146,13 @@ def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _mxfp4(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads no fields, because the names of tensors show which are MXFP4."""
+    """Reads no fields, because the tensors' names show which matrices are MXFP4."""
     del said, problems
     return Recipe({}, mxfp4=True)
 
 
 def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads GPTQ as AutoGPTQ and GPTQModel write it. The latter subtracts 1 from complete words."""
+    """Reads GPTQ as AutoGPTQ and GPTQModel write it. GPTQModel subtracts 1 from complete words."""
     form = said.get("checkpoint_format") or said.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
@@ -167,7 +166,7 @@ def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _overrides(dynamic: Any) -> bool:
-    """Returns whether GPTQModel's settings of single modules do more than exclude modules (prefix "-:")."""
+    """Returns whether GPTQModel's settings for single modules do more than exclude modules (prefix "-:")."""
     return bool(dynamic) and not (isinstance(dynamic, Mapping) and all(name.startswith("-:") for name in dynamic))
 
 
@@ -184,7 +183,7 @@ def _awq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _of_groups(said: Mapping[str, Any], problems: list[str], scheme: Scheme) -> Recipe | None:
-    """Returns the recipe with one scheme for all matrices, with the bits and the groups of `said`."""
+    """Returns the recipe with one scheme for all matrices, with the bits and groups in `said`."""
     bits, size = said.get("bits"), said.get("group_size", -1)
     if bits not in (4, 8):
         problems.append(f"bits={shown(bits)} (known: 4, 8); {ADVICE}")
@@ -241,11 +240,11 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
     elif strategy not in ("tensor", "channel"):
         problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
     packed = form == _FORMATS[0]
-    # Without groups or channels, the zero point is not packed, and it may be absent.
+    # Without groups or channels, the zero point is unpacked, and may be absent.
     symmetric = weights.get("symmetric", True)
     zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
-    ordered = weights.get("actorder") in (True, "group", "dynamic")  # two names of the same
+    ordered = weights.get("actorder") in (True, "group", "dynamic")  # two names for the same setting
     return Scheme(name, block, "packed" if packed else "plain", zeros, symmetric=symmetric, ordered=ordered)
 
 
@@ -283,11 +282,11 @@ def _is_regex(target: str) -> bool:
 
 
 def _matching(target: str, modules: Sequence[str]) -> list[int]:
-    """Returns the indices of the modules with a beginning that matches a regular expression. Arrow's RE2 takes linear
-    time. RE2 has no lookahead; here, one may be at the beginning.
+    """Returns the indices of modules whose names begin with a match of a regular expression. Arrow's RE2 takes linear
+    time. RE2 has no lookahead; here, the expression may begin with one.
 
     Raises:
-      ValueError: it is not a valid expression.
+      ValueError: the expression is invalid.
     """
     import pyarrow
     import pyarrow.compute

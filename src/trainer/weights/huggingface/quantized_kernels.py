@@ -28,12 +28,12 @@ _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
 
 
 def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
-    """Returns the keys for a model that stores its weights as the folder does; {} if no weight is quantized, or if they
-    are not all quantized alike, so that the model must read them as floats.
+    """Returns the keys for a model that stores its weights as the folder does; {} if no weight is quantized, or if
+    weights are quantized in different ways, so that the model must read them as floats.
 
     Args:
       config: of the float model, resolved.
-      matrices: the tensors of each matrix whose product can be chosen (`matrix_names`), by its canonical name.
+      matrices: by canonical name, the tensors of each matrix whose product can be chosen (`matrix_names`).
       others: all other tensors.
     """
     packed = [it for tensors in matrices.values() for it in tensors if isinstance(it, PackedMatrix)]
@@ -42,7 +42,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
         return {}
     kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
     block = blocks.pop() if blocks else None
-    # A matrix with one scale for each output fits if all its inputs are within one block.
+    # A matrix with one scale per output fits if all its inputs are within one block.
     fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
     asymmetric = any(it.has_zeros for it in packed)
     alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)
@@ -70,7 +70,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
 
 def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
     """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. A single scale for
-    a whole matrix counts as one for each output."""
+    a complete matrix counts as one scale per output."""
     rows, columns = matrix.block
     return None if columns == matrix.shape[1] and rows in (1, matrix.shape[0]) else (columns, rows)
 
@@ -78,7 +78,7 @@ def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
 def stored_leaves(
     name: str, kernel: Any, layout: Layout, layers: Sequence[Sequence[PackedMatrix]], stacked: bool, head: int
 ) -> dict[str, Leaf]:
-    """Returns the leaves of a kernel's parts. Their values are read layer by layer.
+    """Returns the leaves of a kernel's parts. Values are read layer by layer.
 
     Args:
       name: canonical.
@@ -88,7 +88,7 @@ def stored_leaves(
       head: see `Layout.to_ours`.
 
     Raises:
-      UserError: its scales are for other blocks.
+      UserError: the scales have other blocks.
     """
     found = {}
     for path, like in names_of(nested({name: kernel})).items():
@@ -175,7 +175,7 @@ def codes_and_scales(
     name: str, parts: Mapping[str, Leaf], layout: Layout, stacked: bool, head: int, tick: Tick
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields codes and scales of each tensor of a kernel, for `compressed_tensors.arrays_of`. `parts`: the leaves of
-    its parts, by the last word of their names."""
+    the kernel's parts, by the last word of their names."""
 
     def matrices(part: str) -> Iterator[np.ndarray]:
         leaf = parts[part]
@@ -194,7 +194,7 @@ def codes_and_scales(
 
 
 def stored_matrices(config: Config) -> list[str]:
-    """Returns the canonical names of the matrices whose products can be chosen; [] if blocks define their products."""
+    """Returns the canonical names of the matrices whose products can be chosen; [] if blocks define products."""
     try:
         return matrix_names(config)
     except UserError:

@@ -53,7 +53,7 @@ _ROWS = 4096  # the number of rows of a table to compare at once
 
 
 class Values(Readable, Protocol):
-    """Values of a tensor, which are read in parts."""
+    """The values of a tensor, which are read in parts."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -75,7 +75,7 @@ class HuggingFaceSource:
         """`decoder_block`: see `model_keys`.
 
         Raises:
-          UserError: config.json cannot be represented, or a file is missing or damaged.
+          UserError: config.json cannot be represented by keys, or a file is missing or damaged.
         """
         self.path = self.tokenizer = path
         config, tensors = read_object(path / CONFIG), model_tensors(path)
@@ -103,7 +103,7 @@ class HuggingFaceSource:
         return {**self._float_keys, **(self._stored_keys() if packed else {})}
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. Notes which weights are not read, and how quantized matrices are read."""
+        """See `Source.notes`. Reports which weights are not read, and how quantized matrices are read."""
         matrices = (
             note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
         )
@@ -150,7 +150,7 @@ class HuggingFaceSource:
         layouts, merged = layouts_of(config, places, declared), declared.merged
         layers = config.base_num_decoder_layers
         count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
-        if layers * count > len(self._tensors):  # checked before so many names are generated
+        if layers * count > len(self._tensors):  # checked before that many names are generated
             experts = f" and {count} experts" if count > 1 else ""
             raise UserError(
                 f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
@@ -170,7 +170,7 @@ class HuggingFaceSource:
             del found[head]
         copies = {name: layouts[of].name for name, of in hugging_face_copies(config).items()}
         copies = {name: of for name, of in copies.items() if name in found and found[name] == found.get(of)}
-        # Some files also contain buffers, which follow from config.json.
+        # Some files also contain buffers, which can be computed from config.json.
         found = {
             name: it
             for name, it in found.items()
@@ -217,7 +217,7 @@ class HuggingFaceSource:
         return stored_leaves(name, kernel, layout, layers, where is not None, head)
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Returns whether a tensor is a zero bias of a GPTQ matrix. AutoGPTQ gave every matrix one."""
+        """Returns whether a tensor is the zero bias of a GPTQ matrix. AutoGPTQ wrote one for every matrix."""
         module, _, last = name.rpartition(".")
         matrix, bias = self._tensors.get(f"{module}.weight"), self._tensors[name]
         if last != "bias" or not isinstance(matrix, PackedMatrix) or matrix.scheme.layout != "gptq":
@@ -230,16 +230,16 @@ class HuggingFaceSource:
 
 
 def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shape: tuple[int, ...], head: int) -> Leaf:
-    """Returns the leaf of a canonical parameter with `shape`. It is read layer by layer.
+    """Returns the leaf of a canonical parameter with the shape `shape`. The leaf is read layer by layer.
 
     Args:
       tensors: the tensors in the order of `tensors_of`.
-      where: its position in the stacks.
+      where: the parameter's position in the stacks.
       head: see `head_to_reorder`.
     """
     stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
     part_shape = shape if where is None else shape[1:]
-    count = part_shape[0] if layout.of_experts else 1  # the number of tensors of one layer
+    count = part_shape[0] if layout.of_experts else 1  # the number of tensors in one layer
     layers = [tensors[first : first + count] for first in range(0, len(tensors), count)]
 
     def read_box(layer: Sequence[Values], box: Box) -> np.ndarray:
@@ -259,14 +259,14 @@ def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shap
 
 
 def is_copy(one: Values, other: Values) -> bool:
-    """Returns whether two tables of the same shape have the same bytes. Reads both, a few rows at once."""
+    """Returns whether two tables of the same shape have the same bytes. Reads a few rows of both at a time."""
     rows, columns = one.shape
     boxes = [(slice(row, min(row + _ROWS, rows)), slice(0, columns)) for row in range(0, rows, _ROWS)]
     return all(one.read(box).tobytes() == other.read(box).tobytes() for box in boxes)
 
 
 def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head: int) -> np.ndarray:
-    """Reads `box` of our parameter with `shape` from `tensor`."""
+    """Reads `box` of our parameter, which has the shape `shape`, from `tensor`."""
     wide = layout.widened(shape, box, head)
     sizes = tuple(cut.stop - cut.start for cut in wide)
     value = layout.to_ours(tensor.read(layout.box(shape, wide)), sizes, head)
@@ -276,7 +276,7 @@ def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head
 def layouts_of(
     config: Config, places: Mapping[str, Place | None], declared: HuggingFace | None = None
 ) -> Mapping[str, Layout]:
-    """Returns the layouts of `hugging_face_layouts`, after checking them for the parameters in `places`, by canonical
+    """Returns the layouts of `hugging_face_layouts` after checking those of the parameters in `places`, by canonical
     name.
 
     Raises:
@@ -294,13 +294,13 @@ def layouts_of(
 
 
 def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
-    """Returns the number of entries of a head if their order differs between the tensor and our parameter with `shape`;
-    0 if the order is the same."""
+    """Returns the number of entries of a head if their order in the tensor differs from our parameter with the shape
+    `shape`; 0 if the order is the same."""
     return layout.head(config, shape) if config.rope_interleave else 0
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns name and shape of the Hugging Face tensors of a canonical parameter at position `where` in the stacks."""
+    """Returns names and shapes of a canonical parameter's Hugging Face tensors at position `where` in the stacks."""
     names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
     one = shape if where is None else shape[1:]
     if not layout.of_experts:

@@ -13,12 +13,12 @@ from trainer.weights.huggingface.config_fields import KINDS_OF_LAYERS
 
 _FULL, _SLIDING = KINDS_OF_LAYERS
 THETA = "rope_theta"
-# Maps Hugging Face's types of RoPE to ours. "su" is the first name of longrope.
+# Maps Hugging Face's RoPE types to ours. "su" is the old name of longrope.
 _TYPES = {
     **{"default": "default", "linear": "default", "llama3": "llama3.1", "yarn": "yarn"},
     **{"longrope": "longrope", "su": "longrope"},
 }
-# The required and the optional fields of RoPE, by kind. original_max_position_embeddings is always optional.
+# The required and the optional RoPE fields, by type. original_max_position_embeddings is always optional.
 _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -29,7 +29,7 @@ _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of RoPE. transformers 5 writes one RoPE object for each kind of layers if these rotate
+    """Returns the RoPE keys. transformers 5 writes one RoPE object for each kind of layer if the kinds rotate
     differently."""
     each = said.get("rope_parameters") or {}
     if not {_FULL, _SLIDING}.intersection(each):
@@ -50,7 +50,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
             local = None
     if local is None or not keys:
         return keys
-    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in the RoPE of one kind of layers
+    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in a RoPE object of one kind of layer
         refused.append("truncate=false in RoPE of kind yarn")
     if local != int(local):
         refused.append(
@@ -61,7 +61,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
 
 
 def rope_types(hf: HuggingFace) -> list[str]:
-    """Returns our names of the types of RoPE that a family has in transformers."""
+    """Returns our names of the RoPE types that a family supports in transformers."""
     return [_TYPES[kind] for kind in hf.ropes or [kind for kind in _TYPES if _TYPES[kind] != "longrope"]]
 
 
@@ -144,8 +144,8 @@ def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, r
 
 
 def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
-    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) rather
-    than by 1."""
+    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) or by
+    1."""
     usual = _yarn_scale(rope["factor"])
     factor = rope.get("attention_factor")
     if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -165,7 +165,7 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
     """Inverts `rope_keys` for a resolved configuration, in a form that every version of transformers reads. If the
-    family has a base for each kind of layers, there are fields for each."""
+    family has a separate RoPE base for each kind of layer, each kind has its fields."""
     theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
     if scaling and hf.rope_sizes:
         scaling |= {field: config[ours] for ours, field in hf.rope_sizes.items()}

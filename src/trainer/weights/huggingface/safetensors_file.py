@@ -19,7 +19,7 @@ from trainer.leaves.source import Box
 
 # The dtypes that can be read and written, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# A dtype that can be read only as a part of quantized matrices; see `packed`.
+# A dtype that only quantized matrices may use; see `packed`.
 FLOAT8 = "F8_E4M3"
 _READ = {
     **DTYPES,
@@ -27,7 +27,7 @@ _READ = {
     **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
     "U8": np.dtype(np.uint8),
 }
-# The dtypes that can be shown; any program may have written the file.
+# The dtypes that can be displayed; any program may have written the file.
 _SHOWN = {
     **_READ,
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -46,14 +46,14 @@ class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     path: Path
-    kind: str  # the format's name of the dtype, which may be one that cannot be read
+    kind: str  # the format's name of the dtype, which may be unsupported for reading
     shape: tuple[int, ...]
     start: int  # position of its first byte in the file
     nbytes: int  # bytes in the file
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its values, which must be one that can be read."""
+        """The dtype of its values, which must be readable."""
         return _READ[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
@@ -76,7 +76,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def shown_dtype(self) -> np.dtype | None:
-        """The dtype of its values for `all_values`; None if it cannot be shown."""
+        """The dtype of its values for `all_values`; None if it cannot be displayed."""
         return _SHOWN.get(self.kind)
 
     def all_values(self) -> np.ndarray:
@@ -137,7 +137,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 
 
 def header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file. The bytes of `tensors` follow it in their order, with nothing between them."""
+    """Returns the beginning of a file. The bytes of `tensors` follow directly, in their order."""
     parts: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
@@ -187,17 +187,17 @@ class SafetensorsFile:
         self._file.truncate(end)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes one tensor, which must have the shape and dtype that the header states."""
+        """Writes one tensor. It must have the shape and dtype in the header."""
         start, end = self._offsets[name]
         assert value.nbytes == end - start, name
         self._file.seek(start)
         self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
     def copy(self, name: str, tensor: StoredTensor) -> None:
-        """Copies a tensor from another file, in strips. It must have the shape and dtype that the header states.
+        """Copies a tensor from another file, in strips. It must have the shape and dtype in the header.
 
         Raises:
-          UserError: that file was truncated after it was opened.
+          UserError: the other file was truncated after it was opened.
         """
         start, end = self._offsets[name]
         assert tensor.nbytes == end - start, name

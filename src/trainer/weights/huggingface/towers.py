@@ -1,6 +1,6 @@
 """Hugging Face directories of multimodal models (`Outer`), which have towers for other data, such as images.
 
-Only the text model is read, as if it had been saved alone, with its config.json and its tensors.
+Only the text model is read, as if it had been saved alone, with its own config.json and tensors.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# The prefixes of the text model's tensors if it is saved alone, each with the prefixes in such a directory: those in
-# published models and as saved by transformers 4 and 5, and those of the module in transformers 5, which reads both.
+# Maps the prefixes of the text model's tensors, if it is saved alone, to the prefixes in such a directory: those in
+# published models and as saved by transformers 4 and 5, and the module's in transformers 5, which reads both.
 _BODY, _HEAD = "model.", "lm_head."
 _PREFIXES = {
     _BODY: ("language_model.model.", "model.language_model."),
@@ -36,7 +36,7 @@ class TextModel(NamedTuple):
       config: its config.json, as if it had been saved alone.
       tensors: its tensors, by their names in the directory.
       others: all other tensors.
-      prefixes: the prefixes of the names of `tensors`, by the prefixes if the model is saved alone.
+      prefixes: maps the prefixes of a text model that is saved alone to the prefixes of `tensors`.
     """
 
     outer: Outer
@@ -46,12 +46,12 @@ class TextModel(NamedTuple):
     prefixes: Mapping[str, str]
 
     def alone(self, name: str) -> str:
-        """Returns the name of one of `tensors` if the model is saved alone."""
+        """Returns the name that one of `tensors` has if the model is saved alone."""
         own, here = next(pair for pair in self.prefixes.items() if name.startswith(pair[1]))
         return own + name.removeprefix(here)
 
     def here(self, name: str) -> str:
-        """Inverts `alone`. A head that is not stored gets its name in transformers."""
+        """Inverts `alone`. A head that is not stored gets transformers' name."""
         own = next((own for own in _PREFIXES if name.startswith(own)), "")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
@@ -80,7 +80,7 @@ def text_model(
       decoder_block: see `config_json.model_keys`.
 
     Raises:
-      UserError: there is no text model, the declaration does not allow it, or a field or tensor is not known.
+      UserError: there is no text model, the declaration does not allow it, or a field or tensor is unknown.
     """
     known = [hf for _, hf in declarations(decoder_block)]
     outer = next((it for hf in known for it in hf.outers if it.model_type == data.get("model_type")), None)
@@ -114,7 +114,7 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str
     """Returns `TextModel.prefixes`.
 
     Raises:
-      UserError: there is no text model, or a part of it occurs under two names.
+      UserError: there is no text model, or one of its parts occurs under two names.
     """
     found = dict[str, str]()
     for own, forms in _PREFIXES.items():
@@ -129,14 +129,14 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str
 
 def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json of the text model alone. Fields of the whole model are outside of `text_config`. As in
-    transformers, fields of quantization may be in `text_config` if they are absent outside."""
+    transformers, quantization fields may be in `text_config` if they are absent outside."""
     whole = {name: data[name] for name in NEUTRAL if data.get(name) is not None and name != LONGEST}
     quantized = {name: data[name] for name in QUANTIZED if data.get(name)}
     return {**hf.nested, **data[_TEXT], **outer.tokens, **whole, **quantized}
 
 
 def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:
-    """Returns whether the head is the embedding table. transformers 4 reads this from `text_config`, 5 from outside. If
-    the two contradict each other, 5 does not tie a head that has a separate tensor."""
+    """Returns whether the head is the embedding table. transformers 4 reads this from `text_config`, transformers 5
+    from outside of it. If the two contradict each other, transformers 5 does not tie a head with a separate tensor."""
     above, below = bool(data.get(_TIED, outer.tied)), bool(data[_TEXT].get(_TIED, hf.nested.get(_TIED, False)))
     return above if above == below else not has_head

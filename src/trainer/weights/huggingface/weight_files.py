@@ -1,4 +1,4 @@
-"""The files with the model's weights in a Hugging Face directory, and the tensors in them."""
+"""The files with a model's weights in a Hugging Face directory, and the tensors in these files."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,19 +10,19 @@ from trainer.config.paths import path_problem
 from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_tensors
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in the folder of its base
-BUFFER = "rotary_emb.inv_freq"  # old folders contain it; it follows from config.json
+PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in its base's folder
+BUFFER = "rotary_emb.inv_freq"  # in old folders; it can be computed from config.json
 _FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may contain weights
-_MOST = 20  # at most so many lines in a message, and names in a line
+_MOST = 20  # the maximum lines of a message, and names in a line
 _STRIP = 1 << 25  # bytes to compare at once
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files with the model's weights: model.safetensors, else the files of the index, else the
-    only file, as in transformers; [] if there is none. An index that names model.safetensors takes precedence.
+    """Returns the safetensors files with the model's weights. As in transformers: model.safetensors, else the files of
+    the index, else the only file; [] if there is none. An index that lists model.safetensors takes precedence.
 
     Raises:
-      UserError: there are several files and no index, or the index has names that are not files of the directory.
+      UserError: there are several files and no index, or the index lists names that are not files of the directory.
     """
     names = sorted(set(_weight_map(path).values()))
     if (path / SINGLE).is_file() and SINGLE not in names:
@@ -36,7 +36,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def other_forms(path: Path) -> str:
-    """Returns a line about files that may contain weights and are not read; "" if there are none."""
+    """Returns a line about files that may contain weights but are not read; "" if there are none."""
     read = [file.name for file in weight_files(path)]
     names = sorted({file.name for form in _FORMS for file in path.glob(form)} - set(read))
     if not names:
@@ -48,8 +48,8 @@ def other_forms(path: Path) -> str:
 
 
 def model_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors in `weight_files(path)` by name, without reading them. If several files have copies of a
-    tensor, it is that of the file in the index; copies are read, to compare them.
+    """Returns the tensors in `weight_files(path)` by name, without reading them. Of several copies of a tensor, returns
+    the copy in the index's file; reads copies to compare them.
 
     Raises:
       UserError: a file is damaged, or the index and the files contradict each other.
@@ -61,7 +61,7 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
     problems = []
     for name, file in index.items():
         other = next((other for other, tensors in found.items() if name in tensors), "")
-        if other and name not in found[file]:  # one in no file may be a tied head; the rest is reported later
+        if other and name not in found[file]:  # in no file: perhaps a tied head; the rest is reported later
             problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor; it is in {other}")
     for file, tensors in found.items():
         for name, tensor in tensors.items():
@@ -122,7 +122,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors have the same type, shape and bits. Reads both."""
+    """Returns whether two tensors have equal type, shape and bits. Reads both."""
     if (one.kind, one.shape) != (other.kind, other.shape):
         return False
     with one.path.open("rb") as first, other.path.open("rb") as second:

@@ -44,14 +44,14 @@ def write_huggingface(
 
     Args:
       config: resolved.
-      dtype: the dtype to cast to; None keeps the stored dtype of each tensor.
+      dtype: the dtype to cast to; None keeps each tensor's stored dtype.
       about: provides further fields of config.json.
-      shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a file for itself.
+      shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a separate file.
       like: a directory whose config.json and other tensors are also written. `leaves` must then be floats.
 
     Raises:
-      UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the
-        model; or see `target_dtypes`.
+      UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the model;
+        or the error of `target_dtypes`.
     """
     kernels = stored_kernels(config)
     parts = names_of(nested(kernels))
@@ -89,14 +89,14 @@ def write_huggingface(
 
 
 class _Target(NamedTuple):
-    """A tensor to write, which may merge several parameters.
+    """A tensor to write, in which several parameters may be merged.
 
     Attributes:
-      names, layouts: of its parameters.
-      where, layer: their place, and the number of their layer; 0 outside of the stacks.
-      shape, dtype: of the tensor; if it is quantized, of the matrix.
-      scheme: how it is quantized; None for floats.
-      merged: how its parts are merged; None for a single part.
+      names, layouts: of the tensor's parameters.
+      where, layer: the parameters' place, and their layer number; 0 outside of the stacks.
+      shape, dtype: of the tensor; for a quantized tensor, of the matrix.
+      scheme: how the tensor is quantized; None for floats.
+      merged: how the tensor's parts are merged; None for a single part.
     """
 
     names: tuple[str, ...]
@@ -109,14 +109,14 @@ class _Target(NamedTuple):
     merged: Merged | None
 
     def files(self, tensor: str) -> Tensors:
-        """Returns the tensors to write for it, given its name `tensor`."""
+        """Returns the stored tensors that represent this tensor, given its name `tensor`."""
         if self.scheme is None:
             return {tensor: (self.shape, self.dtype)}
         out, into = self.shape
         return quantized_tensors(tensor, (out, into), self.scheme)
 
     def arrays(self, tensor: str, parts: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-        """Returns the values of `files`. `parts`: the value of each part, or codes and scales if it is quantized."""
+        """Returns the values of `files`. `parts`: each part's value, or codes and scales if it is quantized."""
         whole = [self.merged.joined(each) if self.merged else each[0] for each in zip(*parts, strict=True)]
         return {tensor: whole[0]} if self.scheme is None else arrays_of(tensor, whole[0], whole[1], self.scheme)
 
@@ -151,7 +151,7 @@ def _plan(
 
 
 def _by_parameters(plan: Mapping[str, _Target]) -> dict[tuple[str, ...], list[str]]:
-    """Returns the tensors of parameters that are written together."""
+    """Returns the tensors, grouped by the parameters that are written together."""
     found = dict[tuple[str, ...], list[str]]()
     for tensor, it in plan.items():
         found.setdefault(it.names, []).append(tensor)
@@ -182,7 +182,7 @@ def _stream(
 
 
 def _in_order(plan: Mapping[str, _Target]) -> Tensors:
-    """Returns all tensors in the order of the forward pass, so that a shard has complete layers."""
+    """Returns all tensors in the order of the forward pass, so that shards contain complete layers."""
 
     def order(it: tuple[str, _Target]) -> tuple[int, int]:
         (name, *_), where = it[1].names, it[1].where

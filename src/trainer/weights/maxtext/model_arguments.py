@@ -1,5 +1,5 @@
-"""Converts a model's keys to arguments of MaxText's command line. Checked against MaxText's commit
-e591f30 (0.2.4) and 0.2.5."""
+"""Converts a model's keys to arguments for MaxText's command line. Checked against MaxText's commit e591f30 (0.2.4) and
+0.2.5."""
 
 from typing import Any
 
@@ -19,15 +19,15 @@ _LLAMA31 = {
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-# Keys that are integers in MaxText: for RoPE of any type, and for YaRN.
+# Keys that are integers in MaxText: for every RoPE type, and for YaRN.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
-    """Returns MaxText's keys for the model of `config`, which is resolved.
+    """Returns MaxText's keys for the model of the resolved configuration `config`.
 
-    `model_name` stays the default, unless MaxText's block depends on it.
+    `model_name` remains the default, unless MaxText's block depends on it.
 
     Raises:
       UserError: lists every key whose value MaxText's block cannot compute.
@@ -52,14 +52,14 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type == "yarn":
         keys |= {name: int(config[name]) for name in _WHOLE_YARN}
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
-        # Whether pairs are adjacent, see `read.in_pairs`; and the length of MaxText's cos/sin table.
+        # Whether RoPE pairs are adjacent, see `read.in_pairs`; and the length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
         keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
     return keys
 
 
 def maxtext_notes(config: Config) -> list[str]:
-    """Returns a line if MaxText computes the same function only on short texts."""
+    """Returns a line if MaxText gives the same results only on short texts."""
     if config.attention_type != "local_sliding":
         return []
     return [
@@ -69,7 +69,7 @@ def maxtext_notes(config: Config) -> list[str]:
 
 
 def _other_rotation(config: Config, there: MaxText) -> list[str]:
-    """Returns why layers with a window rotate differently in MaxText."""
+    """Returns why MaxText rotates differently in layers with a window."""
     if not period(config):
         return ["its block has no layers with a window"]
     if config.rope_type != "default":

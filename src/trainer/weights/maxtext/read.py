@@ -1,8 +1,8 @@
-"""MaxText's checkpoints: Orbax trees, of which only the parameters are read.
+"""Reads MaxText's checkpoints: Orbax trees, of which only the parameters are read.
 
-A run of MaxText has the tree in checkpoints/N/items, _CHECKPOINT_METADATA next to it, and sometimes the position in the
-data. In the tree, the parameters are under params/params. If MaxText's NNX model wrote them, they are at the root, each
-as {"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
+A MaxText run has the tree in checkpoints/N/items, _CHECKPOINT_METADATA next to it, and sometimes the position in the
+data. In the tree, the parameters are under params/params. MaxText's NNX model writes them at the root instead, each as
+{"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...,
   and layers after the whole repetitions of a pattern are in decoder/layers_remainder/layers_0, ...;
 - some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`), store
@@ -31,28 +31,28 @@ from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rot
 from trainer.models.patterns import LAYERS, REMAINDER
 from trainer.weights.about_files import about_in
 
-# Keys of the custom metadata: one of MaxText, and one that this trainer adds: whether RoPE rotates adjacent pairs.
+# Keys of the custom metadata: MaxText's, and one that this trainer adds, for whether RoPE rotates adjacent pairs.
 PAIRS = "rotary_pairs"
 ROOT = "params/params/"
-# The places of router biases in MaxText 0.2.5, where they are not parameters: in a state, and in parameters alone.
-# Their layers are always stacked on axis 0, whatever param_scan_axis is.
+# The places of router biases in MaxText 0.2.5, where they are not parameters: in a complete state, and in parameters
+# alone. The biases' layers are always stacked on axis 0, regardless of param_scan_axis.
 _BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
 BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
 _FINAL_NORM = "decoder/decoder_norm/"
-# Other locations of parameters: MaxText's NNX model writes them with or without its whole state, or post-training does.
+# Other locations of parameters: of MaxText's NNX model, with or without its complete state, or of post-training.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
-_RANDOM = {"rngs", "dropout"}  # state at these locations that is not parameters
+_RANDOM = {"rngs", "dropout"}  # locations of state that is not parameters
 UNCHANGED = (1.0, 0.0)
-# How to convert a tensor to ours: the axis of its layers, or -1 if it is a single layer; the number of entries of heads
-# to reorder, and whether to pairs (`reordered`); factor and offset, see `conversion`.
+# How to convert a tensor to ours: the axis of layers, or -1 for a single layer; the number of entries of heads to
+# reorder, and whether to reorder to pairs (`reordered`); factor and offset, see `conversion`.
 _How = tuple[int, int, bool, tuple[float, float]]
 
 
 class MaxTextSource:
-    """See `Source`. It has no keys of the model: the configuration defines them."""
+    """See `Source`. It has no model keys: the configuration defines the model."""
 
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
@@ -60,7 +60,7 @@ class MaxTextSource:
     averaged = False
 
     def __init__(self, path: Path, tokenizer: Path):
-        """`path`: the folder of the Orbax tree; `tokenizer`: a folder that may contain the tokenizer's files.
+        """`path`: the folder of the Orbax tree; `tokenizer`: a folder that may contain tokenizer files.
 
         Raises:
           UserError: the tree contains no parameters of a decoder.
@@ -105,8 +105,8 @@ class MaxTextSource:
         return {name: path for name, (path, _) in self._headers.items()}
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`. Notes the assumed order of a head's entries, which MaxText does not record;
-        contradictions between the metadata and the arrays; and modules that are not read."""
+        """See `Source.notes`. Reports the assumed RoPE pairing, which MaxText does not record; contradictions between
+        the metadata and the arrays; and modules that are not read."""
         lines = []
         if PAIRS not in self._said and not no_effect_of(config, "rope_interleave"):
             order = "adjacent pairs" if in_pairs(config) else "halves"
@@ -140,7 +140,7 @@ class MaxTextSource:
         return lines
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`. The model's norm, read as the final norm of a module, does not count."""
+        """See `Source.held`. The model's norm does not count where it is read as a module's final norm."""
         of = places_of(config, shapes)
         stored = {name: self._stored(config, name, shape, of[name], 1) for name, shape in shapes.items()}
         return [
@@ -183,7 +183,7 @@ class MaxTextSource:
         for name, tensors in stored.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
             where = places[name]
-            # The axis of the layers; -1 if a tensor holds a single layer.
+            # The axis of the layers; -1 if a tensor contains a single layer.
             stacked = where is not None and not left_over(where) and names_of(config, name, where)[0] in tensors
             on = self._axis(name, axis) if stacked else 0 if where is None else -1
             how = (on, heads.get(name, 0), config.rope_interleave, conversion(config, name))
@@ -193,10 +193,10 @@ class MaxTextSource:
         return leaves
 
     def _scan_axis(self, shapes: Shapes) -> int:
-        """Returns the axis on which layers are stacked. `shapes` are the shapes of the stacks' parameters.
+        """Returns the axis on which layers are stacked. `shapes`: the shapes of the stacks' parameters.
 
         Raises:
-          UserError: every array has the same shape for either axis.
+          UserError: the axis is ambiguous: every array has the same shape for either axis.
         """
         stacked = {name: shape for name, shape in shapes.items() if name in self._headers.keys() - self._biases}
         fits = [
@@ -223,7 +223,7 @@ class MaxTextSource:
         """Returns name and shape of the tensors of a canonical parameter."""
         if where is None:
             return {_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name: shape}
-        # If there are more layers than tensors, one is missing. This shows without generating that many names.
+        # With more layers than tensors, one is missing. This is detected without generating that many names.
         few = where._replace(layers=where.layers[: len(self._headers) + 1])
         stacked, each = names_of(config, name, few)
         if each[0] in self._headers or left_over(where):
@@ -242,7 +242,7 @@ class MaxTextSource:
         return (value.astype(np.float32) - np.float32(offset)) * np.float32(factor)
 
     def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        """Reads like `_read`, but onto devices, which also convert the tensor. Each process reads its devices'
+        """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
         slices."""
         axis, head, _, changed = how
         stored, header = self._headers[tensor]
@@ -251,7 +251,7 @@ class MaxTextSource:
             return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
 
         sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
-        dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before it is rounded
+        dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before rounding
         value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         if axis != 0 or head or changed != UNCHANGED:
             value = _to_ours(value, how, abstract.dtype)
@@ -267,7 +267,7 @@ def _to_ours(value: jax.Array, how: _How, dtype: Any) -> jax.Array:
 
 
 def _not_maxtexts(headers: Mapping[str, Any]) -> str:
-    """Returns the reason to refuse an Orbax tree."""
+    """Returns why an Orbax tree is refused."""
     if f"params/{_TABLE}" in headers:
         return (
             "a part of a checkpoint of this trainer, not of MaxText; give the run's folder, its checkpoints/N, or the "
@@ -281,12 +281,12 @@ def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def left_over(where: Place) -> bool:
-    """Returns whether the layers follow the whole repetitions of a pattern. MaxText does not stack these."""
+    """Returns whether the layers follow the complete repetitions of a pattern. MaxText does not stack such layers."""
     return where.stack == REMAINDER
 
 
 def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
-    """Returns MaxText's name of the stacked array of a canonical parameter, and of each layer if they are not
+    """Returns MaxText's name of a canonical parameter's stacked array, and of each layer if the layers are not
     scanned."""
     if own := maxtext(config.decoder_block).names:
         return own(name, where)
@@ -297,7 +297,7 @@ def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
 
 
 def layer_name(where: Place, index: int) -> str:
-    """Returns MaxText's name for layer number `index` of a parameter if layers are not scanned."""
+    """Returns MaxText's name for layer number `index` of a parameter whose layers are not scanned."""
     if left_over(where):
         return f"decoder/{LAYERS}_{where.layers[index]}/{where.path}"
     return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
@@ -306,9 +306,9 @@ def layer_name(where: Place, index: int) -> str:
 def in_pairs(config: Config) -> bool:
     """Returns whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
-    Its models llama3.1-*, and those of some blocks (`MaxText.pairs`), rotate pairs under every rope_type. Other models
-    rotate pairs with rope_type=llama3.1 and, by its default rope_interleave=true, with yarn. Its llama3.3-* set no
-    rope_type, like ours, so they rotate halves.
+    Its models llama3.1-*, and the models of some blocks (`MaxText.pairs`), rotate pairs under every rope_type. Other
+    models rotate pairs with rope_type=llama3.1 and, because of the default rope_interleave=true, with yarn. llama3.3-*
+    set no rope_type, as in our presets, so they rotate halves.
     """
     if config.model_name.startswith("llama3.1") or maxtext(config.decoder_block).pairs:
         return True
@@ -318,11 +318,11 @@ def in_pairs(config: Config) -> bool:
 
 
 def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) -> Mapping[str, int]:
-    """Returns the parameters of `shapes` whose heads must be reordered, given whether MaxText rotates `pairs`, with the
-    sizes of a head.
+    """Returns the parameters in `shapes` whose heads must be reordered, each with the size of a head. `pairs`: whether
+    MaxText rotates pairs.
 
     Raises:
-      UserError: the family does not declare which these are.
+      UserError: the family does not declare which parameters these are.
     """
     if pairs == config.rope_interleave:
         return {}

@@ -1,4 +1,4 @@
-"""Writes parameters for MaxText's load_parameters_path; the inverse of `read`."""
+"""Writes parameters for MaxText's load_parameters_path: the inverse of `read`."""
 
 import json
 from collections.abc import Mapping
@@ -27,25 +27,25 @@ from trainer.weights.maxtext.read import (
 )
 from trainer.weights.params.write import target_dtypes
 
-STEP = "0"  # the folder name of the only checkpoint that is written
+STEP = "0"  # the folder name of the single checkpoint that is written
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _COMMITTED = "commit_success.txt"
 
 
 def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
-    """Writes `leaves`, one after the other, to `folder`/0/items. `folder` must exist and be empty.
+    """Writes `leaves` one by one to `folder`/0/items. `folder` must exist and be empty.
 
     Args:
-      config: resolved; it determines the order of a head's entries.
+      config: resolved; determines the RoPE pairing.
       dtype: see `params.write.write_params`.
       scan: whether to stack layers on axis 1, as MaxText does with scan_layers=true and its default param_scan_axis.
 
     Raises:
-      UserError: MaxText cannot compute this model, see `maxtext_keys`; or see `target_dtypes`.
+      UserError: MaxText cannot compute this model (see `maxtext_keys`), or the error of `target_dtypes`.
     """
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
-    # The files match the keys of `maxtext_keys`: its rope_type and rope_interleave determine the order.
+    # The files match the keys of `maxtext_keys`: the rope_type and rope_interleave there determine the RoPE pairing.
     pairs = config.rope_type != "default" or is_latent(config)
     pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
     heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
@@ -83,11 +83,11 @@ def _stored(
 
 
 def _as_maxtext_has_it(step: Path) -> None:
-    """Converts a checkpoint of Orbax v1 to the names and files of Orbax v0, which MaxText uses."""
+    """Converts an Orbax v1 checkpoint to the names and files of Orbax v0, which MaxText uses."""
     (step / "state").rename(step / ITEMS)
     (step / "orbax.checkpoint").unlink()
     for folder in (step, step / ITEMS):
-        (folder / _COMMITTED).touch()  # marks a complete checkpoint in a bucket, in case it is copied to one
+        (folder / _COMMITTED).touch()  # marks a complete checkpoint, in case it is copied to a bucket
     file = step / orbax.COMPOSITE
     metadata = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(metadata | {"item_handlers": {ITEMS: _HANDLER}}), encoding="utf-8")

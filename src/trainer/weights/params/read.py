@@ -1,6 +1,6 @@
 """Parameters in this trainer's format: an Orbax tree, config.yml and the tokenizer's files.
 
-They are read from a run's checkpoint (see `manager`), or from a folder that `trainer.export` wrote, which contains
+They are read from a run's checkpoint (see `manager`), or from a folder written by `trainer.export`, which contains
   checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
                 gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
   config.yml    the model's keys, see `model_keys.model_yaml`
@@ -34,7 +34,7 @@ from trainer.weights.stored import as_floats, stored_kernels, with_storage
 TREE = "checkpoint"
 CONFIG = "config.yml"
 ROOT, REST = "params/", "rest/"
-_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: for all islands, along the first axis
+_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: all islands' arrays, along the first axis
 _AVERAGES = f"{AVERAGE}/"
 _mean = jax.jit(mean_of_islands)
 _reordered = jax.jit(reordered, static_argnames=("head", "pairs"))
@@ -48,8 +48,8 @@ class ParamsSource:
     def __init__(
         self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
     ):
-        """`tree`, `config`, `tokenizer`: their paths in the folder `path`. `average`: whether to read averages in place
-        of parameters that have one.
+        """`tree`, `config`, `tokenizer`: paths in the folder `path`. `average`: whether to read averages in place of
+        the parameters that have one.
 
         Raises:
           UserError: the checkpoint is damaged or has no average.
@@ -110,14 +110,14 @@ class ParamsSource:
             for name, header in headers.items()
             if module_of(name) <= config.mtp_num_layers
         }
-        # Parts of a parameter have separate dtypes, which `load_parameters` compares.
+        # The parts of a parameter have separate dtypes, which `load_parameters` compares.
         check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
         return {
             name: self._leaf(name, shape, heads.get(name, 0), config.rope_interleave) for name, shape in shapes.items()
         }
 
     def _heads(self, config: Config, shapes: Shapes) -> dict[str, int]:
-        """Returns the weights of `shapes` whose heads must be reordered, with the number of entries of a head."""
+        """Returns the weights in `shapes` whose heads must be reordered, each with the number of entries of a head."""
         if self.keys["rope_interleave"] == config.rope_interleave:
             return {}
         masks = masks_of(config)
@@ -131,7 +131,7 @@ class ParamsSource:
         return heads | {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
 
     def _of_islands(self, name: str) -> bool:
-        """Whether `name` is stored for every island, along the first axis."""
+        """Whether `name` is stored for all islands, along the first axis."""
         return self._paths[name].startswith(_ISLANDS)
 
     def _leaf(self, name: str, shape: tuple[int, ...], head: int, pairs: bool) -> Leaf:

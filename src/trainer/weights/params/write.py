@@ -17,17 +17,17 @@ def write_params(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype
     """Writes `leaves`, one after the other, and config.yml into `folder`, which must exist and be empty.
 
     Args:
-      config: resolved; it determines the order of a head's entries.
-      dtype: the dtype to cast floating-point values to; None keeps each stored dtype. Other values and `Leaf.buffer`
-        are never cast.
+      config: resolved; determines the RoPE pairing.
+      dtype: the dtype to which floating-point values are cast; None keeps each stored dtype. Other values and
+        `Leaf.buffer` are never cast.
 
     Raises:
-      UserError: see `target_dtypes`.
+      UserError: the error of `target_dtypes`.
     """
     targets = target_dtypes(leaves, dtype)
     with orbax.writer(folder / TREE) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
-            # The value gets no name, which would keep this leaf in memory while the next one is read.
+            # The value has no name, because a name would keep this leaf in memory while the next one is read.
             write({f"{REST if leaf.buffer else ROOT}{name}": leaf.read(targets[name], tick)})
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
 

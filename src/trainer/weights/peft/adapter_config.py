@@ -26,7 +26,7 @@ _FIELDS = {
     "rank_pattern": Field(dict, null=True),
     "alpha_pattern": Field(dict, null=True),
 }
-# Fields that may affect the initial adapter or the choice of matrices, but not the function of its tensors. Products of
+# Fields that may affect the initial adapter or the choice of matrices, but not how its tensors are used. Products of
 # all known models are torch.nn.Linear, for which peft ignores fan_in_fan_out.
 _WITHOUT_EFFECT = (
     *("alora_config", "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = (
     *("loftq_config", "lora_ga_config", "megatron_core", "merge_weights", "peft_version", "qalora_group_size"),
     *("revision", "runtime_config", "task_type"),
 )
-# Fields that must be absent, null, false, 0 or empty, and why.
+# Fields that must be absent, null, false, 0 or empty, with the reasons.
 _REFUSED = {
     "use_dora": "DoRA: it also scales each output",
     "rank_pattern": "ranks that differ between matrices",
@@ -54,8 +54,8 @@ _REFUSED = {
 }
 # With these initial adapters, the base is unchanged. For the others, peft subtracts the initial adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# Written by peft for experts in transformers 5 if adapters were requested by the names of transformers 4: gate_proj and
-# up_proj, which are now one matrix, have one adapter of twice the rank and the same scale.
+# For experts in transformers 5, peft writes this if adapters were requested by the names of transformers 4: gate_proj
+# and up_proj, which are now one matrix, have one adapter of twice the rank and the same scale.
 _FUSED = r".*\.gate_up_proj"
 
 
@@ -63,13 +63,13 @@ class PeftConfig:
     """An adapter_config.json.
 
     Attributes:
-      rank: of every adapter; adapters of a smaller rank, `least`, are padded with zeros.
-      alpha: the scale of the product times `rank`.
+      rank: the rank of every adapter; adapters of a smaller rank, `least`, are padded with zeros.
+      alpha: `rank` times the scale of the product.
       base: base_model_name_or_path, or "".
       modules: modules_to_save.
-      targets: the names of target_modules; () if it is a pattern, or if the file names other modules.
+      targets: the names in target_modules; () if that is a pattern, or if the file names other modules.
       biases: whether biases were trained.
-      multiples: rank_pattern, if only modules that merge parameters may have it.
+      multiples: rank_pattern, if only merged modules may have it.
       notes: lines about settings that are not kept.
     """
 
@@ -118,8 +118,8 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
 
 
 def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
-    """Returns whether all differing ranks are multiples of `rank`, with the same scale as the others. This trainer
-    writes modules that merge parameters in this way. For other modules, the check of tensor shapes would fail later."""
+    """Returns whether all differing ranks are multiples of `rank` with the same scale as the other ranks. This trainer
+    writes merged modules in this way. For other modules, the check of tensor shapes would fail later."""
     ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
     whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
     alpha = data.get("lora_alpha", 8)
@@ -150,7 +150,7 @@ def _problems(data: Mapping[str, Any], ignored: Sequence[str]) -> list[str]:
 
 
 def _unknown(data: Mapping[str, Any]) -> list[str]:
-    """Returns the fields with a value that peft's version `_CHECKED` does not know. peft ignores such fields, too."""
+    """Returns the fields with a value that peft's version `_CHECKED` does not know; peft also ignores such fields."""
     return [name for name, value in data.items() if value and name not in {*_FIELDS, *_WITHOUT_EFFECT, *_REFUSED}]
 
 
@@ -168,14 +168,14 @@ def config_fields(
     saved: Sequence[str],
     tied: bool,
 ) -> dict[str, Any]:
-    """Returns an adapter_config.json. All fields but those for `parameters` and `tied` exist since peft 0.7.
+    """Returns an adapter_config.json. Its fields exist since peft 0.7, except those for `parameters` and `tied`.
 
     Args:
       base: base_model_name_or_path.
       targets: target_modules.
       parameters: target_parameters.
       saved: modules_to_save.
-      tied: whether `saved` has the table and the head, and they are tied.
+      tied: whether `saved` contains the table and the head, and these are tied.
     """
     return {
         "peft_type": "LORA",

@@ -1,11 +1,11 @@
 """Adapters of modules that merge several parameters (`models.huggingface.Merged`), in files of Hugging Face's PEFT.
 
-Here every parameter has a separate adapter: a_i [r, in] and b_i [out_i, r], as PEFT stores them. The adapter of a
-module that merges k parameters has one of two forms:
+In this trainer, every parameter has a separate adapter: a_i [r, in] and b_i [out_i, r], as PEFT stores them. The
+adapter of a module that merges k parameters has one of two forms:
 
 - if all a_i are equal, a is that matrix, and b stacks b_1, b_2, ... along outputs. peft trains this form, with rank r;
-- otherwise a stacks a_1, a_2, ..., [k r, in], and b is [out, k r], with b_i in the columns of a_i and zeros elsewhere,
-  which computes the same. Its rank and its alpha are k times those of other adapters (`rank_pattern`).
+- otherwise a stacks a_1, a_2, ..., [k r, in], and b is [out, k r], with b_i in the columns of a_i and zeros elsewhere.
+  The product is the same. Rank and alpha are k times the rank and alpha of other adapters (`rank_pattern`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ from trainer.weights.peft.tensor_names import A, B, Made, Named, Tables, below
 
 @dataclass(frozen=True)
 class MergedModule:
-    """Parameters that a module merges.
+    """The parameters that a module merges.
 
     Attributes:
-      name: of the merged tensor, with {} for the layer.
+      name: the name of the merged tensor, with {} for the layer.
       parts: the canonical names of the parameters.
-      sizes: the number of outputs of each.
+      sizes: the number of outputs of each parameter.
     """
 
     name: str
@@ -41,7 +41,7 @@ class MergedModule:
     sizes: tuple[int, ...]
 
     def cut(self, i: int) -> slice:
-        """Returns the outputs of part i."""
+        """Returns the range of part i's outputs."""
         return self.how.cut(self.sizes, i)
 
 
@@ -86,7 +86,7 @@ def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: i
 
 
 def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
-    """Replaces the tensors of one module in `result`, if they have its size.
+    """Replaces the tensors of one module in `result`, if their size is that of the whole module.
 
     Raises:
       UserError: a part has separate tensors.
@@ -132,8 +132,8 @@ def _columns(name: str, rows: TensorPart, columns: slice) -> Callable[[], np.nda
 def with_whole_modules(
     config: Config, tables: Tables, leaves: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, int]]:
-    """Returns `leaves` with parts replaced by merged modules; and, by the end of a module's name, the ratio of its
-    adapter's rank to other adapters' rank. Changes `tables` accordingly.
+    """Returns `leaves` with parts replaced by merged modules; and, by the end of a module's name, the rank of its
+    adapter divided by other adapters' rank. Changes `tables` accordingly.
 
     Raises:
       UserError: some parameters of a module are trained, and others are not.
@@ -168,7 +168,7 @@ def with_whole_modules(
 
 
 def _theirs(config: Config, tables: Tables, name: str, leaf: Leaf) -> list[np.ndarray]:
-    """Returns the tensors of a parameter, by layer."""
+    """Returns the tensors of a parameter in PEFT's form, by layer."""
     layout, place = tables.layouts[name], tables.place(name)
     head = head_to_reorder(config, layout, leaf.shape)
     layers = leaf.layers(lambda size: None) if place else [leaf.read(leaf.dtype, lambda size: None)]
@@ -176,7 +176,7 @@ def _theirs(config: Config, tables: Tables, name: str, leaf: Leaf) -> list[np.nd
 
 
 def _leaf(layers: Sequence[np.ndarray], tables: Tables, name: str) -> Leaf:
-    """Returns a leaf of unchanged tensors, one for each layer of the parameter `name`."""
+    """Returns a leaf that consists of the unchanged tensors of a parameter `name`, one per layer."""
     stacked = (len(layers),) if tables.place(name) else ()
     return Leaf((*stacked, *layers[0].shape), layers[0].dtype, [lambda it=it: it for it in layers])  # type: ignore[misc]
 
@@ -194,7 +194,7 @@ def _adapter(
     leaves: dict[str, Leaf],
     shared: bool,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns a and b of a merged module, by layer. Removes those of its parts from `leaves`."""
+    """Returns a and b of a merged module, by layer. Removes the parts' adapters from `leaves`."""
     found: list[Any] = [
         tuple(_theirs(config, tables, name, leaves.pop(name)) for name in pair) if pair[0] in leaves else None
         for pair in pairs

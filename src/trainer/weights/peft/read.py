@@ -29,16 +29,16 @@ TABLE, HEAD = "token_embedder/embedding", "decoder/logits_dense/kernel"
 
 
 def is_peft(folder: Path) -> bool:
-    """Returns whether a folder is PEFT's."""
+    """Returns whether a folder is in PEFT's format."""
     return (folder / CONFIG).is_file()
 
 
 class PeftSource:
-    """A `Source` of adapters, and of parameters that were trained with them (modules_to_save).
+    """A `Source` of adapters, and of parameters that were trained together with them (modules_to_save).
 
     Attributes:
       rank, alpha: the product of an adapter is alpha / rank x a b.
-      base: the name or path of the model that it adapts, or "".
+      base: the name or path of the adapted model, or "".
       origin: the same as a `Base`, see `Adapters`.
     """
 
@@ -79,7 +79,7 @@ class PeftSource:
         return [*self._said.notes, f"{self.path}: {PEFT_WEIGHTS} has no adapter of target_modules: {shown}"]
 
     def lora_keys(self, config: Config) -> dict[str, Any]:
-        """Returns the keys that give a model of `config` this folder's adapters and the same trained parameters.
+        """Returns the keys with which a model of `config` has this folder's adapters and trains the same parameters.
 
         Raises:
           UserError: see `pattern`.
@@ -94,10 +94,10 @@ class PeftSource:
         return keys | ({"trainable_parameters_mask": trained} if trained else {})
 
     def pattern(self, config: Config) -> str:
-        """Returns the lora_module_path of the matrices that have an adapter, in any of their layers.
+        """Returns the lora_module_path for the matrices that have an adapter in any of their layers.
 
         Raises:
-          UserError: there is no adapter, or there is one of a head that `config` ties to the table.
+          UserError: there is no adapter, or an adapter of a head that `config` ties to the table.
         """
         groups = dict[str, list[str]]()
         for name in self._adapted(config, self._in(config)):
@@ -107,7 +107,7 @@ class PeftSource:
         return "|".join(each)
 
     def trained(self, config: Config) -> tuple[str, ...]:
-        """Returns trainable_parameters_mask for the parameters that were trained with the adapters."""
+        """Returns trainable_parameters_mask for the parameters that were trained together with the adapters."""
         found = self._in(config)
         names = dict.fromkeys(found.owners[key] for key, it in found.tensors.items() if self._is_trained(it.name))
         tied = (HEAD,) if config.logits_via_embedding else ()
@@ -119,13 +119,13 @@ class PeftSource:
         return [name for name in shapes if name in owners]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the adapters in `shapes`, and the other parameters in it that the folder has.
+        """Returns the adapters in `shapes`, and the other parameters in `shapes` that the folder contains.
 
         In layers without an adapter, a and b are zero, and stay zero in training.
 
         Args:
           config: resolved.
-          shapes: of all weights of the model, by canonical name.
+          shapes: the shapes of all weights of the model, by canonical name.
 
         Raises:
           UserError: the model has other adapters, or tensors are missing, unexpected or have a wrong shape.
@@ -187,8 +187,8 @@ class PeftSource:
         raise UserError(f"{self.path}: the adapters of the configuration are others; to load these, give: {words}")
 
     def _is_trained(self, name: str) -> bool:
-        """Returns whether a tensor of the file was trained, according to the configuration, and is not a copy of the
-        base's."""
+        """Returns whether a tensor of the file was trained, according to the configuration, and is not a copy of a base
+        tensor."""
         if name.endswith(".bias") and self._said.biases:
             return True
         modules = tuple(below(module) for module in self._said.modules)
@@ -211,7 +211,7 @@ class PeftSource:
 
 
 class _Found(NamedTuple):
-    """The tensors of a folder by name (`below`), and, for one model, the parameter that owns each; None: the model has
+    """The tensors of a folder by name (`below`), each with the parameter that owns it in one model; None: the model has
     no such parameter."""
 
     tables: Tables
@@ -222,7 +222,7 @@ class _Found(NamedTuple):
 def _lacking(
     tables: Tables, wanted: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]], found: Collection[str]
 ) -> set[str]:
-    """Returns the tensors of adapters of which both halves are absent."""
+    """Returns the adapters' tensors of which both halves are absent."""
     absent = set[str]()
     for pair in tables.adapters.values():
         for half, other in zip(*(wanted.get(name, ()) for name in pair), strict=True):

@@ -1,7 +1,7 @@
-"""Names and tensors in files of Hugging Face's PEFT, under the names of the base's tensors.
+"""Names and tensors in files of Hugging Face's PEFT, by the names of the base's tensors.
 
 r is the rank, e the number of experts. An adapter has the tensors MODULE.lora_A.weight [r, in] and MODULE.lora_B.weight
-[out, r]; its matrix is MODULE.weight of the base.
+[out, r]; the adapted matrix is MODULE.weight of the base.
 """
 
 import functools
@@ -22,12 +22,12 @@ from trainer.models.mtp_names import hugging_face_layouts
 from trainer.weights.huggingface.read import tensors_of
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
-# Prefixes of a tensor's name in the base: of peft, of multimodal models, of torch's wrappers. "model." is one of them,
+# Prefixes of a base tensor's name: from peft, multimodal models and torch's wrappers. "model." is a prefix, too,
 # because a base without a head lacks it.
 _ABOVE = re.compile(r"^(?:(?:base_model|model|module|language_model|_orig_mod)\.)+")
-_ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # peft inserts the name of the adapter in memory
+_ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # peft inserts the adapter's name in memory
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_BASE = ".original_module."  # the base's parameter, in addition to the trained one
+_BASE = ".original_module."  # the parameter of the base, in addition to the trained parameter
 _EXPERT_NUMBER = re.compile(r"\.\d+\.(?=[^.]+\.(?:lora_[AB]\.)?\w+$)")
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -41,7 +41,7 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True)
 class Made:
-    """Values that are computed from those of a file. See `Values`."""
+    """Values that are computed from a file's values. See `Values`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -60,7 +60,7 @@ def by_base_name(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, N
     """Returns the tensors of a file by their names without prefixes (`below`).
 
     Raises:
-      UserError: two tensors have the same name, such as those of two adapters.
+      UserError: two tensors have the same name, for example tensors of two adapters.
     """
     found = dict[str, Named]()
     for name, tensor in tensors.items():
@@ -75,14 +75,14 @@ def by_base_name(tensors: Mapping[str, StoredTensor], where: str) -> dict[str, N
 
 
 class Tables:
-    """The layouts of a model's parameters, and of the adapters that its matrices may have.
+    """The layouts of a model's parameters, and of the possible adapters of its matrices.
 
     Attributes:
-      layouts: by canonical name.
-      base: the layouts of the parameters without adapters.
+      layouts: layouts by canonical name.
+      base: the layouts of parameters other than adapters.
       adapters: the names of a and b, by the canonical name of the matrix.
       experts: the number of experts.
-      merged: see `HuggingFace`; layouts name the parts.
+      merged: see `HuggingFace`; layouts contain the names of parts.
     """
 
     def __init__(self, config: Config):
@@ -106,12 +106,12 @@ class Tables:
         return [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns name and shape of the tensors of a canonical parameter, by `below`."""
+        """Returns names and shapes of the tensors of a canonical parameter, with names as in `below`."""
         found = tensors_of(self.layouts[name], self.place(name), shape)
         return [(below(tensor), its) for tensor, its in found]
 
     def owner(self, key: str) -> str | None:
-        """Returns the canonical parameter that owns the tensor `key`, a name by `below`; None if none does."""
+        """Returns the canonical parameter that owns the tensor `key`, a name as in `below`; None if none does."""
         return self._owners.get(key) or self._owners.get(_EXPERT_NUMBER.sub(f".{EXPERT}.", key))
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Tables:
         return {below(tensor): name for name, layout in self.layouts.items() for tensor in self.layers(layout, name)}
 
     def renamed(self, found: Mapping[str, Named]) -> dict[str, Named]:
-        """Returns `found` with names of modules replaced by the names of their tensors, where they differ."""
+        """Returns `found` with module names replaced by tensor names, where the two differ."""
 
         def one(key: str) -> str:
             words = key.split(".")
@@ -129,8 +129,8 @@ class Tables:
         return {one(key): it for key, it in found.items()}
 
     def in_memory(self, tensor: str) -> str:
-        """Returns transformers 5's name in memory of a tensor of the base, including "model.". transformers renames the
-        tensors of adapters itself."""
+        """Returns the name of a base tensor in the memory of transformers 5, including "model.". transformers renames
+        adapter tensors itself."""
         words = tensor.split(".")
         names = {theirs: own for own, theirs in self._words.items()}
         if ".lora_" in tensor or len(words) < 4 or words[3] not in names:
@@ -141,7 +141,7 @@ class Tables:
         """Returns `found` with adapters of stacked experts replaced by the adapters of each expert.
 
         transformers 5 stacks `gate_up_proj` [e, 2 x mlp, embed] and `down_proj` [e, embed, mlp]. a is [e x r, in], and
-        b is [out, r x e]. The adapters of gate and up have the same a.
+        b is [out, r x e]. The adapters of gate and up share a.
         """
         result = dict(found)
         for name, layout in self.base.items():
@@ -156,7 +156,7 @@ class Tables:
         part = name.rpartition("/")[2]
         sizes = (width, embed) if part == "wo" else (embed, 2 * width)
         rows = {"wi_0": slice(0, width), "wi_1": slice(width, None)}.get(part, slice(None))
-        for module in (container, f"{container}.base_layer"):  # of two adapters, the second is below the first
+        for module in (container, f"{container}.base_layer"):  # the second of two adapters is below the first
             a, b = found.get(module + A), found.get(module + B)
             if a is None or b is None or (a.tensor.shape[1], b.tensor.shape[0]) != sizes:
                 continue
@@ -186,13 +186,13 @@ def _expert_b(tensor: StoredTensor, count: int, expert: int, rows: slice) -> np.
     return _values(tensor).reshape(tensor.shape[0], -1, count)[rows, :, expert]
 
 
-@functools.lru_cache(maxsize=2)  # a tensor of stacked experts is read once, not for every expert
+@functools.lru_cache(maxsize=2)  # a tensor of stacked experts is read once, not once per expert
 def _values(tensor: StoredTensor) -> np.ndarray:
     return tensor.read(whole(tensor.shape))
 
 
 def filled_up(key: str, it: Named, least: int, rank: int) -> Named:
-    """Returns the tensor `key` of an adapter of rank `least`, padded with zeros up to `rank`; others are unchanged."""
+    """Returns the tensor `key` of an adapter of rank `least`, padded with zeros to `rank`; others are unchanged."""
     axis, old = (0, it.tensor) if key.endswith(A) else (1, it.tensor)
     if least == rank or not key.endswith((A, B)) or len(old.shape) != 2 or old.shape[axis] != least:
         return it
@@ -202,5 +202,5 @@ def filled_up(key: str, it: Named, least: int, rank: int) -> Named:
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Made:
-    """Returns values that are zero."""
+    """Returns zeros in the form of `Values`."""
     return Made(shape, dtype, lambda: np.zeros(shape, dtype))

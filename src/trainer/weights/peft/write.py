@@ -37,18 +37,18 @@ def write_peft(
 ) -> None:
     """Writes adapters, and other parameters as modules_to_save, into `folder`, which must exist.
 
-    A layer in which a and b are zero has no adapter in the file. In a module with an adapter, a trained matrix or bias
-    belongs to base_layer, as peft writes heads and biases.
+    A layer in which a and b are zero gets no adapter in the file. In a module with an adapter, a trained matrix or bias
+    is written to base_layer, as peft writes heads and biases.
 
     Args:
       config: resolved.
       leaves: the adapters, both halves of each, and the other trained parameters, by canonical name.
-      base: the name or path of the model that they adapt, for base_model_name_or_path.
+      base: the name or path of the adapted model, for base_model_name_or_path.
       rank, alpha: the product of an adapter is alpha / rank x a b.
       dtype: see `write_huggingface`.
 
     Raises:
-      UserError: lists the parameters that PEFT cannot store; or see `target_dtypes`.
+      UserError: lists the parameters that PEFT cannot store; or the error of `target_dtypes`.
     """
     tables = Tables(config)
     leaves, times = with_whole_modules(config, tables, leaves)
@@ -85,7 +85,7 @@ def write_peft(
 
 
 def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
-    """Returns the parameters of the model by the name of their module, with {} for the layer."""
+    """Returns the model's parameters by the name of their module, with {} for the layer."""
     members = dict[str, set[str]]()
     for path in names_of(joined(*make_model(config).abstract)):
         for name in itertools.accumulate(path.split("/"), "{}/{}".format):  # a stored kernel has parts
@@ -95,11 +95,11 @@ def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
 
 
 def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str, Leaf]) -> set[str]:
-    """Returns the parameters of modules_to_save: of modules that are trained completely and have no adapter.
+    """Returns the parameters for modules_to_save: those of modules that are trained completely and have no adapter.
 
     Raises:
-      UserError: lists the parameters that PEFT cannot store. It can store parameters of a module with an adapter, and
-        biases.
+      UserError: lists the parameters that PEFT cannot store. PEFT can also store parameters of a module with an
+        adapter, and biases.
     """
     saved, problems = set[str](), []
     for name in leaves:
@@ -120,14 +120,14 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
 
 
 def _wrapped(tensor: str, targets: Collection[str]) -> str:
-    """Returns the file's name of a tensor of the base. `targets`: the modules with an adapter."""
+    """Returns the name of a base tensor in the file. `targets`: the modules with an adapter."""
     module, _, last = tensor.rpartition(".")
     return f"{module}.base_layer.{last}" if module in targets else tensor
 
 
 def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
-    """Returns `leaves` with zero adapters added for experts of which only some matrices, including gate or up, have
-    one: with transformers 5, peft 0.21 reads them only if gate, up and down all have one."""
+    """Returns `leaves` with zero adapters added for experts of which only some matrices, including gate or up, have an
+    adapter: with transformers 5, peft 0.21 reads these adapters only if gate, up and down all have one."""
     more = dict[str, Leaf]()
     for name, layout in tables.base.items():
         layer, _, last = name.rpartition("/")
@@ -142,7 +142,7 @@ def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[s
 
 
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
-    """Returns in which layers the halves of each adapter are written. All matrices of experts are written together."""
+    """Returns in which layers each adapter's halves are written. All matrices of experts are written together."""
     kept, groups = dict[str, list[bool]](), dict[str, list[str]]()
     for name, pair in tables.adapters.items():
         if pair[0] in leaves:
@@ -164,7 +164,7 @@ def _layers(tables: Tables, name: str, leaf: Leaf, tick: Tick) -> Iterator[np.nd
 def _tensors(
     tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns name and shape of the tensors to write for a parameter."""
+    """Returns names and shapes of the tensors to write for a parameter."""
     tensors = tensors_of(tables.layouts[name], tables.place(name), leaf.shape)
     count = len(tensors) // len(kept[name]) if name in kept else 1
     return [it for i, it in enumerate(tensors) if name not in kept or kept[name][i // count]]
@@ -184,9 +184,9 @@ def _ends_of(
 ) -> tuple[list[str], list[str], list[str]]:
     """Returns target_modules, target_parameters and modules_to_save: short, unambiguous suffixes of names.
 
-    A target is one or more words of a name; a module to save is any suffix of it. If experts have gate_proj, peft 0.21
-    applies every target of this name to experts, so other modules of this name are targeted by their parameters. So are
-    routers, which are not plain linear modules in transformers 5, unless peft knows their name.
+    A target is one or more words of a name; a module to save is any suffix of a name. If experts have gate_proj, peft
+    0.21 applies every target of this name to experts, so other modules of this name are targeted by their parameters.
+    The same applies to routers, which are not plain linear modules in transformers 5, unless peft knows their name.
     """
     every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
