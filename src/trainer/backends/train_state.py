@@ -8,7 +8,7 @@ from flax import nnx
 
 
 class TrainStateNNX(nnx.Module):
-    """A model and its `nnx.Optimizer`. Split, it is an `nnx.State` with the keys `model` and `optimizer` at the top.
+    """A model and its `nnx.Optimizer`. `nnx.split` gives an `nnx.State` with top-level keys `model` and `optimizer`.
 
     A state for inference may have no optimizer; its split state then has only the key `model`.
     """

@@ -78,8 +78,8 @@ def calibrate(
 ) -> Iterator[Layer]:
     """Quantizes the kernels whose canonical name is `chosen`, one layer after another.
 
-    Even if `chosen` selects them, `quantize` is not called for the embedding table (tied head or not) or for modules of
-    multi-token prediction: they stay float, or the caller rounds them. The configuration's dropout, token dropping and
+    `quantize` is never called for the embedding table (tied head or not) or modules of multi-token prediction, even if
+    `chosen` selects them: they stay float, or the caller rounds them. The configuration's dropout, token dropping and
     `quantization` have no effect. This runs on one device, so no mesh may be active.
 
     Args:
@@ -206,7 +206,7 @@ class _Block:
         return _values(self.params, params) | _values(self.rest, jax.tree.map(lambda leaf: leaf[number], buffers))
 
     def run(self, held: dict[str, Any], x: jax.Array, context: Context) -> jax.Array:
-        """Returns the layer's hidden states [b, t, e]. `held`: from `variables`."""
+        """Returns the layer's output [b, t, e]. `held`: from `variables`."""
         return _run(self.graphdef, self.recorder, self._states(held), x, context)
 
     def record(self, held: dict[str, Any], hidden: Iterable[jax.Array], contexts: Iterable[Context]) -> Any:

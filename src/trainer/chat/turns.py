@@ -1,4 +1,4 @@
-"""Determines which characters of a rendered conversation are trained: the assistant's text, up to the end of its turn.
+"""Determines which characters of a rendered conversation bear loss: the assistant's text, up to the end of its turn.
 
 A template with `{% generation %}` marks them itself. Otherwise, the conversation is rendered before the turn, with the
 beginning of the assistant's turn (which is what generation sees), and after the turn; their difference is the turn. The

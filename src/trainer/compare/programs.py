@@ -175,7 +175,7 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the fewest rows that all sides can shard like their microbatches; with a record, the record's number."""
+    """Returns the fewest rows that are a multiple of every side's microbatch; for a record, its own number."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(

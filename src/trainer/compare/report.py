@@ -60,7 +60,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of the right side named `right` with the left side.
+    """The comparison of the left side with the right side `right`.
 
     `facts` do not affect equality. By name, they contain the two sides' numbers, or a sentence about both.
     """

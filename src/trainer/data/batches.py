@@ -49,7 +49,7 @@ def train_batch(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Batch:
-    """Returns this process's part of the global batch that begins with row `first`, a pure function of the arguments.
+    """Returns this process's part of the global batch that begins with row `first`. It depends only on the arguments.
 
     The batch is rows [first, first + global_rows) of one endless order, which concatenates epochs of the source. With
     `shuffle`, each epoch has a separate order, drawn from `seed`; otherwise every epoch has the source's order. A batch

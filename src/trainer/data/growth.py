@@ -57,7 +57,7 @@ def _times(spec: Mapping[str, Any]) -> int | None:
 
 def _longest(charsmap: str) -> int | None:
     """Returns the length of the longest text in a sentencepiece map, which contains the size of a trie, the trie, and
-    texts that end with 0. None if the trie is longer than the map."""
+    texts that end with 0. None if the trie overruns the map."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")
     texts = (len(text.decode(errors="replace")) for text in data[start:].split(b"\0"))

@@ -27,7 +27,7 @@ from trainer.data.corpus import file_fingerprint
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_LOOK = 20  # the number of documents to search for mmap_eod_id
+_LOOK = 20  # the number of documents searched for mmap_eod_id
 
 
 class IndexedFile:

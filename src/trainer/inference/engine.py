@@ -150,7 +150,7 @@ class Engine:
           targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one prompt token.
 
         Raises:
-          ValueError: the prompt has no tokens, or more than fit into its cache; or there is no such adapter.
+          ValueError: the prompt is empty or does not fit into its cache, or `adapter` does not exist.
         """
         adapters = self.numbered([adapter] * num_samples)
         seeds = None if seed is None else [seed] * num_samples

@@ -85,7 +85,7 @@ class GroupedAdapted(Adapted):
 
 
 def delta(a: Any, b: Any, scale: float, ndim: int) -> Any:
-    """Returns `scale` x a b, [*stacked, *i, *o], which an adapter adds to a kernel of `ndim` axes.
+    """Returns scale * a @ b, [*stacked, *i, *o], which an adapter adds to a kernel of `ndim` axes.
 
     Args:
       a: [*stacked, *i, r], a JAX or NumPy array.

@@ -128,7 +128,7 @@ class Attention(nnx.Module):
     Args:
       rope: None for no rotation.
       op: a name in OPS. `tiles`: for the op splash.
-      window, soft_cap: see `ops.attention`; 0 for none. `chunked`: whether `window` is the size of chunks
+      window, soft_cap: see `ops.attention`; 0 for none. `chunked`: whether `window` is a chunk size
         (`ops.attention.Mask.in_chunks`).
       scale: the factor on the scores; None for 1 / sqrt(head_dim).
       temperature: a factor on queries that depends on their position within their document; None for none.

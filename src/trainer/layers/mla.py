@@ -120,7 +120,7 @@ class LatentAttention(nnx.Module):
 
     def cache_axes(self) -> LatentCache:
         """Returns the logical axes of the arrays of `init_cache`."""
-        return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # in place of arrays
+        return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # axes, not arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.

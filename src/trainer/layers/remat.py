@@ -59,8 +59,8 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
       name: none, custom, or a key of KEPT or OFFLOADED.
       choices: for custom, the choice for each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
       own: a family's projection names in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps them.
-      stage: whether the checkpointed function runs several blocks. Then the policy also keeps the input of each block;
-        with custom, only if `choices` keeps it on the device.
+      stage: whether the checkpointed function runs several blocks. If so, the policy also keeps each block's input; for
+        custom, only if `choices` keeps it on the device.
     """
     if name == "none":
         return None

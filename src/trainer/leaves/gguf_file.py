@@ -88,7 +88,7 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self._path, self._file, self._size = path, file, size
-        # No header is longer than this, but a sparse file can be.
+        # No header exceeds FILE_BYTES, but a sparse file may.
         self._left, self._strings = min(size, FILE_BYTES), 0
 
     def header(self) -> GgufHeader:

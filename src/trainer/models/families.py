@@ -247,8 +247,8 @@ class Place(NamedTuple):
     Attributes:
       stack: the name of the stack.
       path: the path within the block.
-      layers: the numbers of the array's layers in the model.
-      first: the number of the stack's first layer.
+      layers: the model-wide indices of the array's layers.
+      first: the index of the stack's first layer.
     """
 
     stack: str

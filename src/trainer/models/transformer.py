@@ -238,7 +238,7 @@ class Transformer(nnx.Module):
 
         Args:
           inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a
-            cache, a row may have at most as many documents as a row of the configured data.
+            cache, a row may have no more documents than a row of the configured data.
           row: int [b], each row's index in the global batch.
           cache: the cache of earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.

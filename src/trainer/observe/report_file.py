@@ -40,7 +40,7 @@ class ReportFile:
             self._record.add(row)
 
     def refresh(self) -> None:
-        """Writes the page if this takes at most a hundredth of the time since it was last written."""
+        """Writes the page, unless that would take over 1 % of the time since the last write."""
         if time.monotonic() >= self._next:
             self.write()
 

@@ -44,8 +44,8 @@ class Stragglers:
             self._gathered, self._times = self._gather_later(np.mean(self._times, axis=0)), []
 
     def late(self, means: Any) -> list[str]:
-        """Returns a line for each process that has just been late for 5 periods. `means`: the mean of each argument of
-        `add`, for each process, [processes, 3]."""
+        """Returns a line for each process that has just been late for 5 periods. `means`: each process's means of the
+        times in `add`, [processes, 3]."""
         own, waited, elapsed = np.asarray(means).T
         middle, step = np.median(own), np.median(elapsed)
         self._late = np.where(own > middle + _SHARE * step, self._late + 1, 0)

@@ -3,7 +3,7 @@
 Each device has the queries, keys and values of its tokens. Keys and values travel around the ring of devices, and each
 device accumulates the results of its queries with an online softmax over the keys seen so far (Milakov and Gimelshein
 2018, arXiv:1805.02867), in float32. Neither pass materializes keys or scores of the whole row. With one device, this is
-blockwise attention over queries and keys at any positions.
+blockwise attention with arbitrary query and key positions.
 
 Shapes: b rows, t queries and s keys of a device, h heads, k heads of keys, g = h / k, d and v the widths of keys and
 values; i of n blocks of c queries, j of m blocks of keys.

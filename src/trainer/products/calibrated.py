@@ -140,7 +140,7 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
     columns compensate, the block's Hessian is (U_bb^T U_bb)^-1, and the quantization error of the block changes the
     matrix by (w - w_quantized) U_bb^-1 U_b.
 
-    Columns are first divided by their scales, so that columns of several iterations may share a scale.
+    Columns are divided by their scale before quantization, so one scale can span several iterations.
     """
     inputs = len(hessian)
     block = how.block or inputs

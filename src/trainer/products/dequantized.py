@@ -51,7 +51,7 @@ class Storage:
 
     Attributes:
       dtype: the dtype of the values, such as "int8", "float8_e4m3fn" or "nf4".
-      block: the numbers of inputs and of outputs that share a scale; 0: all. If a number does not divide an axis, the
+      block: how many inputs and outputs share a scale; 0 means all. If a number does not divide an axis, the
         greatest common divisor of the number and the axis length is used.
       method: Qwix's calibration method; "minmax" also stores zero points.
       awq: whether inputs have AWQ scales.

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from trainer.config.keys import Config
 
-HANG = 75  # the exit code after a hang; sysexits.h: a temporary failure
+HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG

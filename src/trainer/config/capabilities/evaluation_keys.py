@@ -1,4 +1,4 @@
-"""The keys of evaluation in a run."""
+"""Keys for evaluation in training."""
 
 from trainer.config.key_rows import Inert, Resume, Row
 

@@ -61,7 +61,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
     """Returns the RoPE object of a GGUF file's values (`Gguf.fields`) with the growth of queries, which GGUF stores as
-    float32. `usual`: the growth if a file has none."""
+    float32. `usual`: the default growth."""
     beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
     return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
 

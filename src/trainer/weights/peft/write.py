@@ -95,7 +95,7 @@ def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
 
 
 def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str, Leaf]) -> set[str]:
-    """Returns the parameters for modules_to_save: those of modules that are trained completely and have no adapter.
+    """Returns the parameters for modules_to_save: those of modules that are fully trained and have no adapter.
 
     Raises:
       UserError: lists the parameters that PEFT cannot store. PEFT can also store parameters of a module with an
@@ -186,7 +186,7 @@ def _ends_of(
 
     A target is one or more words of a name; a module to save is any suffix of a name. If experts have gate_proj, peft
     0.21 applies every target of this name to experts, so other modules of this name are targeted by their parameters.
-    The same applies to routers, which are not plain linear modules in transformers 5, unless peft knows their name.
+    So are routers, which are not plain linear modules in transformers 5, unless peft knows their name.
     """
     every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
