@@ -1,6 +1,6 @@
 """Runs the commands of the README and the docs like a reader, with their steps cut.
 
-    python scripts/run_docs.py [-n 2] [PAGE ...]
+    python scripts/run_docs.py [-n 2] [--share 1/2] [PAGE ...]
 
 Each page gets a folder of its own, where its commands run in order. A command must end with exit code 0, or with the
 code in a comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the pages in AS_WRITTEN run without a
@@ -86,7 +86,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE")
     parser.add_argument("-n", type=int, default=1, help="how many pages run at once (default: 1)")
+    parser.add_argument("--share", default="1/1", metavar="K/N", help="run the K-th of each N pages (default: all)")
     given = parser.parse_args()
+    number, of = map(int, given.share.split("/"))
     found: dict[str, list[Command]] = {}
     for command in commands():
         found.setdefault(command.page, []).append(command)
@@ -94,6 +96,7 @@ def main() -> int:
         raise SystemExit(f"pages without commands: {', '.join(sorted(unknown))}; with: {', '.join(found)}")
     skipped = list(_skipped(found))
     pages = sorted(given.pages or found, key=lambda page: (page not in AS_WRITTEN, -len(found[page])))
+    pages = pages[number - 1 :: of]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor(given.n) as pool:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{scratch}/programs")
