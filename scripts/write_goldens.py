@@ -71,6 +71,9 @@ OLMO2 = (transformers.Olmo2Config, transformers.Olmo2ForCausalLM)
 OLMO3 = (transformers.Olmo3Config, transformers.Olmo3ForCausalLM)
 EXAONE4 = (transformers.Exaone4Config, transformers.Exaone4ForCausalLM)
 GPT_OSS = (transformers.GptOssConfig, transformers.GptOssForCausalLM)
+QWEN3_NEXT = (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM)
+QWEN3_5 = (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM)
+QWEN3_5_MOE = (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
 # Of models with many layers, so that a golden stays below 100 kB.
 SMALL = {
@@ -92,7 +95,14 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "long_factor": [1.0, 
 OF_GRANITE = {name: size for name, size in SMALL.items() if name not in ("head_dim", "pad_token_id")}
 OF_GRANITE |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 OF_GRANITE |= {"logits_scaling": 1.6, "eos_token_id": None}
+OF_DELTA = SMALL | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+OF_DELTA |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "full_attention_interval": 2}
+OF_DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
+OF_DELTA_EXPERTS = OF_DELTA | {"moe_intermediate_size": 6, "shared_expert_intermediate_size": 12, "num_experts": 4}
+OF_DELTA_EXPERTS |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Models whose positions or state are those of the whole row, so packed documents are computed one by one.
+WHOLE_ROWS = ("llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 EXPERTS = {
@@ -377,6 +387,11 @@ CASES = {
         some(2),
         spread=0.9,
     ),
+    # Two recurrent layers and one with attention; with the last, one recurrent layer is left after the pairs. Heads of
+    # queries and keys are shared, and differ in size from those of values.
+    "qwen3-next": Case(QWEN3_NEXT, OF_DELTA_EXPERTS, spread=1.0, scales=(-0.6, 0.6)),
+    "qwen3-5-moe": Case(QWEN3_5_MOE, OF_DELTA_EXPERTS, (*some(0), "model.norm."), spread=1.0, scales=(-0.6, 0.6)),
+    "qwen3-5": Case(QWEN3_5, OF_DELTA | {"num_hidden_layers": 3, "tie_word_embeddings": True}, spread=1.0, scales=(-0.6, 0.6)),
 }
 
 
@@ -519,7 +534,7 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
         packing["attention_mask"] = kinds if alternates else kinds[SLIDING]
         packing["position_ids"] = tokens["inputs_position"]
     model.zero_grad()
-    if masked and model.config.model_type == "llama4_text":  # its queries grow with the place in the row
+    if masked and model.config.model_type in WHOLE_ROWS:
         logits = by_document(model, tokens)
     else:
         logits = model(input_ids=tokens["inputs"], use_cache=False, **packing).logits

@@ -20,6 +20,12 @@ OF_SOME = (
     *("routed_score_func", "routed_bias"),
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
+# The pattern of layers in families with recurrent layers; and keys of these layers.
+PATTERN = "inhomogeneous_layer_cycle_interval"
+RECURRENT = (
+    *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel_dim"),
+    "gdn_chunk_size",
+)
 # Keys that the blocks of only some families read. Others refuse them, because they would change the model.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
@@ -27,9 +33,10 @@ BLOCK_KEYS = (
     *("chunk_attn_window_size", "mlp_activations_limit"),
     *("temperature_tuning", "temperature_tuning_scale", "temperature_tuning_floor_scale"),
     *MULTIPLIERS,
+    *RECURRENT,
 )
 # The keys that a family's blocks may or may not read.
-OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", *BLOCK_KEYS)
+OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", PATTERN, *BLOCK_KEYS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
     *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),

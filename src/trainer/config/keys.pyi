@@ -139,6 +139,12 @@ class Config(Mapping[str, Any]):
     formatting_func_kwargs: Mapping[str, Any]
     formatting_func_path: str
     fused_qkv: bool
+    gdn_chunk_size: int
+    gdn_conv_kernel_dim: int
+    gdn_key_head_dim: int
+    gdn_num_key_heads: int
+    gdn_num_value_heads: int
+    gdn_value_head_dim: int
     global_parameter_scale: int
     grad_dtype: str
     gradient_accumulation_steps: int
@@ -175,6 +181,7 @@ class Config(Mapping[str, Any]):
     ici_pipeline_parallelism: int
     ici_tensor_parallelism: int
     ici_tensor_sequence_parallelism: int
+    inhomogeneous_layer_cycle_interval: int
     init_weights_seed: int
     interleave_moe_layer_step: int
     jax_distributed_heartbeat_timeout_seconds: int

@@ -40,6 +40,7 @@ OPS = {
 }
 
 QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
+GATE = "gate_proj"  # the checkpoint name of the gate's projection, for `Family.projections`
 
 
 class Scores(NamedTuple):
@@ -138,6 +139,7 @@ class Attention(nnx.Module):
       qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of the token's keys
         (OLMo 2, arXiv:2501.00656), instead of one norm per head.
       qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
+      gated: whether the result of each head is multiplied by the sigmoid of a projection of the input, `gating`.
       bias: whether all projections have a bias, or the names of the projections with a bias.
       fused: whether one matrix `qkv_proj` computes queries, keys and values; requires heads == kv_heads.
 
@@ -167,6 +169,7 @@ class Attention(nnx.Module):
         qk_norm_rotated: float | None = None,
         dropout_rate: float = 0.0,
         across: Across = GATHERED,
+        gated: bool = False,
         dtype: jnp.dtype,
         weight_dtype: jnp.dtype,
         bias: bool | Collection[str] = False,
@@ -179,7 +182,11 @@ class Attention(nnx.Module):
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across, chunked)
         self.rope, self.temperature = rope, temperature
-        self._add_projections(width, dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs))
+        dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
+        self._add_projections(width, dense)
+        self.gated = gated
+        if gated:
+            self.gating = dense("gating", [width], [heads, head_dim], ("embed", "q_heads", "kv"))
         self.has_sinks = sinks
         if sinks:
             self.sinks: nnx.Variable = param(jnp.zeros(heads, EXACT), ("q_heads",))
@@ -286,5 +293,8 @@ class Attention(nnx.Module):
         attended = scores.attend(queries, keys, values, mask, context, sinks)
         if cache is not None:
             attended = cache.joined(attended, x_bte.shape[1])
+        if self.gated:
+            gate = checkpoint_name(self.gating(x_bte, QUERIES, context), GATE)
+            attended = attended * jax.nn.sigmoid(gate)
         out = self.out(attended, RESIDUAL, context)
         return checkpoint_name(out, "out_proj"), cache

@@ -280,3 +280,16 @@ class SharedMoE(nnx.Module):
     def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
         """[b, t, width] -> [b, t, width]."""
         return self.MoeBlock_0(x_bte, context) + self.shared_experts(x_bte, context)
+
+
+class GatedSharedMoE(nnx.Module):
+    """A mixture of experts plus a shared expert, whose result is multiplied by the sigmoid of a projection of the input
+    to one number (Qwen2-MoE, arXiv:2407.10671)."""
+
+    def __init__(self, routed: MoE, shared: MLP, gate: Dense):
+        self.routed_experts, self.shared_expert, self.shared_expert_gate = routed, shared, gate  # MaxText's names
+
+    def __call__(self, x_bte: jax.Array, context: Context) -> jax.Array:
+        """[b, t, width] -> [b, t, width]."""
+        gate = jax.nn.sigmoid(self.shared_expert_gate(x_bte, LOGITS, context))
+        return self.routed_experts(x_bte, context) + gate * self.shared_expert(x_bte, context)

@@ -29,6 +29,9 @@ FAMILIES = {
     "phi3": "trainer.models.phi3.facts:FACTS",
     "qwen2": "trainer.models.qwen2.facts:FACTS",
     "qwen3": "trainer.models.qwen3.facts:FACTS",
+    "qwen3_5": "trainer.models.qwen3_5.facts:FACTS",
+    "qwen3_5_moe": "trainer.models.qwen3_5_moe.facts:FACTS",
     "qwen3_moe": "trainer.models.qwen3_moe.facts:FACTS",
+    "qwen3_next": "trainer.models.qwen3_next.facts:FACTS",
     "smollm3": "trainer.models.smollm3.facts:FACTS",
 }

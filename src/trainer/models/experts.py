@@ -9,8 +9,9 @@ from flax import nnx
 from trainer.config.capabilities.expert_keys import has_bias, scores_by_sigmoid
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.layers.dense import Dense
 from trainer.layers.mlp import MLP
-from trainer.layers.moe import MoE, SharedMoE
+from trainer.layers.moe import GatedSharedMoE, MoE, SharedMoE
 from trainer.layers.stack import MakeBlock, Stack
 from trainer.models.huggingface import EXPERT, Layout
 from trainer.models.llama2 import block as llama2
@@ -69,11 +70,17 @@ class ExpertBlock(llama2.Block):
 class SharedExpertBlock(ExpertBlock):
     """An `ExpertBlock` with `shared_experts`, which process every token."""
 
+    GATED: ClassVar[bool] = False  # see `GatedSharedMoE`
+
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         routed = super().make_experts(config, rngs, dtypes, **given)
         hidden = config.shared_experts * config.base_moe_mlp_dim
         activations = config.mlp_activations
-        return SharedMoE(routed, MLP(config.base_emb_dim, hidden, activations, dropout_rate=0.0, rngs=rngs, **dtypes))
+        shared = MLP(config.base_emb_dim, hidden, activations, dropout_rate=0.0, rngs=rngs, **dtypes)
+        if not self.GATED:
+            return SharedMoE(routed, shared)
+        gate = Dense([config.base_emb_dim], [1], ("embed", None), rngs=rngs, **dtypes)
+        return GatedSharedMoE(routed, shared, gate)
 
 
 def stack_of(config: Config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:

@@ -134,7 +134,8 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
         )
     if block == config.decoder_block and block not in FAMILIES:
         _check_pairs(config, declared)
-    return min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
+    found = min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
+    return found._replace(merged=[merged.of(config) for merged in found.merged])
 
 
 def _check_pairs(config: Config, declared: Sequence[HuggingFace]) -> None:

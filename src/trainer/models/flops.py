@@ -16,6 +16,7 @@ Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:22
 
 from trainer.config.capabilities.expert_keys import dense_layers, has_experts, some_experts
 from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.capabilities.recurrent_keys import attention_blocks
 from trainer.config.capabilities.windows import in_chunks, windows
 from trainer.config.family import reads
 from trainer.config.keys import Config
@@ -69,14 +70,15 @@ def _attention(config: Config) -> int:
 
 
 def matmul_parameters(config: Config) -> int:
-    """Returns the number of parameters in matrix products with a token, counted once per product.
+    """Returns the number of parameters in matrix products with a token, counted once per product, without those of
+    recurrent layers.
 
     These are the kernels of all blocks (with experts, only one token's experts) and the output head, tied or not. With
     multi-token prediction, each module adds its projection and the output head once more.
     """
     width, modules = config.base_emb_dim, config.mtp_num_layers
     outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
-    return _blocks(config) * _attention(config) + _feed_forward(config) + outside
+    return attention_blocks(config) * _attention(config) + _feed_forward(config) + outside
 
 
 def visible_keys(config: Config) -> float:
@@ -103,7 +105,7 @@ def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     # Each key costs one score and one term in the weighted sum of values.
     seen = visible_keys(config) if keys is None else keys
-    attention = 2.0 * _blocks(config) * config.base_num_query_heads * widths * seen
+    attention = 2.0 * attention_blocks(config) * config.base_num_query_heads * widths * seen
     return 2 * matmul_parameters(config) + attention
 
 

@@ -16,6 +16,7 @@ from trainer.models.gguf import Gguf
 EXPERT = "<expert>"  # placeholder for the expert's number in the name of a tensor
 
 
+EACH = 0  # see `Merged.groups`
 _SAME = {"softmax": ""}  # values of routed_score_func with the same meaning
 
 
@@ -34,6 +35,8 @@ class Layout(NamedTuple):
       flat: whether the tensor has a single axis, into which all of our axes are merged.
       swapped: whether the last two axes are swapped: the tensor is [experts, out, in] for our matrices [experts, in,
         out] of all experts. This excludes `inputs`, `rotated` and `EXPERT`.
+      depthwise: whether the parameter is the kernel of a convolution of each channel, [width, ...channels], and the
+        tensor is [channels, 1, width]. This requires inputs = 1.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Layout(NamedTuple):
     rotated: str = ""
     flat: bool = False
     swapped: bool = False
+    depthwise: bool = False
 
     @property
     def of_experts(self) -> bool:
@@ -60,7 +64,8 @@ class Layout(NamedTuple):
             return (math.prod(ours),)
         if self.swapped:
             return (*ours[:-2], *ours[:-3:-1])
-        return (math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])) if self.inputs else ours
+        middle = (1,) if self.depthwise else ()
+        return (math.prod(ours[self.inputs :]), *middle, math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
         """Returns the number of entries in a head on the last axis of our `shape`; 0 if RoPE rotates no entries.
@@ -96,13 +101,15 @@ class Layout(NamedTuple):
             return box
         rows, columns = math.prod(shape[self.inputs + 1 :]), math.prod(shape[1 : self.inputs])
         out, into = box[self.inputs], box[0]
-        return slice(out.start * rows, out.stop * rows), slice(into.start * columns, into.stop * columns)
+        middle = (slice(0, 1),) if self.depthwise else ()
+        return (slice(out.start * rows, out.stop * rows), *middle, slice(into.start * columns, into.stop * columns))
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
         """Returns our parameter of one layer, or a widened box of that parameter, with `shape`. `head`: the number of
         entries in a head to store as pairs; 0: no reordering."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in theirs])
+        theirs = theirs[:, 0] if self.depthwise else theirs
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
     def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
@@ -111,7 +118,8 @@ class Layout(NamedTuple):
             return np.stack([transposed(matrix) for matrix in ours])
         ours = reordered(ours, head, pairs=False)
         if self.inputs:
-            return transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))
+            matrix = transposed(ours.reshape(math.prod(ours.shape[: self.inputs]), -1))
+            return matrix[:, None] if self.depthwise else matrix
         return ours.reshape(-1) if self.flat else ours
 
 
@@ -136,21 +144,26 @@ class Outer(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A module of a Hugging Face checkpoint whose tensors concatenate several modules' tensors along the outputs.
+    """A module of a Hugging Face checkpoint whose tensors merge several modules' tensors along the outputs.
 
     `Layout`s name the parts, as if each had a separate tensor.
 
     Attributes:
       name: the end of the module's name, as in "self_attn.qkv_proj".
       parts: the ends of the parts' names, in order, as in ("self_attn.q_proj", ...).
-      interleaved: whether the parts' outputs alternate: output i of part k is merged output i x len(parts) + k.
+      groups: the number of consecutive groups of outputs, each with an equal share of every part in order, or the key
+        with this number. 1: the parts are concatenated. `EACH`: the parts' outputs alternate one by one.
       axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
     """
 
     name: str
     parts: Sequence[str]
-    interleaved: bool = False
+    groups: int | str = 1
     axis: int = 0
+
+    def of(self, config: Config) -> "Merged":
+        """Returns the declaration with the number of groups in `config`."""
+        return self._replace(groups=config[self.groups]) if isinstance(self.groups, str) else self
 
     def find(self, tensor: str) -> tuple[str, int] | None:
         """Returns the name of the merged tensor and the number of the part, given the name of a part's tensor; None if
@@ -161,19 +174,26 @@ class Merged(NamedTuple):
                 return f"{before}.{self.name}.{after}"[1:-1], i
         return None
 
-    def cut(self, sizes: Sequence[int], i: int) -> slice:
-        """Returns the outputs of part i, given the numbers of outputs of all parts."""
-        if not self.interleaved:
-            return slice(sum(sizes[:i]), sum(sizes[: i + 1]))
-        return slice(i, len(sizes) * sizes[i], len(sizes))
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Returns whether parts with these numbers of outputs can be divided into the groups."""
+        return not any(size % self._count(sizes[0]) for size in sizes)
+
+    def cut(self, sizes: Sequence[int], i: int) -> np.ndarray:
+        """Returns the indices of part i's outputs, given the numbers of outputs of all parts."""
+        groups = self._count(sizes[0])
+        first = np.arange(groups)[:, None] * (sum(sizes) // groups) + sum(sizes[:i]) // groups
+        return (first + np.arange(sizes[i] // groups)).ravel()
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the merged tensor of `parts`."""
-        if not self.interleaved:
-            return np.concatenate(parts, self.axis)
         axis = self.axis % parts[0].ndim
-        shape = [len(parts) * size if i == axis else size for i, size in enumerate(parts[0].shape)]
-        return np.stack(parts, axis + 1).reshape(shape)
+        groups = self._count(parts[0].shape[axis])
+        each = [part.reshape(*part.shape[:axis], groups, -1, *part.shape[axis + 1 :]) for part in parts]
+        return np.concatenate(each, axis + 1).reshape(*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
+
+    def _count(self, size: int) -> int:
+        assert isinstance(self.groups, int), self.groups
+        return self.groups or size
 
 
 class HuggingFace(NamedTuple):
@@ -190,7 +210,7 @@ class HuggingFace(NamedTuple):
       qk_norm: whether the family normalizes queries and keys; `sizes` may specify a field for use_qk_norm.
       window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
         from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types specifies; "chunked": `read` determines the chunks of each layer.
+        layer_types specifies; "read": `read` determines the kinds of layers.
       period: the n of "alternating" without layer_types. `period_field`: the field that may override it.
       ropes: the types of RoPE that the family supports, as named in config.json; (): all but longrope.
       rope_sizes: maps further keys with a numeric value to the field of the RoPE object that contains the value.
@@ -225,7 +245,7 @@ class HuggingFace(NamedTuple):
     defaults: Mapping[str, Any]
     merged: Sequence[Merged] = ()
     qk_norm: bool = False
-    window: Literal["", "given", "switched", "alternating", "chunked"] = ""
+    window: Literal["", "given", "switched", "alternating", "read"] = ""
     period: int = 0
     period_field: str = ""
     ropes: Sequence[str] = ()

@@ -13,7 +13,7 @@ from trainer.config.capabilities.quantization_keys import OF_STORED, asks_for_fl
 from trainer.config.capabilities.windows import has_window, in_chunks
 from trainer.config.dump import as_words, to_flow
 from trainer.config.errors import UserError
-from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, facts_of, fixed, reads
+from trainer.config.family import BLOCK_KEYS, LATENT, OF_SOME, PATTERN, facts_of, fixed, reads
 from trainer.config.files import COMMAND_LINE
 from trainer.config.flags import COMBINATIONS, FLAGS, flags_of
 from trainer.config.keys import Config
@@ -78,6 +78,7 @@ MODEL = {
     *_OF_MLP,
     *_OF_EXPERTS,
     *OF_SOME,
+    PATTERN,
     *BLOCK_KEYS,
     *_SELDOM,
     *FREE,
@@ -106,7 +107,7 @@ def described(config: Config) -> dict[str, Any]:
     unknown = facts_of(config) is None  # a family that may read them
     names += [
         name
-        for name in BLOCK_KEYS
+        for name in (PATTERN, *BLOCK_KEYS)
         if name not in _OF_LONGROPE
         and (reads(config, name) or (unknown and config[name] != schema().keys[name].default))
     ]

@@ -46,6 +46,9 @@ CASES = (
     "llama4",
     "llama4-interleaved",
     "gpt-oss",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "qwen3-next",
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40

@@ -36,7 +36,7 @@ OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/exten
 # rope_interleave of cases that allow one value.
 FIXED = {
     **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved", "llama4-rest"), "true"),
-    **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air"), "false"),
+    **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air", "qwen3-5", "qwen3-5-moe", "qwen3-next"), "false"),
 }
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and

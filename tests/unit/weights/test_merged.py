@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from trainer.config.errors import UserError
-from trainer.models.huggingface import EXPERT, Merged
+from trainer.models.huggingface import EACH, EXPERT, Merged
 from trainer.weights.huggingface.merged import scheme_of_whole, stored_name, whole_shapes, wholes, with_parts
 from trainer.weights.huggingface.quantization_config import Scheme
 from trainer.weights.huggingface.safetensors_file import TensorPart
 
 QKV = Merged("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
-IN_TURN = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), interleaved=True)
-OF_ALL = Merged("experts.gate_up_proj", ("experts.gate", "experts.up"), interleaved=True, axis=-1)
+IN_TURN = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), groups=EACH)
+OF_ALL = Merged("experts.gate_up_proj", ("experts.gate", "experts.up"), groups=EACH, axis=-1)
 
 
 class Held:
@@ -58,7 +58,7 @@ def test_parts_are_read_and_joined(how, names, sizes, expected):
         assert (found[part].shape, found[part].dtype) == (value.shape, value.dtype)
         np.testing.assert_array_equal(found[part].read(box), value[box])
     # Interleaved parts read what is between their entries.
-    assert held.entries <= (2 if how.interleaved else 1) * whole.size
+    assert held.entries <= (1 if how.groups == 1 else 2) * whole.size
 
 
 def test_names():
@@ -77,7 +77,7 @@ def test_names():
 def test_a_declaration_that_does_not_fit_the_layouts():
     with pytest.raises(UserError, match=r"a\.self_attn\.qkv_proj\.weight: .* has self_attn\.v_proj, but no Layout"):
         wholes({"a.self_attn.q_proj.weight": (2, 2), "a.self_attn.k_proj.weight": (2, 2)}, [QKV])
-    with pytest.raises(UserError, match="interleaved, but its parts have different shapes"):
+    with pytest.raises(UserError, match=r"groups=0, which do not divide parts of \[2, 4\] outputs"):
         wholes({"a.mlp.gate_proj.weight": (2, 2), "a.mlp.up_proj.weight": (4, 2)}, [IN_TURN])
 
 
@@ -93,21 +93,21 @@ def test_quantized_parts_of_one_matrix():
         Scheme("fp8", (4, 4), "plain"),
         Scheme("fp8", (0, 0), "plain"),
     )
-    assert scheme_of_whole("a", [(None, 8), (None, 4)], False) is None
-    assert scheme_of_whole("a", [(row, 8), (row, 3)], True) == row
-    assert scheme_of_whole("a", [(blocks, 8), (blocks, 3)], False) == blocks
-    assert scheme_of_whole("a", [(whole, 8)], False) == whole
-    for parts, interleaved, why in (
-        ([(row, 8), (None, 8)], False, "its parts are stored in different ways"),
-        ([(blocks, 7), (blocks, 8)], False, "4 outputs share a scale"),
-        ([(blocks, 8), (blocks, 8)], True, "4 outputs share a scale"),
-        ([(whole, 8), (whole, 8)], False, "all outputs share a scale"),
+    assert scheme_of_whole("a", [(None, 8), (None, 4)], True) is None
+    assert scheme_of_whole("a", [(row, 8), (row, 3)], False) == row
+    assert scheme_of_whole("a", [(blocks, 8), (blocks, 3)], True) == blocks
+    assert scheme_of_whole("a", [(whole, 8)], True) == whole
+    for parts, concatenated, why in (
+        ([(row, 8), (None, 8)], True, "its parts are stored in different ways"),
+        ([(blocks, 7), (blocks, 8)], True, "4 outputs share a scale"),
+        ([(blocks, 8), (blocks, 8)], False, "4 outputs share a scale"),
+        ([(whole, 8), (whole, 8)], True, "all outputs share a scale"),
     ):
         with pytest.raises(UserError, match=f"a: cannot be written quantized: {why}.*give dtype=float32"):
-            scheme_of_whole("a", parts, interleaved)
+            scheme_of_whole("a", parts, concatenated)
 
 
 def test_a_part_of_a_part():
     held = Held(np.arange(12).reshape(6, 2))
-    part = TensorPart(TensorPart(held, 0, slice(0, 6, 2)), 0, slice(1, 3))
+    part = TensorPart(TensorPart(held, 0, np.arange(0, 6, 2)), 0, np.arange(1, 3))
     np.testing.assert_array_equal(part.read((slice(0, 2), slice(1, 2))), [[5], [9]])

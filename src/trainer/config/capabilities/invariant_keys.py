@@ -47,6 +47,11 @@ _ALL = (
     ),
     refused(("decoder_block",), lambda c: facts_of(c) is None, "the bits of your own blocks are not known"),
     refused(
+        ("decoder_block",),
+        lambda c: (facts := facts_of(c)) is not None and facts.recurrent,
+        "a recurrent state sums tokens in chunks that begin with each call, not at fixed positions",
+    ),
+    refused(
         ("prefill_chunk_size",),
         lambda c: c.prefill_chunk_size % QUERIES,
         f"chunks must be a multiple of {QUERIES} tokens",

@@ -17,7 +17,7 @@ from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gguf import COUNT, SIZES, USED, WINDOW, Gguf
 from trainer.models.gpt_oss.facts import ATTENTION
-from trainer.models.huggingface import HuggingFace, Layout, Merged
+from trainer.models.huggingface import EACH, HuggingFace, Layout, Merged
 from trainer.models.patterns import alternating, other_period
 from trainer.models.qwen2.family import BIASES
 from trainer.ops.routing import Score, softmax_of_chosen
@@ -119,7 +119,7 @@ FAMILY = Family(
                 Merged(
                     f"{_EXPERTS}gate_up_proj{end}",
                     [f"{_EXPERTS}{part}_proj{end}" for part in ("gate", "up")],
-                    interleaved=True,
+                    groups=EACH,
                     axis=-1,
                 )
                 for end in ("", "_bias")

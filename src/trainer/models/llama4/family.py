@@ -195,7 +195,7 @@ FAMILY = Family(
             LAYOUTS,
             defaults=_DEFAULTS,
             merged=(Merged("experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj"), axis=-1),),
-            window="chunked",
+            window="read",
             sizes={
                 **{"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
                 **{"base_moe_mlp_dim": "intermediate_size", "base_mlp_dim": "intermediate_size_mlp"},

@@ -60,6 +60,9 @@ _FIELDS = {
     **{"attention_chunk_size": Field(int, low=0, null=True), "floor_scale": _SIZE, "intermediate_size_mlp": _SIZE},
     **{"attn_scale": Field(float, low=0), "interleave_moe_layer_step": Field(int, 1, PERIOD)},
     "use_qk_norm": Field(bool),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"), _SIZE),
+    **dict.fromkeys(("linear_value_head_dim", "shared_expert_intermediate_size"), _SIZE),
+    **{"linear_conv_kernel_dim": Field(int, low=2, high=64), "full_attention_interval": Field(int, 1, PERIOD)},
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), Field(float, low=1e-37)),
 }
 _FIELDS_OF_ROPE = {
@@ -105,7 +108,7 @@ _WINDOW = {
     "given": ("sliding_window",),
     "switched": ("sliding_window", "max_window_layers"),
     "alternating": ("sliding_window",),
-    "chunked": (),
+    "read": (),
 }
 # Fields that do not affect the results of a text model in evaluation: settings of training, of generation, of the
 # output, and of the library. Old versions of transformers write all of them.

@@ -223,7 +223,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and len(given) != layers:
         refused.append(f"layer_types of {len(given)} layers with num_hidden_layers={layers}")
         return {}
-    if hf.window == "chunked":  # `read` determines which layers have chunks
+    if hf.window == "read":
         return {"attention_type": "global"}
     if hf.window == "alternating":
         return _alternating(said, hf, refused)
@@ -308,7 +308,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
         "torch_dtype": dtype,
     }
     window = config.sliding_window_size if has_window(config) else None
-    if hf.window not in ("", "chunked"):
+    if hf.window not in ("", "read"):
         data["sliding_window"] = window
     if hf.window == "alternating":
         # transformers builds a mask with this window even if no layer uses the mask.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config.errors import UserError
-from trainer.models.huggingface import Merged
+from trainer.models.huggingface import EACH, Merged
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
 from trainer.weights.huggingface.quantization_config import Scheme
 from trainer.weights.huggingface.safetensors_file import TensorPart
@@ -48,7 +48,7 @@ def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
     only part.
 
     Raises:
-      UserError: the declaration is wrong: parts are missing, or parts of an interleaved tensor differ in size.
+      UserError: the declaration is wrong: parts are missing, or cannot be divided into its groups.
     """
     parts: dict[str, dict[int, str]] = {}
     hows = dict[str, Merged]()
@@ -63,8 +63,9 @@ def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
             raise UserError(
                 f"{name}: a Merged declares that it has {', '.join(lacking)}, but no Layout names a part so"
             )
-        if how.interleaved and len({shapes[part] for part in parts[name].values()}) > 1:
-            raise UserError(f"{name}: a Merged declares that it is interleaved, but its parts have different shapes")
+        sizes = [shapes[part][how.axis] for part in parts[name].values()]
+        if not how.fits(sizes) or (how.groups == EACH and len(set(sizes)) > 1):
+            raise UserError(f"{name}: a Merged declares groups={how.groups}, which do not divide parts of {sizes} outputs")
     return {name: [each[i] for i in sorted(each)] for name, each in parts.items()}
 
 
@@ -103,7 +104,7 @@ def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merg
     return result
 
 
-def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], interleaved: bool) -> Scheme | None:
+def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], concatenated: bool) -> Scheme | None:
     """Returns a merged tensor's scheme, given the scheme and the number of outputs of each part; None if it is not
     quantized.
 
@@ -116,7 +117,7 @@ def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], int
         return scheme
     if any(it != scheme for it, _ in parts):
         why = "its parts are stored in different ways"
-    elif rows and not interleaved and not any(out % rows for _, out in parts[:-1]):
+    elif rows and concatenated and not any(out % rows for _, out in parts[:-1]):
         return scheme
     else:
         why = f"{rows or 'all'} outputs share a scale, and a scale would be that of several parts"

@@ -94,21 +94,17 @@ class PackedMatrix(NamedTuple):
             zeros = None
         return self.scales.read(tiles).astype(np.float32), zeros
 
-    def outputs(self, cut: slice) -> "PackedMatrix":
-        """Returns the submatrix of the outputs in `cut`.
+    def outputs(self, cut: np.ndarray) -> "PackedMatrix":
+        """Returns the submatrix of the outputs with the indices `cut`, which increase.
 
         Raises:
           UserError: `cut` separates outputs that share a scale.
         """
-        (out, _), (rows, columns), step = self.shape, self.block, cut.step or 1
-        count = len(range(*cut.indices(out)))
+        out, rows, columns = self.shape[0], *self.block
+        tiles = np.unique(cut // rows)
         if rows >= out:  # all outputs share scales
-            tiles, rows = slice(0, 1), count
-        elif step == 1 and cut.start % rows == 0 and (cut.stop % rows == 0 or cut.stop == out):
-            tiles = slice(cut.start // rows, -(-cut.stop // rows))
-        elif rows == 1:
-            tiles = cut
-        else:
+            rows = len(cut)
+        elif len(cut) != (np.minimum(tiles * rows + rows, out) - tiles * rows).sum():
             raise UserError(
                 f"{self.where}: {self.name}: {rows} outputs share a scale, and belong to several parameters"
             )

@@ -99,17 +99,17 @@ class TensorPart(NamedTuple):
 
     Attributes:
       tensor: the whole tensor, with the same interface.
-      cut: the entries: start, end and step.
+      cut: the indices of the entries, in increasing order.
     """
 
     tensor: Any
     axis: int
-    cut: slice
+    cut: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = list(self.tensor.shape)
-        shape[self.axis] = len(range(*self.cut.indices(shape[self.axis])))
+        shape[self.axis] = len(self.cut)
         return tuple(shape)
 
     @property
@@ -121,11 +121,10 @@ class TensorPart(NamedTuple):
         return self.tensor.dtype
 
     def read(self, box: Box) -> np.ndarray:
-        step, asked = self.cut.step or 1, box[self.axis]
-        whole = range(*self.cut.indices(self.tensor.shape[self.axis]))[asked]
-        read = slice(whole.start, whole[-1] + 1 if whole else whole.start)
+        asked = self.cut[box[self.axis]]
+        read = slice(int(asked[0]), int(asked[-1]) + 1) if len(asked) else slice(0, 0)
         values = self.tensor.read((*box[: self.axis], read, *box[self.axis + 1 :]))
-        return values[(*[slice(None)] * self.axis, slice(None, None, step))]
+        return values if len(asked) == values.shape[self.axis] else values.take(asked - read.start, self.axis)
 
 
 def file_metadata(path: Path) -> dict[str, str]:

@@ -142,7 +142,7 @@ def _plan(
         scheme = scheme_of_whole(
             tensor,
             [(schemes.get(name), sizes[part][0]) for name, part in zip(names, parts, strict=True)],
-            how is not None and how.interleaved,
+            how is None or how.groups == 1,
         )
         dtype = common_dtype([dtypes[name] for name in names])[0] if scheme is None else np.dtype(np.float32)
         own = tuple(layouts[name] for name in names)

@@ -40,8 +40,8 @@ class MergedModule:
     parts: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def cut(self, i: int) -> slice:
-        """Returns the range of part i's outputs."""
+    def cut(self, i: int) -> np.ndarray:
+        """Returns the indices of part i's outputs."""
         return self.how.cut(self.sizes, i)
 
 
@@ -110,13 +110,13 @@ def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[
         own_a, rows = a.tensor, TensorPart(b.tensor, 0, module.cut(i))
         own_b: TensorPart | Made = rows
         if alone:
-            columns = slice(i * rank, (i + 1) * rank)
+            columns = np.arange(i * rank, (i + 1) * rank)
             own_a = TensorPart(a.tensor, 0, columns)
             own_b = Made((module.sizes[i], rank), b.tensor.dtype, _columns(b.name, rows, columns))
         result |= {stem + A: Named(a.name, own_a), stem + B: Named(b.name, own_b)}
 
 
-def _columns(name: str, rows: TensorPart, columns: slice) -> Callable[[], np.ndarray]:
+def _columns(name: str, rows: TensorPart, columns: np.ndarray) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         values = rows.read(whole(rows.shape))
         if np.delete(values, columns, axis=1).any():

@@ -1,0 +1,34 @@
+"""The keys of recurrent layers: the pattern of layers, and the sizes of Gated DeltaNet."""
+
+from trainer.config.family import PATTERN, RECURRENT, lacks, reads
+from trainer.config.key_rows import Check, Inert, Resume, Row, refused
+from trainer.config.keys import Config
+
+
+def attention_blocks(config: Config) -> int:
+    """Returns the number of blocks with attention, including those of multi-token prediction, which are like the last
+    layer."""
+    layers, modules = config.base_num_decoder_layers, config.mtp_num_layers
+    if not reads(config, PATTERN):
+        return layers + modules
+    every = config.inhomogeneous_layer_cycle_interval
+    return layers // every + (0 if layers % every else modules)
+
+
+def has_recurrence(config: Config) -> bool:
+    """Returns whether some layer is known to be recurrent."""
+    return reads(config, PATTERN) and config.inhomogeneous_layer_cycle_interval > 1
+
+
+ROWS = (Row(("gdn_chunk_size",), Resume.LAYOUT),)
+CHECKS: tuple[Check, ...] = (
+    refused(
+        ("gdn_num_value_heads", "gdn_num_key_heads"),
+        lambda c: has_recurrence(c) and c.gdn_num_value_heads % c.gdn_num_key_heads,
+        "the number of value heads must be a multiple of the key heads, which they share",
+    ),
+)
+INERT = (
+    Inert((PATTERN,), lambda c: lacks(c, PATTERN), "this family has no recurrent layers"),
+    Inert(RECURRENT, lambda c: reads(c, PATTERN) and not has_recurrence(c), "inhomogeneous_layer_cycle_interval=1"),
+)

@@ -1,0 +1,65 @@
+"""Qwen 3.5 and 3.6, dense (Qwen team 2026; the reference is transformers' modeling_qwen3_5): `qwen3_next.block` with an
+MLP. Published models are multimodal; their text models are read."""
+
+from trainer.layers.delta_net import PROJECTIONS
+from trainer.models.family import Family
+from trainer.models.gemma.family import Norm
+from trainer.models.huggingface import HuggingFace, Merged, Outer
+from trainer.models.llama2.family import LAYOUTS
+from trainer.models.qwen3_next.block import forward_flops, stacks
+from trainer.models.qwen3_next.family import DEFAULTS, FIELDS, MERGED, MIXERS, SIZES, read, write
+
+MERGED_HERE = (*MERGED, Merged("linear_attn.in_proj_qkv", [f"linear_attn.in_proj_{name}" for name in "qkv"]))
+# Fields that transformers does not read, or reads only for images.
+IGNORED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+ROPE_IGNORED = ("mrope_section", "mrope_interleaved")
+ONLY = {"attn_output_gate": True, "mlp_only_layers": []}
+# The defaults of transformers' Qwen3_5TextConfig. Published models differ from them in a few fields.
+NESTED = {
+    **{"vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768},
+}
+
+
+def with_images(model_type: str, text: str) -> Outer:
+    """Returns the declaration of the multimodal models."""
+    return Outer(
+        model_type,
+        texts=(text,),
+        towers=("visual", "mtp"),
+        fields=("vision_config",),
+        tokens={
+            **{"image_token_id": 248_056, "video_token_id": 248_057},
+            **{"vision_start_token_id": 248_053, "vision_end_token_id": 248_054},
+        },
+        tied=False,
+    )
+
+
+FAMILY = Family(
+    stacks,
+    forward_flops,
+    projections=PROJECTIONS,
+    norm=Norm,
+    hugging_face=[
+        HuggingFace(
+            "qwen3_5_text",
+            "Qwen3_5ForCausalLM",
+            LAYOUTS | MIXERS,
+            defaults={**DEFAULTS, "num_key_value_heads": 4},
+            merged=MERGED_HERE,
+            qk_norm=True,
+            window="read",
+            partial=True,
+            rope_ignored=ROPE_IGNORED,
+            sizes=SIZES,
+            only=ONLY,
+            ignored=IGNORED,
+            fields=FIELDS,
+            read=read,
+            write=write,
+            nested=NESTED,
+            outers=(with_images("qwen3_5", "qwen3_5_text"),),
+        )
+    ],
+)

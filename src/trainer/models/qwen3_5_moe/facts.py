@@ -1,0 +1,12 @@
+"""`Facts` of Qwen 3.5 and 3.6 with experts, for the configuration stage."""
+
+from trainer.config.family import Facts
+from trainer.models.qwen3_next.facts import EXPERTS, FIXES, READS
+
+FACTS = Facts(
+    "trainer.models.qwen3_5_moe.family:FAMILY",
+    reads=(*READS, *EXPERTS),
+    fixes=FIXES | {"interleave_moe_layer_step": 1},
+    recurrent=True,
+    has_rest=True,
+)

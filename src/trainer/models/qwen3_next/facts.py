@@ -1,0 +1,14 @@
+"""`Facts` of Qwen3-Next, for the configuration stage."""
+
+from trainer.config.family import PATTERN, RECURRENT, Facts
+
+READS = (PATTERN, *RECURRENT, "partial_rotary_factor")
+EXPERTS = ("num_experts", "norm_topk_prob", "shared_experts")
+FIXES = {"attention_type": "global", "rope_interleave": False, "use_qk_norm": True}
+FACTS = Facts(
+    "trainer.models.qwen3_next.family:FAMILY",
+    reads=(*READS, *EXPERTS),
+    fixes=FIXES | {"interleave_moe_layer_step": 1},
+    recurrent=True,
+    has_rest=True,
+)

@@ -1,0 +1,122 @@
+"""The gated delta rule, which reads and corrects a memory of constant size (Yang et al. 2024, arXiv:2412.06464).
+
+For each head, with the memory S [k, v] before the first token given, token t computes
+
+    S' = exp(decay_t) S;  S = S' + beta_t key_t (value_t - S'^T key_t)^T;  out_t = S^T query_t
+
+A document begins with S = 0. Shapes: b rows, t tokens, h heads, k and v entries of a key and of a value; n chunks of c
+tokens; r requested tokens of a row. All numbers are float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Chunks(NamedTuple):
+    """What the tokens of each chunk need of each other, for all chunks at once.
+
+    Attributes:
+      query, key: [b, n, h, c, k].
+      value: [b, n, h, c, v], the corrections that the tokens would write if the memory at the chunk's start were 0.
+      read: [b, n, h, c, k]; the memory at the chunk's start changes these corrections by -read S.
+      between: [b, n, h, c, c], the decay from token j to token i; 0 unless j <= i, in the same document.
+      since: [b, n, h, c], the decay of the memory at the chunk's start; 0 after the start of a document.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    read: jax.Array
+    between: jax.Array
+    since: jax.Array
+
+
+def gated_delta_rule(
+    query_bthk: jax.Array,
+    key_bthk: jax.Array,
+    value_bthv: jax.Array,
+    decay_bth: jax.Array,
+    beta_bth: jax.Array,
+    document_bt: jax.Array,
+    memory_bhkv: jax.Array | None = None,
+    *,
+    chunk: int,
+    at_br: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the rule chunk by chunk, with matrix products within a chunk.
+
+    Args:
+      decay_bth: at most 0. A token with decay 0 and beta 0 leaves the memory as it is.
+      document_bt: int, the document of each token, counted in each row: 0 continues `memory_bhkv`; a larger number than
+        that of the token before begins with a memory of 0.
+      memory_bhkv: the memory before the first token; None: 0.
+      chunk: the number of tokens in a chunk.
+      at_br: int, tokens after which the memory is returned; None: the last one.
+
+    Returns:
+      The results, [b, t, h, v], and the memory [b, h, k, v] after the last token or [b, r, h, k, v] after each token in
+      `at_br`.
+    """
+    tokens = document_bt.shape[1]
+    size = min(chunk, tokens)
+    (rows, _, heads, keys), values = key_bthk.shape, value_bthv.shape[-1]
+    if memory_bhkv is None:
+        memory_bhkv = jnp.zeros((rows, heads, keys, values), jnp.float32)
+    given = (query_bthk, key_bthk, value_bthv, decay_bth, beta_bth)
+    document_bnc = _divided(document_bt, size, mode="edge")
+    of = _chunks(*(jnp.moveaxis(_divided(x.astype(jnp.float32), size), 3, 2) for x in given), document_bnc)
+
+    def one(memory: jax.Array, of: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        written = of.value - of.read @ memory
+        scores = jnp.einsum("bhik,bhjk->bhij", of.query, of.key) * of.between
+        out = of.since[..., None] * (of.query @ memory) + scores @ written
+        to_end = of.key * of.between[..., -1, :, None]
+        after = of.since[..., -1, None, None] * memory + jnp.einsum("bhck,bhcv->bhkv", to_end, written)
+        return after, (out, *((memory, written) if at_br is not None else ()))
+
+    last, (out, *kept) = jax.lax.scan(one, memory_bhkv, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), of))
+    out_bthv = jnp.moveaxis(out, (0, 3), (1, 2)).reshape(rows, -1, heads, values)[:, :tokens]
+    return out_bthv, last if at_br is None else _memory_after(at_br, of, *(jnp.moveaxis(x, 0, 1) for x in kept))
+
+
+def _divided(x_bt: jax.Array, size: int, mode: str = "constant") -> jax.Array:
+    """Returns [b, n, c, ...], padded at the end."""
+    widths = [(0, 0), (0, -x_bt.shape[1] % size), *[(0, 0)] * (x_bt.ndim - 2)]
+    return jnp.pad(x_bt, widths, mode=mode).reshape(len(x_bt), -1, size, *x_bt.shape[2:])
+
+
+def _chunks(
+    query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, document_bnc: jax.Array
+) -> Chunks:
+    """The arrays are [b, n, h, c, ...]."""
+    size = decay.shape[-1]
+    lower = jnp.tril(jnp.ones((size, size), bool))
+    # Sums over the tokens after j up to i. As differences of sums from the chunk's start, they would lose the digits of
+    # a slow decay that follows a fast one.
+    after_j = jnp.where(lower & ~jnp.eye(size, dtype=bool), decay[..., None], 0)
+    log = jnp.einsum("il,bnhlj->bnhij", lower.astype(jnp.float32), after_j, precision="highest")
+    same = (document_bnc[..., :, None] == document_bnc[..., None, :]) & lower
+    between = jnp.where(same[:, :, None], jnp.exp(log), 0)
+    before_bn = jnp.pad(document_bnc[:, :-1, -1], ((0, 0), (1, 0)))
+    carried = (document_bnc == before_bn[..., None])[:, :, None]
+    since = jnp.where(carried, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
+    # Token i corrects what the tokens before it wrote: a unit triangular system (section 3.3 of the paper).
+    system = jnp.einsum("bnhik,bnhjk->bnhij", key * beta[..., None], key, precision="highest") * between
+    wanted = jnp.concatenate([value, since[..., None] * key], axis=-1) * beta[..., None]
+    if size > 1:
+        wanted = jax.lax.linalg.triangular_solve(system, wanted, left_side=True, lower=True, unit_diagonal=True)
+    return Chunks(query, key, wanted[..., : value.shape[-1]], wanted[..., value.shape[-1] :], between, since)
+
+
+def _memory_after(at_br: jax.Array, of: Chunks, memory_bnhkv: jax.Array, written_bnhcv: jax.Array) -> jax.Array:
+    """Returns the memory after each token of `at_br`. `memory_bnhkv`: at the start of each chunk."""
+    chunk_br, place_br = jnp.divmod(at_br, of.since.shape[-1])
+
+    def one(chunk: jax.Array, place: jax.Array, of: Chunks, memory: jax.Array, written: jax.Array) -> jax.Array:
+        key = of.key[chunk] * of.between[chunk, :, place, :, None]
+        return of.since[chunk, :, place, None, None] * memory[chunk] + jnp.einsum("hck,hcv->hkv", key, written[chunk])
+
+    each = jax.vmap(one, in_axes=(0, 0, None, None, None))
+    return jax.vmap(each)(chunk_br, place_br, of, memory_bnhkv, written_bnhcv)
