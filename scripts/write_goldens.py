@@ -391,7 +391,9 @@ CASES = {
     # queries and keys are shared, and differ in size from those of values.
     "qwen3-next": Case(QWEN3_NEXT, OF_DELTA_EXPERTS, spread=1.0, scales=(-0.6, 0.6)),
     "qwen3-5-moe": Case(QWEN3_5_MOE, OF_DELTA_EXPERTS, (*some(0), "model.norm."), spread=1.0, scales=(-0.6, 0.6)),
-    "qwen3-5": Case(QWEN3_5, OF_DELTA | {"num_hidden_layers": 3, "tie_word_embeddings": True}, spread=1.0, scales=(-0.6, 0.6)),
+    "qwen3-5": Case(
+        QWEN3_5, OF_DELTA | {"num_hidden_layers": 3, "tie_word_embeddings": True}, spread=1.0, scales=(-0.6, 0.6)
+    ),
 }
 
 

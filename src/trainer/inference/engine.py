@@ -24,7 +24,7 @@ from trainer.inference.sampling import Sampling, check_drawing, sampling_of
 from trainer.inference.served import Served, longest_prompt
 from trainer.inference.state import DecodeState, Prefix, Result, inserted, released, settings
 from trainer.inference.weights import to_weights
-from trainer.models.caches import PLACES, cache_axes
+from trainer.models.caches import PLACES, cache_axes, packs_rows
 from trainer.sharding import Axes
 
 
@@ -40,6 +40,7 @@ class Engine:
         abstract = jax.eval_shape(programs.empty)
         self._cache_axes = jax.tree.leaves(cache_axes(self.config), is_leaf=lambda leaf: isinstance(leaf, Axes))
         self._cache_length = max(self.places(abstract.cache))
+        self._packs_rows = packs_rows(self.config)
         replicated = jax.tree.map(lambda _: served.replicated, abstract)
         self.state_shardings = replicated._replace(cache=self._shardings_of(abstract.cache))
         options = compiler_options(self.config, served.platform) | options_for_stored(self.config, served.platform)
@@ -209,7 +210,7 @@ class Engine:
           ValueError: the model has state without a position axis, so that a row can have only one prompt; or a prompt
             begins where `batch_invariant` does not allow it.
         """
-        if not all(PLACES in names for names in self._cache_axes):
+        if not self._packs_rows:
             raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
         if self.config.batch_invariant and np.any(np.asarray(start_pos) % TILE):
             raise ValueError(

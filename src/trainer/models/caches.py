@@ -61,6 +61,19 @@ def cache_axes(config: Config) -> Any:
     return _of_blocks(config, named)
 
 
+def packs_rows(config: Config) -> bool:
+    """Returns whether the prompts of several cache rows may share a row of tokens. Each entry of a cache then belongs
+    to a position, or the block's attribute `packs_rows` is true: with `Cache.rows`, it returns the state of each cache
+    row."""
+
+    def packs(block: Any, count: int) -> bool:
+        del count
+        each = jax.tree.leaves(_names(block), is_leaf=_is_axes)
+        return getattr(block, "packs_rows", False) or all(PLACES in names for names in each)
+
+    return all(value for of_stack in _of_blocks(config, packs).values() for value in of_stack)
+
+
 def _shared(config: Config, names: Axes, array: Any) -> list[int]:
     """Returns the axes, counted from the last, along which a cache's array shares one scale. Returns [] if the array is
     not quantized, that is, for state without positions and for a single number per position."""

@@ -16,7 +16,11 @@ from trainer.products.dequantized import Storage, dequantized
 from trainer.products.plain import MakeProduct, Rules, make_plain
 from trainer.products.quantized import Calibration, Recipe, quantized
 
-ROUTER, HEAD, MTP = r"(^|/)(shared_expert_)?gate/kernel$", r"^(decoder/logits_dense/kernel|token_embedder/embedding)$", "^mtp_block/"
+ROUTER, HEAD, MTP = (
+    r"(^|/)(shared_expert_)?gate/kernel$",
+    r"^(decoder/logits_dense/kernel|token_embedder/embedding)$",
+    "^mtp_block/",
+)
 
 
 def quantization_rules(config: Config) -> Rules:

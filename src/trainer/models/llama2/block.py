@@ -152,6 +152,11 @@ class Block(nnx.Module):
         """Returns the logical axes of the arrays of `init_cache`."""
         return getattr(self, self.ATTENTION).cache_axes()
 
+    @property
+    def packs_rows(self) -> bool:
+        """See `models.caches.packs_rows`."""
+        return getattr(getattr(self, self.ATTENTION), "packs_rows", False)
+
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Runs one layer: [b, t, e] -> [b, t, e]. Also returns the cache with keys and values added; see
         `layers.attention`."""

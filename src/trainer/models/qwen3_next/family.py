@@ -96,7 +96,9 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     if given:
         every = given.index(_FULL) + 1 if _FULL in given else layers + 1
         if list(given) != _kinds(every, layers):
-            refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_LINEAR_KIND})")
+            refused.append(
+                f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_LINEAR_KIND})"
+            )
     if PERIOD < every <= layers:
         refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
     return {"inhomogeneous_layer_cycle_interval": every}

@@ -65,7 +65,9 @@ def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
             )
         sizes = [shapes[part][how.axis] for part in parts[name].values()]
         if not how.fits(sizes) or (how.groups == EACH and len(set(sizes)) > 1):
-            raise UserError(f"{name}: a Merged declares groups={how.groups}, which do not divide parts of {sizes} outputs")
+            raise UserError(
+                f"{name}: a Merged declares groups={how.groups}, which do not divide parts of {sizes} outputs"
+            )
     return {name: [each[i] for i in sorted(each)] for name, each in parts.items()}
 
 
