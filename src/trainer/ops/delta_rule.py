@@ -119,7 +119,7 @@ def _unit_inverse(strict: jax.Array) -> jax.Array:
     fixed, inverse, size = jax.lax.stop_gradient(strict), identity, 1
     product = functools.partial(jnp.matmul, precision="highest")
     while size < len(index):
-        # Blocks of `size` on the diagonal are inverted. A pair [[A, 0], [B, C]] has the inverse [[A', 0], [-C'BA', C']].
+        # Blocks of `size` on the diagonal are inverted. The inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
         block = index // size
         below = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)
         inverse = inverse - product(product(inverse, jnp.where(below, fixed, 0)), inverse)

@@ -193,12 +193,13 @@ FAMILIES = {
     },
     "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
-    # As wide as published models, in which the recurrence itself is a small part; one chunk, because XLA counts the
-    # operations of one.
+    # Layers of Qwen3.5-2B, in which the recurrence itself is a small part; one chunk, because XLA counts the operations
+    # of one.
     "qwen3_5": {
         **{"decoder_block": "qwen3_5", "use_qk_norm": True, "partial_rotary_factor": 0.25, "base_emb_dim": 2048},
         **{"inhomogeneous_layer_cycle_interval": 2, "base_num_decoder_layers": 2, "logits_via_embedding": False},
-        **{"gdn_num_key_heads": 8, "gdn_num_value_heads": 16, "max_target_length": 64},
+        **{"gdn_num_key_heads": 16, "gdn_num_value_heads": 16, "max_target_length": 64, "base_mlp_dim": 6144},
+        **{"base_num_query_heads": 8, "head_dim": 256},
     },
 }
 
