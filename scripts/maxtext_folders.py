@@ -110,15 +110,26 @@ GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, 
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
 GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
 GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
+# Two repetitions of two recurrent layers and one with attention; value heads share key heads.
+QWEN3_NEXT = {"decoder_block": "qwen3_next", "base_num_decoder_layers": 6, "inhomogeneous_layer_cycle_interval": 3}
+QWEN3_NEXT |= {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 8, "gdn_value_head_dim": 12}
+QWEN3_NEXT |= {"gdn_chunk_size": 4, "partial_rotary_factor": 0.5, "normalization_layer_epsilon": 1e-6}
+QWEN3_NEXT |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "base_mlp_dim": 12}
+QWEN3_NEXT |= {"shared_experts": 1, "norm_topk_prob": True}
+# Also two recurrent layers after the whole repetitions.
+QWEN3_NEXT_REST = QWEN3_NEXT | {"base_num_decoder_layers": 8}
+# As in its presets; with text alone these positions are the ordinary ones.
+QWEN3_5 = QWEN3_NEXT | {"decoder_block": "qwen3_5", "use_mrope": True, "mrope_section": [2, 1, 1]}
 # Keys that blocks have always here.
 GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # What our keys say in place of these.
 OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
+    "qwen3_5": {"decoder_block": "qwen3_5_moe"},
 }
 ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
-NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
+NOT_OURS = (*AS_V3, "scan_layers", "use_mrope", "mrope_section")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -141,6 +152,10 @@ CASES = {
     "llama4_unscanned": TINY | LLAMA4 | UNSCANNED,
     "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
     "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
+    "qwen3_next": TINY | QWEN3_NEXT_REST | SCANNED,
+    "qwen3_next_unscanned": TINY | QWEN3_NEXT | UNSCANNED,
+    "qwen3_5": TINY | QWEN3_5 | SCANNED,
+    "qwen3_5_unscanned": TINY | QWEN3_5 | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
