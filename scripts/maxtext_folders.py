@@ -23,6 +23,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -229,11 +230,10 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     `how` MaxText loads it: load_full_state_path or load_parameters_path, as its training does, or from_pretrained, as
     its decoding and post-training do.
     """
-    import jax
     import jax.numpy as jnp
     from flax import nnx
     from maxtext.configs import pyconfig
-    from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, maxtext_utils_nnx, model_creation_utils
+    from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, model_creation_utils
 
     key = "load_parameters_path" if how == "from_pretrained" else how
     optimizer = {"opt_type": "sgd"} if not (folder / "items" / "_METADATA").read_text().count("'mu'") else {}
@@ -242,19 +242,18 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     if how == "from_pretrained":
         model = model_creation_utils.from_pretrained(config, mesh=mesh)
     else:
-        state, _ = generate_param_only_checkpoint._read_train_checkpoint(config, None, mesh)
-        rngs = maxtext_utils_nnx.create_nnx_rngs(config, rng_key=jax.random.PRNGKey(0))
-        model = model_creation_utils.from_config(config, mesh=mesh, rngs=rngs)
-        nnx.update(model, state.model)
+        # This function first builds a model eagerly, in minutes, which only Muon's optimizer reads.
+        build = model_creation_utils.from_config
+        made = iter([lambda *args, **kwargs: None])
+        with mock.patch.object(model_creation_utils, "from_config", lambda *a, **k: next(made, build)(*a, **k)):
+            state, _ = generate_param_only_checkpoint._read_train_checkpoint(config, None, mesh)
+        model = nnx.merge(nnx.graphdef(model_creation_utils.create_nnx_abstract_model(config, mesh)[1]), state.model)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, config.max_target_length), np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    names = ("decoder_input_tokens", "decoder_positions", "decoder_segment_ids")
     with mesh:
-        found = model(
-            decoder_input_tokens=jnp.asarray(tokens),
-            decoder_positions=jnp.asarray(positions),
-            decoder_segment_ids=jnp.ones_like(tokens),
-            enable_dropout=False,
-        )
+        forward = nnx.jit(lambda model, *given: model(**dict(zip(names, given, strict=True)), enable_dropout=False))
+        found = forward(model, tokens, positions, jnp.ones_like(tokens))
     return {"tokens": tokens, "logits": np.asarray(found, np.float32)}
 
 
