@@ -154,9 +154,9 @@ CASES = {
     "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
     "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
     "qwen3_next": TINY | QWEN3_NEXT_REST | SCANNED,
-    "qwen3_next_unscanned": TINY | QWEN3_NEXT | UNSCANNED,
+    "qwen3_next_unscanned": TINY | QWEN3_NEXT | {"base_num_decoder_layers": 4} | UNSCANNED,
     "qwen3_5": TINY | QWEN3_5 | SCANNED,
-    "qwen3_5_unscanned": TINY | QWEN3_5 | UNSCANNED,
+    "qwen3_5_unscanned": TINY | QWEN3_5 | {"base_num_decoder_layers": 3} | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }

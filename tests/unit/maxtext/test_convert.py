@@ -25,8 +25,8 @@ SYNTHETIC = f"{BEGIN}dataset_type=synthetic steps=10 "
 ALWAYS_THERE = ("use_qk_norm=false", "use_qk_norm_in_gdn=True", "use_mrope=true")
 # A tiny model with recurrent layers and experts.
 RECURRENT = (
-    "base_num_decoder_layers=8 inhomogeneous_layer_cycle_interval=4 gdn_num_key_heads=2 gdn_num_value_heads=4 head_dim=16 "
-    "num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=12 base_mlp_dim=12 shared_experts=1 partial_rotary_factor=0.5"
+    "base_num_decoder_layers=8 inhomogeneous_layer_cycle_interval=4 gdn_num_key_heads=2 gdn_num_value_heads=4 "
+    "head_dim=16 num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=12 shared_experts=1 partial_rotary_factor=0.5"
 )
 HF = (
     "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=train tokenizer_type=huggingface tokenizer_path=$TOK"

@@ -210,25 +210,18 @@ class MaxTextSource:
         Raises:
           UserError: the axis is ambiguous: every array has the same shape for either axis.
         """
-        stacked = {
-            name: (where, names_of(config, name, where).stacked)
-            for name, where in places.items()
-            if where and not left_over(where)
-        }
-        stacked = {name: it for name, it in stacked.items() if it[1] in self._headers.keys() - self._biases}
-        fits = [
-            sum(
-                tuple(self._headers[tensor][1].shape) == stored_as(config, name, where, shapes, axis).shape
-                for name, (where, tensor) in stacked.items()
-            )
-            for axis in (0, 1)
-        ]
-        if stacked and fits == [len(stacked)] * 2:
+        fits = []  # for each stacked tensor, whether it has the shape for axis 0, and for axis 1
+        for name, where in places.items():
+            tensor = names_of(config, name, where).stacked if where and not left_over(where) else ""
+            if tensor in self._headers and tensor not in self._biases:
+                shape = tuple(self._headers[tensor][1].shape)
+                fits.append([stored_as(config, name, where, shapes, axis).shape == shape for axis in (0, 1)])
+        if fits and all(map(all, fits)):
             raise UserError(
                 f"{self.path}: every parameter's first axis is as long as the number of layers, so the "
                 "shapes do not tell whether param_scan_axis is 0 or 1; have MaxText write it with scan_layers=false"
             )
-        return 0 if fits[0] > fits[1] else 1
+        return 0 if sum(zero for zero, _ in fits) > sum(one for _, one in fits) else 1
 
     def _shares_norm(self, name: str) -> bool:
         """Returns whether `name` is the final norm of a module that shares the model's, as before MaxText 0.2.5."""
