@@ -8,6 +8,7 @@ from trainer.models.huggingface import HuggingFace, Merged, Outer
 from trainer.models.llama2.family import LAYOUTS
 from trainer.models.qwen3_next.block import forward_flops, stacks
 from trainer.models.qwen3_next.family import DEFAULTS, FIELDS, MERGED, MIXERS, SIZES, read, write
+from trainer.models.qwen3_next.maxtext import DENSE
 
 MERGED_HERE = (*MERGED, Merged("linear_attn.in_proj_qkv", [f"linear_attn.in_proj_{name}" for name in "qkv"]))
 # Fields that transformers does not read, or reads only for images.
@@ -62,4 +63,5 @@ FAMILY = Family(
             outers=(with_images("qwen3_5", "qwen3_5_text"),),
         )
     ],
+    maxtext=DENSE,
 )
