@@ -316,6 +316,35 @@ WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 4
 MISTRAL4 = {
     "mistral-small-4-119b": (4096, 32, 32, 2048, 128, 4, 36, 131072, 1e-6, 10000, 1, 1024, 256, 118_972_826_624),
 }
+# Qwen3-Next, 3.5 and 3.6: decoder_block, hidden_size, num_attention_heads, num_key_value_heads, linear_num_value_heads,
+# the width of the MLP or of an expert, experts and those of a token (without experts 1 and 1), num_hidden_layers,
+# vocab_size, rope_theta, tie_word_embeddings; whether the published files have a module of multi-token prediction;
+# depth, width and MLP of their tower for images; and the number of all their parameters by the Hub's metadata. Sizes:
+# see the presets.
+_NEXT, _TOWER = ("qwen3_next", 2048, 16, 2, 32, 512, 512, 10, 48, 151936), (27, 1152, 4304)
+_DENSE_27B = ("qwen3_5", 5120, 24, 4, 48, 17408, 1, 1, 64, 248320, 10**7, False, True, _TOWER, 27_781_427_952)
+_35B = ("qwen3_5_moe", 2048, 16, 2, 32, 512, 256, 8, 40, 248320, 10**7, False, True, _TOWER, 35_951_822_704)
+RECURRENT = {
+    "qwen3-next-80b-a3b": (*_NEXT, 10**7, False, True, None, 81_324_862_720),
+    "qwen3-coder-next-80b-a3b": (*_NEXT, 5 * 10**6, False, False, None, 79_674_391_296),
+    **{
+        f"qwen3.5-{size}": ("qwen3_5", *sizes, True, (depth, width, 4 * width), count)
+        for size, sizes, (depth, width), count in (
+            ("0.8b", (1024, 8, 2, 16, 3584, 1, 1, 24, 248320, 10**7, True), (12, 768), 873_438_784),
+            ("2b", (2048, 8, 2, 16, 6144, 1, 1, 24, 248320, 10**7, True), (24, 1024), 2_274_069_824),
+            ("4b", (2560, 16, 4, 32, 9216, 1, 1, 32, 248320, 10**7, True), (24, 1024), 4_659_865_088),
+        )
+    },
+    "qwen3.5-9b": ("qwen3_5", 4096, 16, 4, 32, 12288, 1, 1, 32, 248320, 10**7, False, True, _TOWER, 9_653_104_368),
+    **{"qwen3.5-27b": _DENSE_27B, "qwen3.6-27b": _DENSE_27B, "qwen3.5-35b-a3b": _35B, "qwen3.6-35b-a3b": _35B},
+    **{
+        f"qwen3.5-{size}": ("qwen3_5_moe", *sizes, 248320, 10**7, False, True, _TOWER, count)
+        for size, sizes, count in (
+            ("122b-a10b", (3072, 32, 2, 64, 1024, 256, 8, 48), 125_086_497_008),
+            ("397b-a17b", (4096, 32, 2, 64, 1024, 512, 10, 60), 403_397_928_944),
+        )
+    },
+}
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (
     "base_emb_dim",
