@@ -232,6 +232,58 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
+# As published; MaxText 0.2.5 has the same in its hf_model_configs.py.
+QWEN3_NEXT_JSON = {
+    **{"architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643},
+    **{"decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256},
+    **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144},
+    **{"mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True},
+    **{"num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+    **{"num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06},
+    **{"rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16"},
+    **{"shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 151936},
+    "transformers_version": "4.57.0.dev0",
+}
+_QWEN3_5_TEXT = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16"},
+    **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+    **{"initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_value_head_dim": 128, "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1},
+    **{"mtp_use_dedicated_embeddings": False, "rms_norm_eps": 1e-06, "use_cache": True, "vocab_size": 248320},
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000},
+        "partial_rotary_factor": 0.25,
+    },
+}
+_QWEN3_5_OUTER = {
+    **{"image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053},
+    **{"vision_end_token_id": 248054, "tie_word_embeddings": False, "vision_config": {"depth": 27}},
+}
+QWEN3_5_397B_JSON = _QWEN3_5_OUTER | {
+    **{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
+    "transformers_version": "4.57.0.dev0",
+    "text_config": _QWEN3_5_TEXT
+    | {
+        **{"hidden_size": 4096, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 15},
+        **{"linear_num_value_heads": 64, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text"},
+        **{"moe_intermediate_size": 1024, "num_attention_heads": 32, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"num_hidden_layers": 60, "num_key_value_heads": 2, "router_aux_loss_coef": 0.001},
+        "shared_expert_intermediate_size": 1024,
+    },
+}
+QWEN3_6_27B_JSON = _QWEN3_5_OUTER | {
+    **{"architectures": ["Qwen3_5ForConditionalGeneration"], "language_model_only": False, "model_type": "qwen3_5"},
+    "text_config": _QWEN3_5_TEXT
+    | {
+        **{"bos_token_id": 248044, "hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48},
+        **{"layer_types": [*["linear_attention"] * 3, "full_attention"] * 16, "model_type": "qwen3_5_text"},
+        **{"num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4, "output_gate_type": "swish"},
+        **{"pad_token_id": None, "partial_rotary_factor": 0.25, "tie_word_embeddings": False},
+    },
+}
 GRANITE = {
     **{"attention_bias": False, "attention_dropout": 0.0, "embedding_multiplier": 12, "hidden_act": "silu"},
     **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7},

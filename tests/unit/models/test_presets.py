@@ -29,6 +29,7 @@ from published import (
     PHI4_MINI,
     PHI4_MINI_JSON,
     PUBLISHED,
+    QWEN3_NEXT_JSON,
     RECURRENT,
     REPORTED,
     SCALES,
@@ -310,6 +311,7 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
         ("granite4-micro", GRANITE4_MICRO),
         ("ministral3-8b", MINISTRAL3_8B),
         ("gpt-oss-20b", GPT_OSS_20B_JSON),
+        ("qwen3-next-80b-a3b", QWEN3_NEXT_JSON),
     ],
 )
 def test_a_published_config_json_is_its_preset(name, data):
