@@ -2,11 +2,11 @@
 
     pip install -e ".[goldens]" && python scripts/check_towers.py [case ...]
 
-For Gemma 3, Mistral 3 (also with Ministral 3) and Llama 4, with the names of tensors of published folders and of
-modules of transformers 5: transformers saves a random model, which is exported straight after loading, and after three
-steps of training. Checked, in float32 on the CPU: the tensors of the towers are equal in all bytes; straight after
-loading the logits of a row with an image are equal in all bits, and so are all tensors; the logits of a text are ours,
-before and after training.
+For Gemma 3, Mistral 3 (also with Ministral 3), Llama 4 and Qwen 3.5 (dense and with experts), with the names of tensors
+of published folders and of modules of transformers 5: transformers saves a random model, which is exported straight
+after loading, and after three steps of training. Checked, in float32 on the CPU: the tensors of the towers are equal in
+all bytes; straight after loading the logits of a row with an image are equal in all bits, and so are all tensors; the
+logits of a text are ours, before and after training.
 """
 
 import contextlib
@@ -99,8 +99,30 @@ def llama4() -> tuple[Any, dict[str, Any]]:
     return model, {"input_ids": tokens, "pixel_values": pixels()}
 
 
+def qwen3_5(kind: str = "", **text: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token. `kind`: the end of the names of its
+    classes. `text`: more fields of its text model."""
+    size = {**TEXT, "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
+    size |= {"linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    size |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}}
+    size["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_interleaved": True}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 12, "num_heads": 2, "patch_size": 4}
+    vision |= {"temporal_patch_size": 1, "out_hidden_size": 32, "num_position_embeddings": 16}
+    ends = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 61, "vision_end_token_id": 62}
+    config = getattr(transformers, f"Qwen3_5{kind}Config")(text_config={**size, **text}, vision_config=vision, **ends)
+    model = getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration")(config)
+    tokens = torch.tensor([[5, 61, 10, 10, 10, 10, 62, *range(12, 25)]])
+    patches = torch.randn(16, 3 * 16, generator=torch.Generator().manual_seed(1))
+    kinds = (tokens == 10).int()
+    return model, {"input_ids": tokens, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]])} | {
+        "mm_token_type_ids": kinds
+    }
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS |= {"shared_expert_intermediate_size": 12, "num_key_value_heads": 2}
 CASES = {"gemma3": gemma3, "mistral3": mistral3, "llama4": llama4, "mistral3 tied": lambda: mistral3(tied=True)}
-CASES |= {"ministral3": ministral3}
+CASES |= {"ministral3": ministral3, "qwen3.5": qwen3_5, "qwen3.5 moe": lambda: qwen3_5("Moe", **EXPERTS)}
 
 
 def pixels() -> torch.Tensor:
@@ -191,7 +213,7 @@ def main() -> int:
     for name, make in CASES.items():
         if name not in (sys.argv[1:] or CASES):
             continue
-        for as_modules in (False,) if name == "llama4" else (False, True):  # its modules have the published names
+        for as_modules in (False,) if name.startswith(("llama4", "qwen")) else (False, True):  # modules as published
             with tempfile.TemporaryDirectory() as folder:
                 found = check(make, Path(folder), as_modules)
             print(f"{name}, {'names of modules' if as_modules else 'names as saved'}: {found[0]:.1e} {found[1]:.1e}")

@@ -8,11 +8,15 @@ row, masked by transformers itself. "packed" has several documents and padding, 
 "generated" has greedy continuations of the beginnings of those rows, by transformers' own generate, and how far the
 logit of each token was above the next.
 
+mtp.npz of the case `WITH_MODULE` has a module of multi-token prediction: its tensors, named as in published folders,
+and its logits for "rows", by transformers' own classes with the embeddings and hidden states of the case.
+
 mxfp4.safetensors has matrices of MXFP4, as in folders of gpt-oss, and transformers' values of them.
 
 declarations.json has the types that transformers declares for the fields of each case's configuration.
 """
 
+import copy
 import dataclasses
 import json
 import os
@@ -100,6 +104,7 @@ OF_DELTA |= {"linear_value_head_dim": 6, "linear_conv_kernel_dim": 3, "full_atte
 OF_DELTA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
 OF_DELTA_EXPERTS = OF_DELTA | {"moe_intermediate_size": 6, "shared_expert_intermediate_size": 12, "num_experts": 4}
 OF_DELTA_EXPERTS |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+WITH_MODULE = "qwen3-5-moe"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Models whose positions or state are those of the whole row, so packed documents are computed one by one.
 WHOLE_ROWS = ("llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -421,8 +426,40 @@ def main() -> None:
             kept = {f"gradient/{n}": gradients[n] for n in gradients if n.startswith(case.gradients or "")}
             arrays |= {f"{kind}/{n}": array for n, array in (batch | {"logits": logits} | kept).items()}
         np.savez_compressed(folder / "expected.npz", **arrays, **generated(model, rows(seed)["inputs"]))
+        if name == WITH_MODULE:
+            np.savez_compressed(folder / "mtp.npz", **module(model, case, rows(seed)["inputs"]))
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {size / 1e3:.0f} kB")
+
+
+def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tensors of a random module, and its logits [rows, length - 1, vocabulary]."""
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
+
+    config = copy.deepcopy(model.config)
+    config.layer_types, config.num_hidden_layers = [FULL], 1
+    layer = randomized(MtpLayer(config, Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm, 0).eval(), case, 1)
+    tokens, count = torch.tensor(inputs, dtype=torch.long), inputs.shape[1] - 1
+    position = torch.arange(count)[None]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, :-1]
+        logits = model.lm_head(
+            layer(
+                model.model.embed_tokens(tokens[:, 1:]),
+                hidden,
+                position_embeddings=model.model.rotary_emb(hidden, position[None].expand(3, 1, -1)),
+                attention_mask=torch.full((count, count), float("-inf")).triu(1)[None, None],
+                position_ids=position,
+                cache=None,
+            )
+        )
+    published = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+    tensors = {"logits": logits.numpy()}
+    for name, parameter in layer.named_parameters():
+        first, _, rest = name.partition(".")
+        tensors[f"mtp.{published.get(first, 'layers.0')}.{rest}"] = parameter.detach().numpy()
+    return tensors
 
 
 def write_declarations() -> None:
@@ -460,7 +497,11 @@ def random_model(case: Case, seed: int) -> torch.nn.Module:
     """Returns a float32 model in which scores, activations and norms all matter: its weights are far from initial
     ones."""
     config, model = case.family
-    model = model(config(**SIZES | case.config, dtype=torch.float32)).eval()
+    return randomized(model(config(**SIZES | case.config, dtype=torch.float32)).eval(), case, seed)
+
+
+def randomized(model: torch.nn.Module, case: Case, seed: int) -> torch.nn.Module:
+    """Returns `model` with random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -232,6 +232,58 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
+# As published; MaxText 0.2.5 has the same in its hf_model_configs.py.
+QWEN3_NEXT_JSON = {
+    **{"architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643},
+    **{"decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256},
+    **{"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120},
+    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144},
+    **{"mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": True},
+    **{"num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+    **{"num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06},
+    **{"rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "torch_dtype": "bfloat16"},
+    **{"shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 151936},
+    "transformers_version": "4.57.0.dev0",
+}
+_QWEN3_5_TEXT = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16"},
+    **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+    **{"initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16},
+    **{"linear_value_head_dim": 128, "max_position_embeddings": 262144, "mtp_num_hidden_layers": 1},
+    **{"mtp_use_dedicated_embeddings": False, "rms_norm_eps": 1e-06, "use_cache": True, "vocab_size": 248320},
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {
+        **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000},
+        "partial_rotary_factor": 0.25,
+    },
+}
+_QWEN3_5_OUTER = {
+    **{"image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053},
+    **{"vision_end_token_id": 248054, "tie_word_embeddings": False, "vision_config": {"depth": 27}},
+}
+QWEN3_5_397B_JSON = _QWEN3_5_OUTER | {
+    **{"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
+    "transformers_version": "4.57.0.dev0",
+    "text_config": _QWEN3_5_TEXT
+    | {
+        **{"hidden_size": 4096, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 15},
+        **{"linear_num_value_heads": 64, "mlp_only_layers": [], "model_type": "qwen3_5_moe_text"},
+        **{"moe_intermediate_size": 1024, "num_attention_heads": 32, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"num_hidden_layers": 60, "num_key_value_heads": 2, "router_aux_loss_coef": 0.001},
+        "shared_expert_intermediate_size": 1024,
+    },
+}
+QWEN3_6_27B_JSON = _QWEN3_5_OUTER | {
+    **{"architectures": ["Qwen3_5ForConditionalGeneration"], "language_model_only": False, "model_type": "qwen3_5"},
+    "text_config": _QWEN3_5_TEXT
+    | {
+        **{"bos_token_id": 248044, "hidden_size": 5120, "intermediate_size": 17408, "linear_num_value_heads": 48},
+        **{"layer_types": [*["linear_attention"] * 3, "full_attention"] * 16, "model_type": "qwen3_5_text"},
+        **{"num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4, "output_gate_type": "swish"},
+        **{"pad_token_id": None, "partial_rotary_factor": 0.25, "tie_word_embeddings": False},
+    },
+}
 GRANITE = {
     **{"attention_bias": False, "attention_dropout": 0.0, "embedding_multiplier": 12, "hidden_act": "silu"},
     **{"residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e7},
@@ -315,6 +367,35 @@ WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 4
 # transformers' Mistral4Config names this model. Published: 119.4 billion parameters, with the tower for images.
 MISTRAL4 = {
     "mistral-small-4-119b": (4096, 32, 32, 2048, 128, 4, 36, 131072, 1e-6, 10000, 1, 1024, 256, 118_972_826_624),
+}
+# Qwen3-Next, 3.5 and 3.6: decoder_block, hidden_size, num_attention_heads, num_key_value_heads, linear_num_value_heads,
+# the width of the MLP or of an expert, experts and those of a token (without experts 1 and 1), num_hidden_layers,
+# vocab_size, rope_theta, tie_word_embeddings; whether the published files have a module of multi-token prediction;
+# depth, width and MLP of their tower for images; and the number of all their parameters by the Hub's metadata. Sizes:
+# see the presets.
+_NEXT, _TOWER = ("qwen3_next", 2048, 16, 2, 32, 512, 512, 10, 48, 151936), (27, 1152, 4304)
+_DENSE_27B = ("qwen3_5", 5120, 24, 4, 48, 17408, 1, 1, 64, 248320, 10**7, False, True, _TOWER, 27_781_427_952)
+_35B = ("qwen3_5_moe", 2048, 16, 2, 32, 512, 256, 8, 40, 248320, 10**7, False, True, _TOWER, 35_951_822_704)
+RECURRENT = {
+    "qwen3-next-80b-a3b": (*_NEXT, 10**7, False, True, None, 81_324_862_720),
+    "qwen3-coder-next-80b-a3b": (*_NEXT, 5 * 10**6, False, False, None, 79_674_391_296),
+    **{
+        f"qwen3.5-{size}": ("qwen3_5", *sizes, True, (depth, width, 4 * width), count)
+        for size, sizes, (depth, width), count in (
+            ("0.8b", (1024, 8, 2, 16, 3584, 1, 1, 24, 248320, 10**7, True), (12, 768), 873_438_784),
+            ("2b", (2048, 8, 2, 16, 6144, 1, 1, 24, 248320, 10**7, True), (24, 1024), 2_274_069_824),
+            ("4b", (2560, 16, 4, 32, 9216, 1, 1, 32, 248320, 10**7, True), (24, 1024), 4_659_865_088),
+        )
+    },
+    "qwen3.5-9b": ("qwen3_5", 4096, 16, 4, 32, 12288, 1, 1, 32, 248320, 10**7, False, True, _TOWER, 9_653_104_368),
+    **{"qwen3.5-27b": _DENSE_27B, "qwen3.6-27b": _DENSE_27B, "qwen3.5-35b-a3b": _35B, "qwen3.6-35b-a3b": _35B},
+    **{
+        f"qwen3.5-{size}": ("qwen3_5_moe", *sizes, 248320, 10**7, False, True, _TOWER, count)
+        for size, sizes, count in (
+            ("122b-a10b", (3072, 32, 2, 64, 1024, 256, 8, 48), 125_086_497_008),
+            ("397b-a17b", (4096, 32, 2, 64, 1024, 512, 10, 60), 403_397_928_944),
+        )
+    },
 }
 TINY = "deepseek3-tiny"  # MaxText's sizes; no published model
 SIZES_WITH_EXPERTS = (

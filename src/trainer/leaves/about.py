@@ -17,7 +17,11 @@ GENERATION, FIELDS = "generation_config.json", "huggingface.json"
 CHANGED = "changed_by_training"
 # Fields of config.json.
 TOKENS, LONGEST = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"
-IMAGES = ("image_token_index", "boi_token_index", "eoi_token_index")  # placeholders of images, and markers around them
+# Placeholders of images and videos, and markers around them.
+IMAGES = (
+    *("image_token_index", "boi_token_index", "eoi_token_index"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+)
 _, _END, _ = TOKENS
 _OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")  # ends of names
 

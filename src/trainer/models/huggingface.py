@@ -11,11 +11,13 @@ import numpy as np
 
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.config.limits import MODULES
 from trainer.models.gguf import Gguf
 
 EXPERT = "<expert>"  # placeholder for the expert's number in the name of a tensor
 
 
+LAYER = "model.layers.{}."  # the beginning of the names of a layer's tensors
 EACH = 0  # see `Merged.groups`
 _SAME = {"softmax": ""}  # values of routed_score_func with the same meaning
 
@@ -196,6 +198,30 @@ class Merged(NamedTuple):
         return self.groups or size
 
 
+class Modules(NamedTuple):
+    """The tensors of modules of multi-token prediction in a Hugging Face checkpoint. In names, {} is the number that a
+    layer after the model's layers would have. The default is DeepSeek-V3's layout.
+
+    Attributes:
+      above: the beginning of the names of tensors outside of a module's block.
+      block: the beginning of the names of a block's tensors, in place of `LAYER`.
+      names: the names of the norms of embeddings and of hidden states, of the projection, and of the final norm.
+      field: the field of config.json with the number of modules.
+      most: the largest number of modules.
+    """
+
+    above: str = LAYER
+    block: str = LAYER
+    names: tuple[str, str, str, str] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    field: str = "num_nextn_predict_layers"
+    most: int = MODULES
+
+    def number(self, layers: int, tensors: Mapping[str, Any]) -> int:
+        """Returns the number of modules among the tensors of a model with `layers` layers."""
+        names = (f"{self.above.format(layers + i)}{self.names[2]}.weight" for i in range(self.most))
+        return next((i for i, name in enumerate(names) if name not in tensors), self.most)
+
+
 class HuggingFace(NamedTuple):
     """A family in Hugging Face's transformers.
 
@@ -236,6 +262,7 @@ class HuggingFace(NamedTuple):
       aliases: other model types with the same fields and tensors.
       modules: maps a word in a module's name in transformers 5 to the word in the tensors' names, where they differ.
       methods: the values of topk_method without and with groups of experts; "": the family has no groups.
+      mtp: the tensors of modules of multi-token prediction.
       gguf: the declaration of the family's llama.cpp files; None if they are neither read nor written.
     """
 
@@ -273,6 +300,7 @@ class HuggingFace(NamedTuple):
     methods: tuple[str, str] = ("", "")
     nested: Mapping[str, Any] = {}
     outers: Sequence[Outer] = ()
+    mtp: Modules = Modules()
     gguf: Gguf | None = None
 
     def in_gguf(self) -> "HuggingFace":

@@ -1,17 +1,16 @@
-"""Parameter names of multi-token prediction: the module of each parameter, and its Hugging Face tensor.
-
-The layout follows DeepSeek-V3's published weights: the modules follow the L layers, module k as layer L + k - 1.
+"""Parameter names of multi-token prediction: the module of each parameter, and its Hugging Face tensor
+(`models.huggingface.Modules`). In DeepSeek-V3's published weights, module k follows the L layers as layer L + k - 1.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
+from trainer.config.capabilities.recurrent_keys import recurrent_modules
 from trainer.config.effects import no_effect_of
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.models.families import family, hugging_face, in_stack, stacks
-from trainer.models.huggingface import HuggingFace, Layout
+from trainer.models.huggingface import LAYER, HuggingFace, Layout, Modules
 from trainer.models.mtp import (
     BLOCK,
     EMBEDDING_NORM,
@@ -27,16 +26,12 @@ from trainer.models.patterns import LAYERS, REMAINDER
 
 MODULES = "mtp_num_layers"  # the configuration key
 _MODULE = re.compile(rf"(?:.*/)?{MTP}/mtp_layer_([0-9]+)/")
-_PARTS = {
-    f"{EMBEDDING_NORM}/scale": Layout("enorm.weight"),
-    f"{HIDDEN_NORM}/scale": Layout("hnorm.weight"),
-    f"{PROJECTION}/kernel": Layout("eh_proj.weight", inputs=1),
-    f"{FINAL_NORM}/scale": Layout("shared_head.norm.weight"),
-}
+# In the order of `Modules.names`.
+_PARTS = (f"{EMBEDDING_NORM}/scale", f"{HIDDEN_NORM}/scale", f"{PROJECTION}/kernel", f"{FINAL_NORM}/scale")
 # Published weights repeat the model's embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
-# The names of all module tensors in Hugging Face, with {} for the number of the layer.
-MODULE_TENSORS = tuple(f"model.layers.{{}}.{name}" for name in (*(it.name for it in _PARTS.values()), *_COPIES))
+# The names of all module tensors in DeepSeek-V3's layout, with {} for the number of the layer.
+MODULE_TENSORS = tuple(f"{LAYER}{name}" for name in (*(f"{it}.weight" for it in Modules().names), *_COPIES))
 
 
 def module_of(name: str) -> int:
@@ -58,7 +53,8 @@ def is_final_norm(name: str) -> bool:
 
 def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) -> Mapping[str, Layout]:
     """Returns the layouts of `declared` (by default, of the family of `config`), and of the modules of `config`."""
-    layouts = dict((declared or hugging_face(config)).layouts)
+    hf = declared or hugging_face(config)
+    layouts, modules = dict(hf.layouts), hf.mtp
     for stack in stacks(config):
         # Each block of a pattern has the layouts of the stack, unless the family declares layouts for the block.
         above = f"decoder/{LAYERS if stack.name == REMAINDER else stack.name}/"
@@ -67,11 +63,13 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
     below = f"decoder/{last_block(config)[0]}/"
     block = {name.removeprefix(below): it for name, it in layouts.items() if name.startswith(below)}
     for k in depths(config):
-        place = _layer(config, k)
-        layouts |= {part_path(k, part): it._replace(name=place + it.name) for part, it in _PARTS.items()}
         number = config.base_num_decoder_layers + k - 1
-        own = part_path(k, BLOCK)
-        layouts |= {f"{own}/{part}": it._replace(name=it.name.format(number)) for part, it in block.items()}
+        for part, name in zip(_PARTS, modules.names, strict=True):
+            tensor = f"{modules.above}{name}.weight".format(number)
+            layouts[part_path(k, part)] = Layout(tensor, inputs=int(part.startswith(PROJECTION)))
+        for part, it in block.items():
+            tensor = it.name.replace(LAYER, modules.block).format(number)
+            layouts[f"{part_path(k, BLOCK)}/{part}"] = it._replace(name=tensor)
     return layouts
 
 
@@ -100,12 +98,16 @@ def rotated_heads(
     return {name: head for name, head in heads.items() if head}
 
 
-def hugging_face_modules(layers: int, tensors: Mapping[str, Any]) -> int:
-    """Returns the number of modules among the tensors of a model with `layers` layers."""
-    count = 0
-    while f"model.layers.{layers + count}.eh_proj.weight" in tensors:
-        count += 1
-    return count
+def module_problem(config: Config, modules: Modules) -> str:
+    """Returns the reason why Hugging Face's format cannot represent the modules of `config`, if it has some; or ""."""
+    if config.mtp_num_layers > modules.most:
+        return f"mtp_num_layers={config.mtp_num_layers}: known: up to {modules.most}"
+    if recurrent_modules(config):
+        return (
+            f"mtp_num_layers={config.mtp_num_layers}: the module's block is like the last layer, which is recurrent; "
+            "there it has attention"
+        )
+    return ""
 
 
 def hugging_face_copies(config: Config) -> dict[str, str]:
@@ -116,11 +118,11 @@ def hugging_face_copies(config: Config) -> dict[str, str]:
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies
 
 
-def in_other_module(config: Config, tensor: str, modules: int) -> bool:
+def in_other_module(config: Config, how: Modules, tensor: str, modules: int) -> bool:
     """Returns whether a tensor belongs to one of a checkpoint's `modules` modules that `config` does not have."""
-    own = config.mtp_num_layers
-    return any(tensor.startswith(_layer(config, k)) for k in range(own + 1, modules + 1))
+    first, own = config.base_num_decoder_layers - 1, config.mtp_num_layers
+    return any(tensor.startswith(how.above.format(first + k)) for k in range(own + 1, modules + 1))
 
 
 def _layer(config: Config, k: int) -> str:
-    return f"model.layers.{config.base_num_decoder_layers + k - 1}."
+    return LAYER.format(config.base_num_decoder_layers + k - 1)

@@ -29,6 +29,8 @@ from published import (
     PHI4_MINI,
     PHI4_MINI_JSON,
     PUBLISHED,
+    QWEN3_NEXT_JSON,
+    RECURRENT,
     REPORTED,
     SCALES,
     SIZES,
@@ -53,7 +55,7 @@ from trainer.models.transformer import Transformer
 from trainer.training.build import build
 from trainer.weights.huggingface.config_json import model_keys
 
-OTHERS = (*LATENT, *GLM, *LLAMA4, *MISTRAL4)
+OTHERS = (*LATENT, *GLM, *LLAMA4, *MISTRAL4, *RECURRENT)
 
 
 @functools.cache
@@ -309,12 +311,50 @@ def test_the_largest_preset_of_a_family_can_be_trained(name):
         ("granite4-micro", GRANITE4_MICRO),
         ("ministral3-8b", MINISTRAL3_8B),
         ("gpt-oss-20b", GPT_OSS_20B_JSON),
+        ("qwen3-next-80b-a3b", QWEN3_NEXT_JSON),
     ],
 )
 def test_a_published_config_json_is_its_preset(name, data):
     keys = model_keys(data, "config.json")
     config = preset(name)
     assert {key: config[key] for key in keys} == keys | {"mlp_activations": ("silu", "linear")}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_preset_with_recurrent_layers_is_the_published_model(name):
+    """Also with the module and the tower, which are in the published number of parameters."""
+    config = preset(name)
+    block, *sizes, tied, has_module, tower, published = RECURRENT[name]
+    width, heads, kv_heads, value_heads, hidden, experts, _, layers, vocab, _ = sizes
+    sparse = experts > 1
+    kind = "base_moe_mlp_dim" if sparse else "base_mlp_dim"
+    keys = (*SIZES[:3], "gdn_num_value_heads", kind, "num_experts", "num_experts_per_tok", *SIZES[4:6], SIZES[7])
+    assert [config[key] for key in keys] == sizes
+    assert (config.decoder_block, config.logits_via_embedding, config.remat_policy) == (block, tied, "full")
+    same = {"head_dim": 256, "gdn_num_key_heads": 16, "gdn_key_head_dim": 128, "gdn_value_head_dim": 128}
+    same |= {"gdn_conv_kernel_dim": 4, "inhomogeneous_layer_cycle_interval": 4, "partial_rotary_factor": 0.25}
+    same |= {"normalization_layer_epsilon": 1e-6, "mlp_activations": ("silu", "linear"), "use_qk_norm": True}
+    same |= {"shared_experts": 1, "norm_topk_prob": True} if sparse else {"normalize_embedding_logits": not tied}
+    assert {key: config[key] for key in same} == same
+    values, both = value_heads * 128, 2 * 16 * 128 + value_heads * 128
+    attention = width * 256 * (3 * heads + 2 * kv_heads) + 2 * 256
+    recurrent = width * (both + 2 * values + 2 * value_heads) + 4 * both + 2 * value_heads + 128
+    mlp = width * experts + 3 * (experts + 1) * width * hidden + width if sparse else 3 * width * hidden
+    layer = mlp + 2 * width
+    text = vocab * width * (1 if tied else 2) + layers * layer + layers // 4 * (attention + 3 * recurrent) + width
+    check_count(config, text)
+    module = 2 * width * width + 3 * width + attention + layer
+    with_module = loaded_preset(name, "mtp_num_layers=1").config
+    check_count(resolve(with_module, device_count=1, platform="cpu"), text + module)
+    assert text + has_module * module + (image_tower(*tower, width) if tower else 0) == published
+
+
+def image_tower(depth: int, width: int, hidden: int, text: int) -> int:
+    """Returns the parameters of Qwen's tower: patches of 2 x 16 x 16 pixels, 48 x 48 positions, layers with biases,
+    and two matrices that map 2 x 2 patches to the width of the text."""
+    layer = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width
+    ends = (3 * 512 + 1 + 48 * 48) * width + 2 * width + 4 * width * (4 * width + 1) + (4 * width + 1) * text
+    return depth * layer + ends
 
 
 def test_every_newer_family_has_a_preset_whose_step_is_traced():

@@ -173,6 +173,12 @@ def test_the_old_form_says_the_same(case, old):
         # transformers reads this field in Gemma 3 only.
         ("gemma2", {"layer_types": "absent", "sliding_window_pattern": 3}, {"sliding_window_pattern": 2}),
         ("olmo3", {"layer_types": "absent", "sliding_window_pattern": 2}, {"sliding_window_pattern": 4}),
+        ("qwen3-5", {"output_gate_type": "swish", "attn_output_gate": True}, {"inhomogeneous_layer_cycle_interval": 2}),
+        (
+            "qwen3-5-moe",
+            {"layer_types": "absent", "mlp_only_layers": [], "mtp_use_dedicated_embeddings": False},
+            {"inhomogeneous_layer_cycle_interval": 4, "shared_experts": 2},
+        ),
     ],
 )
 def test_what_a_field_says(case, changes, expected):
@@ -223,6 +229,11 @@ def test_what_a_field_says(case, changes, expected):
         ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers, then sparse ones, of 3"),
         ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 with 1 dense layers"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
+        ("qwen3-5", {"output_gate_type": "sigmoid"}, r"output_gate_type=sigmoid \(known: silu, also called swish\)"),
+        ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate=false"),
+        ("qwen3-5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=true"),
+        ("qwen3-5-moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3-next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("phi3", {"embd_layer": "x"}, 'embd_layer="x": not known'),
         (
             "phi3-short",

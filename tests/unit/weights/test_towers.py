@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_cases import shapes_of
+from published import QWEN3_5_397B_JSON, QWEN3_6_27B_JSON
 from safetensors.numpy import load_file, save_file
 
 from trainer import export
@@ -73,7 +74,13 @@ def folder_of(path, case="gemma3", form="published", tensors=None, **changes):
     """Writes the text model of a golden with a tower. `changes`: of config.json; None leaves a field out."""
     path.mkdir()
     text = json.loads((GOLDENS / case / "config.json").read_text())
-    data = {**OUTER[case], "text_config": text, "vision_config": {"hidden_size": 8}, "dtype": "float32", **changes}
+    data = {
+        **OUTER.get(case, {}),
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+        "dtype": "float32",
+        **changes,
+    }
     data = {name: value for name, value in data.items() if value is not None}
     (path / "config.json").write_text(json.dumps(data))
     (path / PREPARED).write_text('{"image_mean": [0.5]}')
@@ -156,6 +163,19 @@ def test_fields_that_a_published_text_config_leaves_out_are_those_of_the_preset(
     )
 
 
+@pytest.mark.parametrize(
+    ("preset", "data"), [("qwen3.5-397b-a17b", QWEN3_5_397B_JSON), ("qwen3.6-27b", QWEN3_6_27B_JSON)]
+)
+def test_a_published_config_json_of_qwen_is_its_preset(preset, data):
+    """With its module of multi-token prediction. Some programs write the outer model_type into text_config."""
+    loaded = load(["base.yml", f"model_name={preset}", "mtp_num_layers=1", "dataset_type=synthetic"])
+    renamed = data | {"text_config": data["text_config"] | {"model_type": data["model_type"]}}
+    for each in (data, renamed):
+        assert keys_of(each, ["model.language_model.norm.weight", "lm_head.weight"]) == described(
+            resolve(loaded.config, device_count=1, platform="cpu")
+        )
+
+
 def test_a_head_that_is_stored_is_not_tied_where_the_classes_contradict_each_other():
     """As in the published folders of Mistral Small 3.1: MistralConfig ties nothing, Mistral3Config does."""
     data = {"model_type": "mistral3", "text_config": SMALL}
@@ -180,6 +200,40 @@ def test_straight_after_loading_an_export_is_the_folder(case, form, tmp_path, ca
     assert (back / PREPARED).read_bytes() == (first / PREPARED).read_bytes()
     assert "copied as they are: 4 other tensors" in capsys.readouterr().out
     assert not list(tmp_path.glob("*incomplete*"))
+
+
+@pytest.mark.parametrize("case", ["qwen3-5", "qwen3-5-moe"])
+def test_folders_of_qwen_have_bundled_experts_and_a_tower(case, tmp_path, capsys):
+    """Of one layer, or of all, as published. The export has a tensor for each expert."""
+    text, kind = load_file(GOLDENS / case / "model.safetensors"), case.replace("-", "_")
+    images = {"image_token_id": 61, "tie_word_embeddings": case == "qwen3-5"}
+    for prefix in ("model.layers.0.", "model."):
+        first, back = tmp_path / f"{prefix}first", tmp_path / f"{prefix}back"
+        tensors = named(bundled(text, prefix), "modules", {"visual.x": np.ones((2, 3), ml_dtypes.bfloat16)})
+        found = open_source(str(folder_of(first, case, tensors=tensors, model_type=kind, **images)))
+        alone = open_source(str(GOLDENS / case))
+        assert found.keys == alone.keys
+        assert values(found) == values(alone)
+        assert found.about.images[61] == "image_token_id"
+        export.main([str(first), str(back), "format=hf", f"like={first}"])
+        assert bits(back).keys() == {"model.visual.x", *named(text, "modules", {})}
+        assert values(open_source(str(back))) == values(alone)
+    assert "left out: visual (1 tensor, 12.0 B)" in "".join(found.notes(model_config(found.keys, [], "")))
+
+
+def bundled(tensors, prefix):
+    """Returns `tensors` with one tensor for the experts of a layer, in the layers whose names begin with `prefix`."""
+    found, experts = dict(tensors), {}
+    for name in [name for name in tensors if ".experts." in name and name.startswith(prefix)]:
+        above, _, rest = name.partition(".experts.")
+        number, part, _ = rest.split(".")
+        experts.setdefault(above, {}).setdefault(part, {})[int(number)] = found.pop(name)
+    for above, parts in experts.items():
+        gate, up, down = (
+            np.stack([it for _, it in sorted(parts[f"{name}_proj"].items())]) for name in ("gate", "up", "down")
+        )
+        found |= {f"{above}.experts.gate_up_proj": np.concatenate([gate, up], 1), f"{above}.experts.down_proj": down}
+    return found
 
 
 def test_other_weights_dtypes_and_ends_are_written_into_shards(tmp_path):

@@ -20,6 +20,12 @@ def has_recurrence(config: Config) -> bool:
     return reads(config, PATTERN) and config.inhomogeneous_layer_cycle_interval > 1
 
 
+def recurrent_modules(config: Config) -> bool:
+    """Returns whether the blocks of multi-token prediction are recurrent, like the last layer."""
+    layers, every = config.base_num_decoder_layers, config.inhomogeneous_layer_cycle_interval
+    return has_recurrence(config) and config.mtp_num_layers > 0 and layers % every != 0
+
+
 ROWS = (Row(("gdn_chunk_size",), Resume.LAYOUT),)
 CHECKS: tuple[Check, ...] = (
     refused(

@@ -8,13 +8,16 @@ from trainer.models.huggingface import HuggingFace, Merged, Outer
 from trainer.models.llama2.family import LAYOUTS
 from trainer.models.qwen3_next.block import forward_flops, stacks
 from trainer.models.qwen3_next.family import DEFAULTS, FIELDS, MERGED, MIXERS, SIZES, read, write
+from trainer.models.qwen3_next.family import MODULE as OF_NEXT
 from trainer.models.qwen3_next.maxtext import DENSE
 
 MERGED_HERE = (*MERGED, Merged("linear_attn.in_proj_qkv", [f"linear_attn.in_proj_{name}" for name in "qkv"]))
 # Fields that transformers does not read, or reads only for images.
-IGNORED = ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+IGNORED = ("mamba_ssm_dtype",)
+OFF = ("mtp_use_dedicated_embeddings",)
 ROPE_IGNORED = ("mrope_section", "mrope_interleaved")
 ONLY = {"attn_output_gate": True, "mlp_only_layers": []}
+MODULE = OF_NEXT._replace(field="mtp_num_hidden_layers")
 # The defaults of transformers' Qwen3_5TextConfig. Published models differ from them in a few fields.
 NESTED = {
     **{"vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32},
@@ -22,13 +25,13 @@ NESTED = {
 }
 
 
-def with_images(model_type: str, text: str) -> Outer:
-    """Returns the declaration of the multimodal models."""
+def with_images(model_type: str) -> Outer:
+    """Returns the declaration of the multimodal models. Some programs write their `model_type` into text_config."""
     return Outer(
         model_type,
-        texts=(text,),
-        towers=("visual", "mtp"),
-        fields=("vision_config",),
+        texts=(f"{model_type}_text", model_type),
+        towers=("visual",),
+        fields=("vision_config", "language_model_only"),
         tokens={
             **{"image_token_id": 248_056, "video_token_id": 248_057},
             **{"vision_start_token_id": 248_053, "vision_end_token_id": 248_054},
@@ -56,11 +59,14 @@ FAMILY = Family(
             sizes=SIZES,
             only=ONLY,
             ignored=IGNORED,
+            off=OFF,
+            aliases=("qwen3_5",),
             fields=FIELDS,
             read=read,
             write=write,
             nested=NESTED,
-            outers=(with_images("qwen3_5", "qwen3_5_text"),),
+            mtp=MODULE,
+            outers=(with_images("qwen3_5"),),
         )
     ],
     maxtext=DENSE,

@@ -5,7 +5,7 @@ from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.family import Family
 from trainer.models.gemma.family import Norm
 from trainer.models.huggingface import HuggingFace
-from trainer.models.qwen3_5.family import IGNORED, MERGED_HERE, NESTED, ONLY, ROPE_IGNORED, with_images
+from trainer.models.qwen3_5.family import IGNORED, MERGED_HERE, MODULE, NESTED, OFF, ONLY, ROPE_IGNORED, with_images
 from trainer.models.qwen3_next import family as qwen3_next
 from trainer.models.qwen3_next.block import forward_flops, sparse_stacks
 from trainer.models.qwen3_next.maxtext import WITH_EXPERTS
@@ -30,12 +30,15 @@ FAMILY = Family(
             sizes={**qwen3_next.SIZES, **qwen3_next.SIZES_OF_EXPERTS},
             only=ONLY,
             ignored=(*IGNORED, "intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+            off=OFF,
+            aliases=("qwen3_5_moe",),
             fields=qwen3_next.FIELDS_OF_EXPERTS,
             read=qwen3_next.read_sparse,
             write=qwen3_next.write_sparse,
             implies={"norm_topk_prob": True},
             nested=NESTED | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2},
-            outers=(with_images("qwen3_5_moe", "qwen3_5_moe_text"),),
+            mtp=MODULE,
+            outers=(with_images("qwen3_5_moe"),),
         )
     ],
     maxtext=WITH_EXPERTS,

@@ -12,7 +12,7 @@ from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.experts import layouts
 from trainer.models.family import Family
 from trainer.models.gemma.family import Norm
-from trainer.models.huggingface import EXPERT, HuggingFace, Layout, Merged
+from trainer.models.huggingface import EXPERT, HuggingFace, Layout, Merged, Modules
 from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 from trainer.models.phi3.family import no_tokens
 from trainer.models.qwen3.family import NORMS
@@ -66,6 +66,7 @@ OF_EXPERTS = {
     **_SHARED,
     f"{_OURS}mlp/shared_expert_gate/kernel": Layout(f"{_LAYER}mlp.shared_expert_gate.weight", inputs=1),
 }
+MODULE = Modules("mtp.", "mtp.layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), most=1)
 SIZES = {
     **{"gdn_num_key_heads": "linear_num_key_heads", "gdn_num_value_heads": "linear_num_value_heads"},
     **{"gdn_key_head_dim": "linear_key_head_dim", "gdn_value_head_dim": "linear_value_head_dim"},
@@ -82,7 +83,7 @@ DEFAULTS = {
     **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
 }
 DEFAULTS_OF_EXPERTS = {"moe_intermediate_size": 512, _SHARED_WIDTH: 512}
-FIELDS = ("layer_types", "full_attention_interval")
+FIELDS = ("layer_types", "full_attention_interval", "output_gate_type")
 FIELDS_OF_EXPERTS = (*FIELDS, _SHARED_WIDTH)
 _FULL, _LINEAR_KIND = "full_attention", "linear_attention"
 
@@ -102,6 +103,8 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
             )
     if PERIOD < every <= layers:
         refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
+    if (gate := said.get("output_gate_type") or "silu") not in ("silu", "swish"):  # of recurrent layers
+        refused.append(f"output_gate_type={shortened(gate)} (known: silu, also called swish)")
     return {"inhomogeneous_layer_cycle_interval": every}
 
 
@@ -153,6 +156,7 @@ FAMILY = Family(
             read=read_sparse,
             write=write_sparse,
             ignored=("intermediate_size", "use_sliding_window"),
+            mtp=MODULE,
         )
     ],
     maxtext=NEXT,

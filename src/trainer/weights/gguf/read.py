@@ -14,8 +14,8 @@ from trainer.leaves.gguf_file import GgufHeader, read_gguf
 from trainer.models import FAMILIES
 from trainer.models.families import family
 from trainer.models.gguf import COUNT, EPSILON
-from trainer.models.huggingface import EXPERT, HuggingFace
-from trainer.models.mtp_names import MODULE_TENSORS, MODULES, hugging_face_modules
+from trainer.models.huggingface import EXPERT, HuggingFace, Modules
+from trainer.models.mtp_names import MODULE_TENSORS, MODULES
 from trainer.weights.gguf.fields import FACTORS, read_fields
 from trainer.weights.gguf.tensors import (
     MERGED,
@@ -62,7 +62,7 @@ class GgufSource(HuggingFaceSource):
         self.length = data.get("max_position_embeddings")
         self._types, self._others, self._recipe, self._layouts = _types(stored), "", None, hf.layouts
         self._tensors = _renamed(stored, hf, data)  # type: ignore[assignment]
-        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self.modules = Modules().number(keys["base_num_decoder_layers"], self._tensors)
         self._float_keys = {**keys, MODULES: self.modules}
 
     def _declared(self, config: Config) -> HuggingFace:

@@ -34,7 +34,10 @@ _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
     **dict.fromkeys(("num_key_value_heads", "head_dim", LONGEST), _OPTIONAL_SIZE),
     **{"sliding_window": Field(int, low=0, null=True), "max_window_layers": Field(int, low=0)},
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), Field(int, low=0, high=MODULES, null=True)),
+    **dict.fromkeys(
+        ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
+        Field(int, low=0, high=MODULES, null=True),
+    ),
     **{"is_causal": Field(bool)},
     **{"rms_norm_eps": _EPSILON, "initializer_range": Field(float, low=0, null=True)},
     # 0 means no experts; in a family with experts, it is refused later.
@@ -53,7 +56,7 @@ _FIELDS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", *QUANTIZED), Field(dict, null=True)),
     **dict.fromkeys((*TOKENS, *IMAGES), _TOKEN) | {"eos_token_id": Field(int, null=True, many=True)},
     **{"model_type": Field(str), "hidden_act": Field(str), "layer_types": Field(list, null=True, item=str)},
-    "hidden_activation": Field(str, null=True),
+    **dict.fromkeys(("hidden_activation", "output_gate_type"), Field(str, null=True)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Field(float, low=0, null=True)),
     **{"query_pre_attn_scalar": Field(float, low=1e-37), "rope_local_base_freq": Field(float, low=1, high=1e15)},
     **dict.fromkeys(("no_rope_layers", "moe_layers"), Field(list, null=True, item=int)),
@@ -135,7 +138,15 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
     may change the model's results."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
     known |= {field for field, _ in hf.powers.values()}
-    known |= {hf.activation, hf.epsilon, hf.local_rope, hf.period_field, *_WINDOW[hf.window], *_OF_LIBRARY}
+    known |= {
+        hf.mtp.field,
+        hf.activation,
+        hf.epsilon,
+        hf.local_rope,
+        hf.period_field,
+        *_WINDOW[hf.window],
+        *_OF_LIBRARY,
+    }
     known |= {*COUNTS} if "num_experts" in hf.sizes else set()
     known |= {*(_LATENT if hf.latent else ()), *(_GROUPS if any(hf.methods) else ())}
     return _unknown(known, data)

@@ -16,6 +16,7 @@ from trainer.config.values import check
 from trainer.models import FAMILIES
 from trainer.models.families import family, hugging_face
 from trainer.models.huggingface import HuggingFace
+from trainer.models.mtp_names import module_problem
 from trainer.weights.huggingface.config_fields import (
     COUNTS,
     KIND_OF,
@@ -41,7 +42,7 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
-_MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # two names of a field; the second one may have a default
+_MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # two names of a field
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
@@ -56,7 +57,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
       UserError: lists all missing fields of `data`, and all fields that no key can represent.
     """
     _check_types(data, where)
-    block, hf = _declaration(data, where, decoder_block)
+    block, hf = declaration(data, where, decoder_block)
     _check_types(data, where, hf)
     # A null base of RoPE counts as absent.
     bases = (THETA, hf.local_rope)
@@ -100,7 +101,7 @@ def _block_keys(
         "normalization_layer_epsilon": float(said[hf.epsilon]),
         **{name: 0.0 for name in ("attn_logits_soft_cap", "final_logits_soft_cap") if name not in sizes},
         **({} if "use_qk_norm" in sizes else {"use_qk_norm": hf.qk_norm}),
-        "mtp_num_layers": next((said[name] for name in _MODULES if said.get(name) is not None), 0),
+        "mtp_num_layers": next((said[it] for it in (*_MODULES, hf.mtp.field) if said.get(it) is not None), 0),
     }
     if not hf.latent:
         keys["head_dim"] = said.get("head_dim") or said["hidden_size"] // heads
@@ -140,7 +141,7 @@ def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
     return [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
 
 
-def _declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
+def declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
     """Returns the family that declares the model type of `data`, and its declaration. Arguments: see `model_keys`.
 
     Raises:
@@ -319,8 +320,8 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     if hf.window == "switched":
         data["use_sliding_window"] = window is not None
         data["max_window_layers"] = 0 if window else config.base_num_decoder_layers
-    if config.mtp_num_layers or _MODULES[1] in hf.defaults:
-        data[_MODULES[1]] = config.mtp_num_layers
+    if config.mtp_num_layers or hf.mtp.field in hf.defaults:
+        data[hf.mtp.field] = config.mtp_num_layers
     data = {**data, **neutral}
     original = config.original_max_position_embeddings
     if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
@@ -413,4 +414,5 @@ def _inexpressible(config: Config) -> list[str]:
         "local_rope_max_timescale": ": there RoPE in layers with a window is never scaled, and has a base of "
         "its own in some families only"
     }
-    return [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]
+    found = [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]
+    return [*found, *filter(None, [module_problem(config, hf.mtp)])]

@@ -12,6 +12,7 @@ from trainer.config.tokenizer_files import tokenizer_parts
 from trainer.config.words import counted
 from trainer.leaves.about import LONGEST, TOKENS, About
 from trainer.leaves.source import Leaf, Shapes
+from trainer.models.mtp_names import MODULES
 from trainer.runtime.folders import check_folder, read_bounded
 from trainer.weights.huggingface.read import CONFIG, HuggingFaceSource
 from trainer.weights.huggingface.safetensors_file import Tensors
@@ -48,6 +49,8 @@ class Like:
             raise UserError(f"like={path}: the weights are quantized; give dtype=float32 or dtype=bfloat16")
         here = described(model_config(source.keys, [], str(source.path)))
         ours = described(config)
+        if config.mtp_num_layers < source.modules:
+            del here[MODULES], ours[MODULES]  # the others are copied
         if differing := [name for name in {**here, **ours} if here.get(name) != ours.get(name)]:
             theirs, given = (as_words(keys, [name for name in differing if name in keys]) for keys in (here, ours))
             raise UserError(
@@ -56,8 +59,12 @@ class Like:
             )
         self._table = source.leaves(config, shapes)[_TABLE].dtype  # also compares names and shapes
         self.path, self._text, self._about = source.path, source.text, source.about
-        buffers = {name: tensor for name, tensor in self._text.tensors.items() if name.endswith(BUFFER)}
-        self.others = {**buffers, **self._text.others}
+        more = {
+            name: tensor
+            for name, tensor in self._text.tensors.items()
+            if name.endswith(BUFFER) or source.in_other_module(config, self._text.alone(name))
+        }
+        self.others = {**more, **self._text.others}
         self.shapes: Tensors = {}
         for name, tensor in self.others.items():
             if (dtype := tensor.shown_dtype) is None:

@@ -30,12 +30,13 @@ from trainer.models.mtp_names import (
     MODULES,
     hugging_face_copies,
     hugging_face_layouts,
-    hugging_face_modules,
     in_other_module,
+    module_problem,
 )
 from trainer.weights.about_files import about_in
+from trainer.weights.huggingface.bundled import with_experts
 from trainer.weights.huggingface.config_fields import neutral_keys
-from trainer.weights.huggingface.config_json import model_keys
+from trainer.weights.huggingface.config_json import declaration, model_keys
 from trainer.weights.huggingface.merged import stored_name, whole_shapes, with_parts
 from trainer.weights.huggingface.packed import note, with_matrices
 from trainer.weights.huggingface.packed_matrix import PackedMatrix
@@ -83,8 +84,10 @@ class HuggingFaceSource:
         if self.text:
             config, tensors = self.text.config, self.text.tensors
         keys = model_keys(config, str(path / CONFIG), decoder_block)
+        hf = declaration(config, str(path / CONFIG), decoder_block)[1]
         self.about = about_in(path, neutral_keys(config, str(path / CONFIG)))
         self.length = config.get("max_position_embeddings")
+        tensors = with_experts(tensors, hf)
         self._tensors: Mapping[str, StoredTensor | PackedMatrix] = tensors
         self._others = other_forms(path)
         self._recipe = recipe(config, [])
@@ -93,7 +96,10 @@ class HuggingFaceSource:
             self._tensors = with_matrices(tensors, self._recipe, path)
         if self.text:
             self._tensors = {self.text.alone(name): tensor for name, tensor in self._tensors.items()}
-        self.modules = hugging_face_modules(keys["base_num_decoder_layers"], self._tensors)
+        self.modules = hf.mtp.number(keys["base_num_decoder_layers"], self._tensors)
+        self._dropped = (
+            f"{hf.mtp.field}={config[hf.mtp.field]}" if config.get(hf.mtp.field) and not self.modules else ""
+        )
         self._float_keys = {**keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
 
     @functools.cached_property
@@ -108,7 +114,8 @@ class HuggingFaceSource:
             note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
         )
         towers = self.text.note() if self.text else ""
-        return tuple(f"{self.path}: {line}" for line in (towers, self._others, matrices) if line)
+        dropped = f"config.json says {self._dropped}, but there are no tensors of a module" if self._dropped else ""
+        return tuple(f"{self.path}: {line}" for line in (towers, self._others, matrices, dropped) if line)
 
     def _stored_keys(self) -> dict[str, Any]:
         """See `stored_keys`."""
@@ -147,6 +154,8 @@ class HuggingFaceSource:
         shapes |= {name: kernel.qvalue.shape for name, kernel in kernels.items()}
         places = places_of(config, shapes)
         declared = self._declared(config)
+        if self.modules and (problem := module_problem(config, declared.mtp)):
+            raise UserError(f"{self.path}: {problem}; give mtp_num_layers=0")
         layouts, merged = layouts_of(config, places, declared), declared.merged
         layers = config.base_num_decoder_layers
         count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
@@ -177,7 +186,7 @@ class HuggingFaceSource:
             if not name.endswith(BUFFER)
             and name not in copies
             and (name in wanted or not self._is_zero_bias(name))
-            and not in_other_module(config, name, self.modules)
+            and not self.in_other_module(config, name)
         }
         check_tensors(found, wanted, str(self.path))
         if tied:
@@ -195,6 +204,10 @@ class HuggingFaceSource:
             else:
                 leaves[name] = leaf_of([tensors[it] for it, _ in tensors_of(*where[:3])], *where)
         return {name: leaves[name] for name in needed}
+
+    def in_other_module(self, config: Config, name: str) -> bool:
+        """Returns whether a tensor, with its name in a text model alone, belongs to a module that `config` lacks."""
+        return in_other_module(config, self._declared(config).mtp, name, self.modules)
 
     def _declared(self, config: Config) -> HuggingFace:
         return hugging_face(config, self.keys["decoder_block"])

@@ -52,7 +52,7 @@ class TextModel(NamedTuple):
 
     def here(self, name: str) -> str:
         """Inverts `alone`. A head that is not stored gets transformers' name."""
-        own = next((own for own in _PREFIXES if name.startswith(own)), "")
+        own = next((own for own in {**_PREFIXES, **self.prefixes} if name.startswith(own)), "")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
     def note(self) -> str:
@@ -97,7 +97,8 @@ def text_model(
         raise UserError("\n  ".join([f"{where}: values that are not allowed in config.json:", *wrong]))
     if refused := unknown_outer_fields(outer, data):
         raise UserError("\n  ".join([f"{where}: has fields that cannot be represented here:", *refused]))
-    prefixes = _prefixes(tensors, where.parent)
+    hf = next(hf for hf in known if kind in (hf.model_type, *hf.aliases))
+    prefixes = _prefixes(tensors, where.parent, hf.mtp.above)
     own = {name: it for name, it in tensors.items() if name.startswith(tuple(prefixes.values()))}
     others = {name: it for name, it in tensors.items() if name not in own}
     towers = tuple(f"{above}{tower}." for tower in outer.towers for above in ("", "model."))
@@ -105,19 +106,19 @@ def text_model(
         head = f"{where.parent}: tensors that are neither of the text model nor of {' and '.join(outer.towers)}:"
         more = [f"and {len(unknown) - _MOST} more"] if len(unknown) > _MOST else []
         raise UserError("\n  ".join([head, *unknown[:_MOST], *more]))
-    hf = next(hf for hf in known if kind in (hf.model_type, *hf.aliases))
     config = {**_fields(outer, hf, data), "model_type": kind, _TIED: _is_tied(outer, hf, data, _HEAD in prefixes)}
     return TextModel(outer, config, own, others, prefixes)
 
 
-def _prefixes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, str]:
-    """Returns `TextModel.prefixes`.
+def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> dict[str, str]:
+    """Returns `TextModel.prefixes`. `module`: see `Modules.above`.
 
     Raises:
       UserError: there is no text model, or one of its parts occurs under two names.
     """
     found = dict[str, str]()
-    for own, forms in _PREFIXES.items():
+    of_module = {} if module.startswith(_BODY) else {module: (module, f"{_BODY}{module}")}
+    for own, forms in (_PREFIXES | of_module).items():
         used = [form for form in forms if any(name.startswith(form) for name in tensors)]
         if len(used) > 1:
             raise UserError(f"{where}: two text models: names of tensors begin with {' and with '.join(used)}")
