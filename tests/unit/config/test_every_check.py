@@ -9,7 +9,7 @@ from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.capabilities.quantization_keys import METHODS
 from trainer.config.check import CHECKS
 from trainer.config.derived import DCN, ICI, UNUSED_AXES
-from trainer.config.family import MULTIPLIERS, Facts, facts_of
+from trainer.config.family import MULTIPLIERS, RECURRENT, Facts, facts_of
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Place
 from trainer.config.keys import Config
@@ -111,6 +111,10 @@ CASES = {
     "rope_factor original_max_position_embeddings": [PHI | {"rope_type": "longrope", "rope_factor": 4.0}],
     "decoder_block nope_layer_interval": [{"nope_layer_interval": 2}],
     "decoder_block chunk_attn_window_size": [{"chunk_attn_window_size": 4}],
+    **{f"decoder_block {key}": [{key: 7}] for key in RECURRENT},
+    "gdn_num_value_heads gdn_num_key_heads": [
+        {"decoder_block": "qwen3_5", "inhomogeneous_layer_cycle_interval": 2, "gdn_num_value_heads": 7}
+    ],
     "decoder_block temperature_tuning": [{"temperature_tuning": True}],
     "decoder_block temperature_tuning_scale": [{"temperature_tuning_scale": 0.2}],
     "decoder_block temperature_tuning_floor_scale": [{"temperature_tuning_floor_scale": 4}],
@@ -239,7 +243,7 @@ CASES = {
     "batch_invariant attention": [INVARIANT | {"attention": "flash"}],
     "batch_invariant enable_dropout dropout_rate attention_dropout_rate": [INVARIANT | DROPOUT],
     "batch_invariant sparse_matmul capacity_factor": [INVARIANT | DROPS],
-    "batch_invariant decoder_block": [INVARIANT | {"decoder_block": "m:f"}],
+    "batch_invariant decoder_block": [INVARIANT | {"decoder_block": "m:f"}, INVARIANT | {"decoder_block": "qwen3_5"}],
     "batch_invariant prefill_chunk_size": [INVARIANT | {"prefill_chunk_size": 32}],
     "batch_invariant quantization": [INVARIANT | {"quantization": "int8"}],
     "batch_invariant quantize_kvcache": [INVARIANT | {"quantize_kvcache": True}],

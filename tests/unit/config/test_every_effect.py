@@ -42,6 +42,8 @@ CASES = {
     "mlp_activations has one entry, whose projection is mlpwi": CUSTOM | {"mlp_activations": ["gelu"]},
     "the backward pass does not read it, so it is neither saved nor recomputed": CUSTOM | {"mlpwo": "device"},
     "no layer has a window": {"attention_type": "local_sliding"},
+    "this family has no recurrent layers": {"decoder_block": "qwen3_5"},
+    "inhomogeneous_layer_cycle_interval=1": {"decoder_block": "qwen3_5"},
     "attention_type=mla does not read it": MLA,
     "use_qk_clip=false": {"use_qk_clip": True},
     "skip_step_on_spikes=false": {"skip_step_on_spikes": True},
