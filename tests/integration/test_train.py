@@ -335,7 +335,8 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     chunked |= {"nope_layer_interval": 2, "base_num_decoder_layers": 2}
     clamped = shapes | {"decoder_block": "gpt_oss", "mlp_activations_limit": 0.5, "sliding_window_size": 8}
     del clamped["shared_experts"]
-    blocks = (experts, latent, alternating | quantized, chunked, clamped)
+    recurrent = {"decoder_block": "qwen3_5", "inhomogeneous_layer_cycle_interval": 2, "base_num_decoder_layers": 2}
+    blocks = (experts, latent, alternating | quantized, chunked, clamped, recurrent)
     for keys in (streaming, *blocks, stored, lora, stages, split, *others):
         run = build(load(arguments("nnx", **keys)).config, jax.devices()[: 2 if keys in (stages, split) else 1])
         token_order(run.config)
