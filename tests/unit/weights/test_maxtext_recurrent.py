@@ -11,6 +11,7 @@ from trainer.config.errors import UserError
 from trainer.leaves.source import Leaf
 from trainer.models.families import place, stacks
 from trainer.weights.maxtext.model_arguments import maxtext_keys
+from trainer.weights.maxtext.stored import stored_as
 from trainer.weights.maxtext.write import write_maxtext as write
 from trainer.weights.open import open_source
 
@@ -124,8 +125,20 @@ def test_both_ways(tmp_path, block, layers, scanned):
     assert_same(on_the_host(tmp_path, config, part=part), {name: it for name, it in params.items() if part in name})
 
 
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("layers_1/linear_attention/gating", ["stage", "fsdp", None, "tensor"], ["fsdp", "stage", None, None]),
+        ("layers_1/linear_attention/out", ["stage", "tensor", None, "fsdp"], [None, "stage", None, "fsdp"]),
+        ("layers_2/self_attention/query", ["stage", "fsdp", "tensor", None], ["fsdp", "stage", "tensor", None]),
+    ],
+)
+def test_a_tensor_is_sharded_on_the_axes_that_it_shares_with_the_parameter(name, ours, theirs):
+    config, name = configured(NEXT, 6), f"decoder/layers/{name}/kernel"
+    assert stored_as(config, name, place(stacks(config), name), shapes_of(config), 1).spec(ours) == theirs
+
+
 def test_in_slices_and_with_layers_on_axis_0(tmp_path):
-    """On devices, only the axes that are the same in both are sharded while the tensor is read."""
     config = configured(NEXT, 8)
     params = random_params(config)
     write_maxtext(tmp_path / "items", tree_of(config, params, True, axis=0))
