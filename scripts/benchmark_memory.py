@@ -65,6 +65,7 @@ CASES = {
         ("qwen2.5-14b", "v5e-64", 1, "fsdp 64", 1),
         ("gpt-oss-20b", "v5e-32", 1, "fsdp 32", 1),
         ("llama4-17b-16e", "v5p-64", 1, "fsdp 32", 1),
+        ("qwen3-next-80b-a3b", "v5p-64", 1, "fsdp 32", 1),
     ),
     "other": (
         ("qwen3-4b", "v5e-16", 1, "fsdp 4, tensor 4", 1),

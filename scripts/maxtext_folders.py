@@ -23,6 +23,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -110,15 +111,26 @@ GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, 
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
 GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
 GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
+# Two repetitions of two recurrent layers and one with attention; value heads share key heads.
+QWEN3_NEXT = {"decoder_block": "qwen3_next", "base_num_decoder_layers": 6, "inhomogeneous_layer_cycle_interval": 3}
+QWEN3_NEXT |= {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 8, "gdn_value_head_dim": 12}
+QWEN3_NEXT |= {"gdn_chunk_size": 4, "partial_rotary_factor": 0.5, "normalization_layer_epsilon": 1e-6}
+QWEN3_NEXT |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "base_mlp_dim": 12}
+QWEN3_NEXT |= {"shared_experts": 1, "norm_topk_prob": True}
+# Also two recurrent layers after the whole repetitions.
+QWEN3_NEXT_REST = QWEN3_NEXT | {"base_num_decoder_layers": 8}
+# As in its presets; with text alone these positions are the ordinary ones.
+QWEN3_5 = QWEN3_NEXT | {"decoder_block": "qwen3_5", "use_mrope": True, "mrope_section": [2, 1, 1]}
 # Keys that blocks have always here.
 GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # What our keys say in place of these.
 OURS = {
     "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
+    "qwen3_5": {"decoder_block": "qwen3_5_moe"},
 }
 ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
-NOT_OURS = (*AS_V3, "inhomogeneous_layer_cycle_interval", "scan_layers")
+NOT_OURS = (*AS_V3, "scan_layers", "use_mrope", "mrope_section")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {
@@ -141,6 +153,10 @@ CASES = {
     "llama4_unscanned": TINY | LLAMA4 | UNSCANNED,
     "gpt_oss": TINY | GPT_OSS | GPT_OSS_ALWAYS | SCANNED,
     "gpt_oss_unscanned": TINY | GPT_OSS | GPT_OSS_ALWAYS | UNSCANNED,
+    "qwen3_next": TINY | QWEN3_NEXT_REST | SCANNED,
+    "qwen3_next_unscanned": TINY | QWEN3_NEXT | {"base_num_decoder_layers": 4} | UNSCANNED,
+    "qwen3_5": TINY | QWEN3_5 | SCANNED,
+    "qwen3_5_unscanned": TINY | QWEN3_5 | {"base_num_decoder_layers": 3} | UNSCANNED,
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
@@ -214,11 +230,10 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     `how` MaxText loads it: load_full_state_path or load_parameters_path, as its training does, or from_pretrained, as
     its decoding and post-training do.
     """
-    import jax
     import jax.numpy as jnp
     from flax import nnx
     from maxtext.configs import pyconfig
-    from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, maxtext_utils_nnx, model_creation_utils
+    from maxtext.utils import generate_param_only_checkpoint, maxtext_utils, model_creation_utils
 
     key = "load_parameters_path" if how == "from_pretrained" else how
     optimizer = {"opt_type": "sgd"} if not (folder / "items" / "_METADATA").read_text().count("'mu'") else {}
@@ -227,19 +242,18 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     if how == "from_pretrained":
         model = model_creation_utils.from_pretrained(config, mesh=mesh)
     else:
-        state, _ = generate_param_only_checkpoint._read_train_checkpoint(config, None, mesh)
-        rngs = maxtext_utils_nnx.create_nnx_rngs(config, rng_key=jax.random.PRNGKey(0))
-        model = model_creation_utils.from_config(config, mesh=mesh, rngs=rngs)
-        nnx.update(model, state.model)
+        # This function first builds a model eagerly, in minutes, which only Muon's optimizer reads.
+        build = model_creation_utils.from_config
+        made = iter([lambda *args, **kwargs: None])
+        with mock.patch.object(model_creation_utils, "from_config", lambda *a, **k: next(made, build)(*a, **k)):
+            state, _ = generate_param_only_checkpoint._read_train_checkpoint(config, None, mesh)
+        model = nnx.merge(nnx.graphdef(model_creation_utils.create_nnx_abstract_model(config, mesh)[1]), state.model)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, config.max_target_length), np.int32)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    names = ("decoder_input_tokens", "decoder_positions", "decoder_segment_ids")
     with mesh:
-        found = model(
-            decoder_input_tokens=jnp.asarray(tokens),
-            decoder_positions=jnp.asarray(positions),
-            decoder_segment_ids=jnp.ones_like(tokens),
-            enable_dropout=False,
-        )
+        forward = nnx.jit(lambda model, *given: model(**dict(zip(names, given, strict=True)), enable_dropout=False))
+        found = forward(model, tokens, positions, jnp.ones_like(tokens))
     return {"tokens": tokens, "logits": np.asarray(found, np.float32)}
 
 

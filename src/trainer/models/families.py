@@ -135,7 +135,8 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
     if block == config.decoder_block and block not in FAMILIES:
         _check_pairs(config, declared)
     found = min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
-    return found._replace(merged=[merged.of(config) for merged in found.merged])
+    merged = [it.of(config) for it in found.merged]
+    return found if merged == list(found.merged) else found._replace(merged=merged)
 
 
 def _check_pairs(config: Config, declared: Sequence[HuggingFace]) -> None:

@@ -2,13 +2,45 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.config.keys import Config
 from trainer.layers.norm import RMSNorm
 from trainer.layers.stack import Stack
 from trainer.models.huggingface import HuggingFace
 from trainer.products.plain import Rules
+
+
+class Named(NamedTuple):
+    """MaxText's names of a parameter of a stack.
+
+    Attributes:
+      stacked: the name of the array of all layers.
+      each: the names of the layers' arrays, if layers are not scanned.
+      places: the length of a further axis of the stacked array, after that of the layers, on which MaxText stacks
+        parameters that are separate here; 0: no such axis.
+      place: the parameter's index on this axis.
+    """
+
+    stacked: str
+    each: Sequence[str]
+    places: int = 0
+    place: int = 0
+
+
+class Joined(NamedTuple):
+    """A tensor of MaxText's layers that joins parameters along its last axis, or has other axes than our parameter.
+
+    Attributes:
+      parts: the parameters' paths in a layer, in order. `MaxText.names` returns the same names for all of them.
+      shape: maps the shape of a part in a layer to its shape in the tensor; the order of the entries is the same.
+      groups: the key for the number of groups of entries on the last axis, each with an equal share of every part in
+        order; "": the parts follow one another.
+    """
+
+    parts: Sequence[str]
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    groups: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,8 +52,9 @@ class MaxText:
         factor on scores, unless `use_qk_norm`; "": MaxText multiplies scores by 1 / sqrt(head_dim).
       own_scale: whether MaxText computes the factor on scores in another way, which `refuses` then checks.
       stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
-      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's name of the stacked array, and
-        its names of the layers if layers are not scanned. None: the default of `weights.maxtext.read`.
+      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's names. None: the default of
+        `weights.maxtext.stored`.
+      joined: the tensors that join parameters, or have other axes than ours.
       pairs: whether RoPE rotates adjacent pairs under every rope_type.
       interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as is MaxText's default.
       scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
@@ -36,7 +69,8 @@ class MaxText:
     scaled_queries: str = ""
     own_scale: bool = False
     stored: Callable[[Config, str], tuple[float, float]] = lambda config, name: (1.0, 0.0)
-    names: Callable[[str, Any], tuple[str, list[str]]] | None = None
+    names: Callable[[str, Any], Named] | None = None
+    joined: Sequence[Joined] = ()
     pairs: bool = False
     interleaves: bool = True
     scales_windows: bool = True

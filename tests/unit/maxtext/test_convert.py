@@ -22,6 +22,12 @@ from trainer.maxtext.rows import DIFFERS, NO_EFFECT, REFUSED, SAME, by_kind, unc
 DOCS = Path(__file__).parents[3] / "docs"
 BEGIN = "python3 -m maxtext.trainers.pre_train.train src/maxtext/configs/base.yml run_name=$RUN "
 SYNTHETIC = f"{BEGIN}dataset_type=synthetic steps=10 "
+ALWAYS_THERE = ("use_qk_norm=false", "use_qk_norm_in_gdn=True", "use_mrope=true")
+# A tiny model with recurrent layers and experts.
+RECURRENT = (
+    "base_num_decoder_layers=8 inhomogeneous_layer_cycle_interval=4 gdn_num_key_heads=2 gdn_num_value_heads=4 "
+    "head_dim=16 num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=12 shared_experts=1 partial_rotary_factor=0.5"
+)
 HF = (
     "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=train tokenizer_type=huggingface tokenizer_path=$TOK"
 )
@@ -266,6 +272,21 @@ def test_verdicts_agree_with_what_maxtext_does(word, kind):
             {"rope_type": "default"},
         ),
         ("model_name=llama4-17b-16e rope_use_scale=true", {}, {"rope_type": "llama3.1"}),
+        (
+            f"decoder_block=qwen3_5 {RECURRENT} {' '.join(ALWAYS_THERE)}",
+            {
+                "decoder_block=qwen3_5": verdicts.RENAMED,
+                **dict.fromkeys(ALWAYS_THERE, verdicts.NEEDLESS),
+            },
+            {"decoder_block": "qwen3_5_moe", "inhomogeneous_layer_cycle_interval": 4},
+        ),
+        (f"decoder_block=qwen3_next {RECURRENT} use_qk_norm=true", {"use_qk_norm=true": REFUSED}, None),
+        (f"decoder_block=qwen3_next {RECURRENT} use_qk_norm_in_gdn=0", {"use_qk_norm_in_gdn=0": REFUSED}, None),
+        (
+            "decoder_block=llama2 inhomogeneous_layer_cycle_interval=4",
+            {"inhomogeneous_layer_cycle_interval=4": NO_EFFECT},
+            {},
+        ),
     ],
 )
 def test_words_for_what_a_family_always_has_are_left_out_and_others_refused(words, kinds, ours):
@@ -276,7 +297,8 @@ def test_words_for_what_a_family_always_has_are_left_out_and_others_refused(word
         assert ours.items() <= dict(made.loaded.config.items()).items()
         assert load(made.words[3:]).config == made.loaded.config
     if ours is None and REFUSED in kinds.values():
-        assert any("models of decoder_block=gpt_oss always have" in row.problem for row in made.rows)
+        block = "qwen3_next" if "qwen3_next" in words else "gpt_oss"
+        assert any(f"models of decoder_block={block} always have" in row.problem for row in made.rows)
 
 
 def test_the_parts_of_a_command():

@@ -22,7 +22,7 @@ from trainer.weights.huggingface.config_json import config_json, model_keys
 from trainer.weights.huggingface.write import write_huggingface
 from trainer.weights.load import load_parameters
 from trainer.weights.maxtext.model_arguments import maxtext_keys
-from trainer.weights.maxtext.read import layer_name
+from trainer.weights.maxtext.stored import layer_name
 from trainer.weights.maxtext.write import write_maxtext
 from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source

@@ -38,7 +38,7 @@ from trainer.models.remat import check_offload, remat_policy
 from trainer.models.transformer import Decoder
 from trainer.training.build import build
 from trainer.weights.huggingface.read import layouts_of, tensors_of
-from trainer.weights.maxtext.read import layer_name
+from trainer.weights.maxtext.stored import layer_name
 
 OWN = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
 

@@ -83,7 +83,7 @@ def test_gradients_are_those_of_the_definition():
             direction = rng.normal(size=gradient.shape)
             moved = []
             for sign in (1, -1):
-                arguments = [x + sign * step * direction * if j == i else x for j, x in enumerate((*given, memory))]
+                arguments = [x + sign * step * direction if j == i else x for j, x in enumerate((*given, memory))]
                 results, memories = defined(*arguments[:5], document, arguments[5])
                 moved.append((results * weights).sum() + memories[:, -1].sum())
             expected = (moved[0] - moved[1]) / (2 * step)

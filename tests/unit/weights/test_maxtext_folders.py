@@ -44,6 +44,9 @@ def test_the_files_are_the_cases():
         "deepseek_unscanned",
         "gemma3_unscanned",
         "params_unscanned",
+        "qwen3_5",
+        "qwen3_5_unscanned",
+        "qwen3_next_unscanned",
     ),
 )
 @pytest.mark.parametrize("case", script.CASES, indirect=True)
@@ -102,7 +105,7 @@ def load_names(folder, config, dtype):
 
 
 @pytest.mark.parametrize(
-    "case", ["dense", "experts_unscanned", "deepseek", "deepseek_unscanned", "llama4"], indirect=True
+    "case", ["dense", "experts_unscanned", "deepseek", "deepseek_unscanned", "llama4", "qwen3_next"], indirect=True
 )
 def test_an_export_has_the_arrays_that_maxtext_wrote(case):
     """Bit for bit, as the query scale 1/4 is a power of two."""

@@ -6,7 +6,7 @@ from typing import Any
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
 from trainer.models.families import Place
-from trainer.models.family import Family, MaxText
+from trainer.models.family import Family, MaxText, Named
 from trainer.models.flops import forward_flops_per_token
 from trainer.models.gemma import family as gemma
 from trainer.models.gguf import NUMBERS, SIZES, WINDOW, Gguf, scaled_queries
@@ -46,12 +46,12 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     return {**gemma.maxtext_keys(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
 
 
-def _maxtext_names(name: str, where: Place) -> tuple[str, list[str]]:
+def _maxtext_names(name: str, where: Place) -> Named:
     """See `MaxText.names`. A layer of MaxText has the parts of both layers of a pair, under other names."""
     del name
     part, _, rest = where.path.partition("/")
     path = f"{part}_{('local', 'global')[where.layers[0] % 2]}/{rest}"
-    return f"decoder/layers/{path}", [f"decoder/layers_{number // 2}/{path}" for number in where.layers]
+    return Named(f"decoder/layers/{path}", [f"decoder/layers_{number // 2}/{path}" for number in where.layers])
 
 
 def _refuses(config: Config) -> list[str]:

@@ -1,6 +1,11 @@
 """`Facts` of Qwen 3.5 and 3.6, for the configuration stage."""
 
 from trainer.config.family import Facts
-from trainer.models.qwen3_next.facts import FIXES, READS
+from trainer.models.qwen3_next.facts import FIXES, READS, WORDS
 
-FACTS = Facts("trainer.models.qwen3_5.family:FAMILY", reads=READS, fixes=FIXES, recurrent=True)
+# In MaxText all layers of this block have experts. Of text alone, use_mrope=true rotates like use_mrope=false.
+WITH_EXPERTS = {**WORDS, "decoder_block=qwen3_5": "decoder_block=qwen3_5_moe", "use_mrope=true": ""}
+
+FACTS = Facts(
+    "trainer.models.qwen3_5.family:FAMILY", reads=READS, fixes=FIXES, recurrent=True, maxtext_words=WITH_EXPERTS
+)

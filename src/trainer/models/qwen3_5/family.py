@@ -9,6 +9,7 @@ from trainer.models.llama2.family import LAYOUTS
 from trainer.models.qwen3_next.block import forward_flops, stacks
 from trainer.models.qwen3_next.family import DEFAULTS, FIELDS, MERGED, MIXERS, SIZES, read, write
 from trainer.models.qwen3_next.family import MODULE as OF_NEXT
+from trainer.models.qwen3_next.maxtext import DENSE
 
 MERGED_HERE = (*MERGED, Merged("linear_attn.in_proj_qkv", [f"linear_attn.in_proj_{name}" for name in "qkv"]))
 # Fields that transformers does not read, or reads only for images.
@@ -68,4 +69,5 @@ FAMILY = Family(
             outers=(with_images("qwen3_5"),),
         )
     ],
+    maxtext=DENSE,
 )

@@ -8,6 +8,7 @@ from trainer.models.huggingface import HuggingFace
 from trainer.models.qwen3_5.family import IGNORED, MERGED_HERE, MODULE, NESTED, OFF, ONLY, ROPE_IGNORED, with_images
 from trainer.models.qwen3_next import family as qwen3_next
 from trainer.models.qwen3_next.block import forward_flops, sparse_stacks
+from trainer.models.qwen3_next.maxtext import WITH_EXPERTS
 
 _DEFAULTS = {**qwen3_next.DEFAULTS, **qwen3_next.DEFAULTS_OF_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8}
 FAMILY = Family(
@@ -40,4 +41,5 @@ FAMILY = Family(
             outers=(with_images("qwen3_5_moe"),),
         )
     ],
+    maxtext=WITH_EXPERTS,
 )

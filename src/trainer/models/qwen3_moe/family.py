@@ -30,7 +30,8 @@ def stacks(config: Config) -> list[Stack]:
     return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
 
 
-def _maxtext_refuses(config: Config) -> list[str]:
+def maxtext_refuses(config: Config) -> list[str]:
+    """See `MaxText.refuses`."""
     weights = "norm_topk_prob=False: it always weights experts by the softmax over a token's experts"
     return [] if config.norm_topk_prob else [weights]
 
@@ -84,5 +85,5 @@ FAMILY = Family(
             ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # windows: if use_sliding_window is false
         )
     ],
-    maxtext=MaxText(norms_heads=True, refuses=_maxtext_refuses),
+    maxtext=MaxText(norms_heads=True, refuses=maxtext_refuses),
 )

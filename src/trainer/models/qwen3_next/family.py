@@ -17,6 +17,7 @@ from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 from trainer.models.phi3.family import no_tokens
 from trainer.models.qwen3.family import NORMS
 from trainer.models.qwen3_next.block import forward_flops, sparse_stacks
+from trainer.models.qwen3_next.maxtext import NEXT
 
 assert GATE in PROJECTIONS
 _OURS, _LAYER = "decoder/layers/", "model.layers.{}."
@@ -158,4 +159,5 @@ FAMILY = Family(
             mtp=MODULE,
         )
     ],
+    maxtext=NEXT,
 )

@@ -7,6 +7,7 @@ data. In the tree, the parameters are under params/params. MaxText's NNX model w
   and layers after the whole repetitions of a pattern are in decoder/layers_remainder/layers_0, ...;
 - some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`), store
   other parameters multiplied or shifted (`MaxText.stored`), or name layers differently (`MaxText.names`);
+- some blocks join parameters in one tensor (`MaxText.joined`), which is read once for each of them;
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
@@ -30,6 +31,7 @@ from trainer.models.huggingface import reordered
 from trainer.models.mtp_names import decoder_name, is_final_norm, module_of, rotated_heads
 from trainer.models.patterns import LAYERS, REMAINDER
 from trainer.weights.about_files import about_in
+from trainer.weights.maxtext.stored import Stored, left_over, names_of, stored_as
 
 # Keys of the custom metadata: MaxText's, and one that this trainer adds, for whether RoPE rotates adjacent pairs.
 PAIRS = "rotary_pairs"
@@ -46,9 +48,9 @@ _AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # locations of state that is not parameters
 UNCHANGED = (1.0, 0.0)
-# How to convert a tensor to ours: the axis of layers, or -1 for a single layer; the number of entries of heads to
-# reorder, and whether to reorder to pairs (`reordered`); factor and offset, see `conversion`.
-_How = tuple[int, int, bool, tuple[float, float]]
+# How to convert a tensor to ours: its part; the number of entries of heads to reorder, and whether to reorder to pairs
+# (`reordered`); factor and offset, see `conversion`.
+_How = tuple[Stored, int, bool, tuple[float, float]]
 
 
 class MaxTextSource:
@@ -141,38 +143,22 @@ class MaxTextSource:
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source.held`. The model's norm does not count where it is read as a module's final norm."""
-        of = places_of(config, shapes)
-        stored = {name: self._stored(config, name, shape, of[name], 1) for name, shape in shapes.items()}
         return [
             name
-            for name, tensors in stored.items()
-            if not self._shares_norm(name) and not tensors.keys().isdisjoint(self._headers)
+            for name, where in places_of(config, shapes).items()
+            if not self._shares_norm(name) and any(map(self._headers.__contains__, self._names(config, name, where)))
         ]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """See `Source.leaves`."""
         places = places_of(config, shapes)
-        axis = self._scan_axis(
-            {
-                names_of(config, name, where)[0]: shapes[name]
-                for name, where in places.items()
-                if where and not left_over(where)
-            }
-        )
-        stored = {name: self._stored(config, name, shape, places[name], axis) for name, shape in shapes.items()}
-        found = {
-            name: (tuple(it.shape), np.dtype(it.dtype).name)
-            for name, (_, it) in self._headers.items()
-            if module_of(name) <= config.mtp_num_layers
-        }
-        wanted = {name: shape for tensors in stored.values() for name, shape in tensors.items()}
-        in_stacks = [tensor for name, tensors in stored.items() if places[name] for tensor in tensors]
-        if len(set(in_stacks)) < len(in_stacks):
-            raise UserError(
-                f"{self.path}: MaxText's block {config.decoder_block} has another pattern of layers: two layers of "
-                "this configuration would be read from the same tensors"
-            )
-        check_tensors(found, wanted, str(self.path))
+        axis = self._scan_axis(config, shapes, places)
+        names = {name: self._names(config, name, where) for name, where in places.items()}
+        stored = {}
+        for name, where in places.items():
+            single = where is not None and names[name][0] != names_of(config, name, where).stacked
+            stored[name] = stored_as(config, name, where, shapes, None if single else self._axis(name, axis))
+        self._check(config, names, stored, places)
         if PAIRS not in self._said and is_latent(config) and not in_pairs(config):
             raise UserError(
                 f"{self.path}: MaxText's MLA rotates halves with rope_type={config.rope_type}, and scales scores by "
@@ -180,35 +166,62 @@ class MaxTextSource:
             )
         heads = heads_to_reorder(config, shapes, self._said.get(PAIRS, in_pairs(config)), str(self.path))
         leaves = {}
-        for name, tensors in stored.items():
+        for name, tensors in names.items():
             dtype, mixed = common_dtype([np.dtype(self._headers[tensor][1].dtype) for tensor in tensors])
-            where = places[name]
-            # The axis of the layers; -1 if a tensor contains a single layer.
-            stacked = where is not None and not left_over(where) and names_of(config, name, where)[0] in tensors
-            on = self._axis(name, axis) if stacked else 0 if where is None else -1
-            how = (on, heads.get(name, 0), config.rope_interleave, conversion(config, name))
-            parts = [functools.partial(self._read, how, *tensor) for tensor in tensors.items()]
-            puts = [functools.partial(self._put, how, *tensor) for tensor in tensors.items()]
+            how = (stored[name], heads.get(name, 0), config.rope_interleave, conversion(config, name))
+            parts = [functools.partial(self._read, how, tensor) for tensor in tensors]
+            puts = [functools.partial(self._put, how, tensor) for tensor in tensors]
             leaves[name] = Leaf(shapes[name], dtype, parts, puts, mixed)
         return leaves
 
-    def _scan_axis(self, shapes: Shapes) -> int:
-        """Returns the axis on which layers are stacked. `shapes`: the shapes of the stacks' parameters.
+    def _check(
+        self,
+        config: Config,
+        names: Mapping[str, Sequence[str]],
+        stored: Mapping[str, Stored],
+        places: Mapping[str, Place | None],
+    ) -> None:
+        """Checks that the tensors `names` of each parameter are there, and that no layer is read twice.
+
+        Raises:
+          UserError: the message also says what MaxText's block does not support.
+        """
+        in_stacks = [(tensor, stored[name]) for name, tensors in names.items() if places[name] for tensor in tensors]
+        if len(set(in_stacks)) < len(in_stacks):
+            raise UserError(
+                f"{self.path}: MaxText's block {config.decoder_block} has another pattern of layers: two layers of "
+                "this configuration would be read from the same tensors"
+            )
+        found = {
+            name: (tuple(it.shape), np.dtype(it.dtype).name)
+            for name, (_, it) in self._headers.items()
+            if module_of(name) <= config.mtp_num_layers
+        }
+        wanted = {tensor: stored[name].shape for name, tensors in names.items() for tensor in tensors}
+        try:
+            check_tensors(found, wanted, str(self.path))
+        except UserError as error:
+            why = maxtext(config.decoder_block).refuses(config)
+            raise UserError("\n  ".join([str(error), *(f"MaxText's block: {it}" for it in why)])) from None
+
+    def _scan_axis(self, config: Config, shapes: Shapes, places: Mapping[str, Place | None]) -> int:
+        """Returns the axis on which layers are stacked.
 
         Raises:
           UserError: the axis is ambiguous: every array has the same shape for either axis.
         """
-        stacked = {name: shape for name, shape in shapes.items() if name in self._headers.keys() - self._biases}
-        fits = [
-            sum(tuple(self._headers[name][1].shape) == _with_layers_on(axis, shape) for name, shape in stacked.items())
-            for axis in (0, 1)
-        ]
-        if stacked and fits == [len(stacked)] * 2:
+        fits = []  # for each stacked tensor, whether it has the shape for axis 0, and for axis 1
+        for name, where in places.items():
+            tensor = names_of(config, name, where).stacked if where and not left_over(where) else ""
+            if tensor in self._headers and tensor not in self._biases:
+                shape = tuple(self._headers[tensor][1].shape)
+                fits.append([stored_as(config, name, where, shapes, axis).shape == shape for axis in (0, 1)])
+        if fits and all(map(all, fits)):
             raise UserError(
                 f"{self.path}: every parameter's first axis is as long as the number of layers, so the "
                 "shapes do not tell whether param_scan_axis is 0 or 1; have MaxText write it with scan_layers=false"
             )
-        return 0 if fits[0] > fits[1] else 1
+        return 0 if sum(zero for zero, _ in fits) > sum(one for _, one in fits) else 1
 
     def _shares_norm(self, name: str) -> bool:
         """Returns whether `name` is the final norm of a module that shares the model's, as before MaxText 0.2.5."""
@@ -217,52 +230,42 @@ class MaxTextSource:
     def _axis(self, name: str, axis: int) -> int:
         return 0 if name in self._biases else axis
 
-    def _stored(
-        self, config: Config, name: str, shape: tuple[int, ...], where: Place | None, axis: int
-    ) -> dict[str, tuple[int, ...]]:
-        """Returns name and shape of the tensors of a canonical parameter."""
+    def _names(self, config: Config, name: str, where: Place | None) -> Sequence[str]:
+        """Returns the names of the tensors of a canonical parameter: of all layers, or of each."""
         if where is None:
-            return {_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name: shape}
+            return [_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name]
         # With more layers than tensors, one is missing. This is detected without generating that many names.
         few = where._replace(layers=where.layers[: len(self._headers) + 1])
-        stacked, each = names_of(config, name, few)
-        if each[0] in self._headers or left_over(where):
-            return dict.fromkeys(each if each[0] in self._headers else [stacked], shape[1:])
-        return {stacked: _with_layers_on(self._axis(name, axis), shape)}
+        named = names_of(config, name, few)
+        return named.each if named.each[0] in self._headers else [named.stacked]
 
-    def _read(self, how: _How, tensor: str, shape: tuple[int, ...]) -> np.ndarray:
-        axis, head, pairs, (factor, offset) = how
-        stored, header = self._headers[tensor]
-        value = orbax.read(self.path, stored, shape, np.dtype(header.dtype))
-        if axis >= 0:
-            value = np.moveaxis(value, axis, 0)
+    def _read(self, how: _How, tensor: str) -> np.ndarray:
+        stored, head, pairs, (factor, offset) = how
+        path, header = self._headers[tensor]
+        value = stored.view(orbax.read(self.path, path, stored.shape, np.dtype(header.dtype)))
+        value = value.reshape(*([stored.layers] if stored.layers else []), *stored.layer)
         value = reordered(value, head, pairs=pairs)
         if (factor, offset) == UNCHANGED:
             return value
         return (value.astype(np.float32) - np.float32(offset)) * np.float32(factor)
 
-    def _put(self, how: _How, tensor: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    def _put(self, how: _How, tensor: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
         """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
         slices."""
-        axis, head, _, changed = how
-        stored, header = self._headers[tensor]
-
-        def theirs(ours: list[Any]) -> list[Any]:
-            return ours[1:] if axis < 0 else list(_with_layers_on(axis, tuple(ours)))
-
-        sharding = resharded(abstract.sharding, len(abstract.shape), theirs)
+        stored, head, _, changed = how
+        path, header = self._headers[tensor]
+        sharding = resharded(abstract.sharding, len(abstract.shape), stored.spec)
         dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before rounding
-        value = orbax.place(self.path, stored, jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-        if axis != 0 or head or changed != UNCHANGED:
-            value = _to_ours(value, how, abstract.dtype)
+        value = orbax.place(self.path, path, jax.ShapeDtypeStruct(stored.shape, dtype, sharding=sharding))
+        if not stored.is_ours or head or changed != UNCHANGED:
+            value = _to_ours(value, how, abstract.shape, abstract.dtype)
         return jax.device_put(value, abstract.sharding)
 
 
-@functools.partial(jax.jit, static_argnames=("how", "dtype"))
-def _to_ours(value: jax.Array, how: _How, dtype: Any) -> jax.Array:
-    axis, head, pairs, (factor, offset) = how
-    value = value[None] if axis < 0 else jnp.moveaxis(value, axis, 0)
-    value = reordered(value, head, pairs=pairs)
+@functools.partial(jax.jit, static_argnames=("how", "shape", "dtype"))
+def _to_ours(value: jax.Array, how: _How, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    stored, head, pairs, (factor, offset) = how
+    value = reordered(stored.view(value).reshape(shape), head, pairs=pairs)
     return (value if (factor, offset) == UNCHANGED else (value.astype(jnp.float32) - offset) * factor).astype(dtype)
 
 
@@ -274,33 +277,6 @@ def _not_maxtexts(headers: Mapping[str, Any]) -> str:
             "folder that trainer.export wrote"
         )
     return f"an Orbax checkpoint without {ROOT}{_TABLE}, or {_TABLE} with or without {_VALUE}: not a MaxText checkpoint"
-
-
-def _with_layers_on(axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[1 : axis + 1], shape[0], *shape[axis + 1 :])
-
-
-def left_over(where: Place) -> bool:
-    """Returns whether the layers follow the complete repetitions of a pattern. MaxText does not stack such layers."""
-    return where.stack == REMAINDER
-
-
-def names_of(config: Config, name: str, where: Place) -> tuple[str, list[str]]:
-    """Returns MaxText's name of a canonical parameter's stacked array, and of each layer if the layers are not
-    scanned."""
-    if own := maxtext(config.decoder_block).names:
-        return own(name, where)
-    each = [layer_name(where, i) for i in range(len(where.layers))]
-    if left_over(where):
-        name = f"decoder/{REMAINDER}/layers_{where.layers[0] - where.first}/{where.path}"
-    return name, each
-
-
-def layer_name(where: Place, index: int) -> str:
-    """Returns MaxText's name for layer number `index` of a parameter whose layers are not scanned."""
-    if left_over(where):
-        return f"decoder/{LAYERS}_{where.layers[index]}/{where.path}"
-    return f"decoder/{where.stack}_{where.layers[index] - where.first}/{where.path}"
 
 
 def in_pairs(config: Config) -> bool:

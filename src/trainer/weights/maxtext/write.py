@@ -1,7 +1,7 @@
 """Writes parameters for MaxText's load_parameters_path: the inverse of `read`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +10,8 @@ from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.keys import Config
 from trainer.leaves import orbax
 from trainer.leaves.orbax import ITEMS
-from trainer.leaves.source import Leaf, Tick, progress
-from trainer.models.families import maxtext, place, stacks
+from trainer.leaves.source import Leaf, Shapes, Tick, common_dtype, progress
+from trainer.models.families import Place, maxtext, places_of
 from trainer.models.huggingface import reordered
 from trainer.weights.maxtext.model_arguments import maxtext_keys
 from trainer.weights.maxtext.read import (
@@ -22,9 +22,8 @@ from trainer.weights.maxtext.read import (
     UNCHANGED,
     conversion,
     heads_to_reorder,
-    left_over,
-    names_of,
 )
+from trainer.weights.maxtext.stored import names_of, stored_as
 from trainer.weights.params.write import target_dtypes
 
 STEP = "0"  # the folder name of the single checkpoint that is written
@@ -33,7 +32,7 @@ _COMMITTED = "commit_success.txt"
 
 
 def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
-    """Writes `leaves` one by one to `folder`/0/items. `folder` must exist and be empty.
+    """Writes `leaves` to `folder`/0/items, one tensor of MaxText after the other. `folder` must exist and be empty.
 
     Args:
       config: resolved; determines the RoPE pairing.
@@ -48,18 +47,47 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     # The files match the keys of `maxtext_keys`: the rope_type and rope_interleave there determine the RoPE pairing.
     pairs = config.rope_type != "default" or is_latent(config)
     pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
-    heads = heads_to_reorder(config, {name: leaf.shape for name, leaf in leaves.items()}, pairs, "format=maxtext")
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    heads = heads_to_reorder(config, shapes, pairs, "format=maxtext")
     step = folder / STEP
     with orbax.writer(step, {"scan_layers": scan, PAIRS: pairs}) as write, progress(leaves.values(), "writing") as tick:
-        for name, leaf in leaves.items():
-            write(_stored(config, name, leaf, targets[name], scan, heads.get(name, 0), tick))
+        for group in _groups(config, leaves, scan):
+            arrays = dict[str, np.ndarray]()
+            target, _ = common_dtype([targets[name] for name in group])
+            for name, leaf in group.items():
+                _store(arrays, config, name, leaf, shapes, target, scan, heads.get(name, 0), tick)
+            write(arrays)
     _as_maxtext_has_it(step)
 
 
-def _stored(
-    config: Config, name: str, leaf: Leaf, dtype: np.dtype, scan: bool, head: int, tick: Tick
-) -> dict[str, np.ndarray]:
-    """Returns MaxText's arrays for one canonical parameter, by path."""
+def _groups(config: Config, leaves: Mapping[str, Leaf], scan: bool) -> list[dict[str, Leaf]]:
+    """Returns `leaves` in groups of those that are in the same tensors."""
+    groups = dict[str, dict[str, Leaf]]()
+    for name, where in places_of(config, leaves).items():
+        groups.setdefault(_names(config, name, where, scan)[0], {})[name] = leaves[name]
+    return list(groups.values())
+
+
+def _names(config: Config, name: str, where: Place | None, scan: bool) -> Sequence[str]:
+    """Returns the names of the tensors of a canonical parameter: of all layers, or of each."""
+    if where is None:
+        return [name]
+    named = names_of(config, name, where)
+    return [named.stacked] if scan else named.each
+
+
+def _store(
+    arrays: dict[str, np.ndarray],
+    config: Config,
+    name: str,
+    leaf: Leaf,
+    shapes: Shapes,
+    dtype: np.dtype,
+    scan: bool,
+    head: int,
+    tick: Tick,
+) -> None:
+    """Writes one canonical parameter into `arrays`, MaxText's by path, to which it adds those that are missing."""
     factor, offset = conversion(config, name)
 
     def theirs(value: np.ndarray) -> np.ndarray:
@@ -68,18 +96,22 @@ def _stored(
             value = value.astype(np.float32) / np.float32(factor) + np.float32(offset)
         return value.astype(dtype, copy=False)
 
-    if (where := place(stacks(config), name)) is None:
-        return {ROOT + name: theirs(leaf.read(leaf.dtype, tick))}
-    stacked_name, each = names_of(config, name, where)
-    if not scan or left_over(where):
-        names = each if not scan else [stacked_name]
-        return {ROOT + there: theirs(layer) for there, layer in zip(names, leaf.layers(tick), strict=True)}
-    stacked = np.empty((leaf.shape[1], leaf.shape[0], *leaf.shape[2:]), dtype)
+    where = places_of(config, [name])[name]
+    names = _names(config, name, where, scan)
+    if where is None:
+        arrays[ROOT + name] = theirs(leaf.read(leaf.dtype, tick))
+        return
+    stored = stored_as(config, name, where, shapes, 1 if scan else None)
     for i, layer in enumerate(leaf.layers(tick)):
-        stacked[:, i] = theirs(layer)
-    # MaxText 0.2.5 has router biases in another collection, with layers on axis 0.
-    more = {BIASES + name: np.moveaxis(stacked, 1, 0)} if name.endswith(BIAS) else {}
-    return {ROOT + stacked_name: stacked} | more
+        path = ROOT + names[0 if stored.layers else i]
+        if path not in arrays:
+            arrays[path] = np.empty(stored.shape, dtype)
+        part = stored.view(arrays[path])
+        part = part[i : i + 1] if stored.layers else part
+        part[...] = theirs(layer).reshape(part.shape)
+    if stored.layers and name.endswith(BIAS):
+        # MaxText 0.2.5 has router biases in another collection, with layers on axis 0.
+        arrays[BIASES + name] = np.moveaxis(arrays[ROOT + names[0]], 1, 0)
 
 
 def _as_maxtext_has_it(step: Path) -> None:
