@@ -1,7 +1,7 @@
 """Tensors of all experts of a layer, in folders of families whose layouts have one tensor for each expert.
 
-transformers 5 has `experts.gate_up_proj` [experts, 2 hidden, width], for each expert the rows of the gate and then
-those of the other matrix, and `experts.down_proj` [experts, width, hidden].
+In transformers 5, `gate_up_proj` of a layer's experts is [experts, 2 hidden, width], for each expert the rows of the
+gate and then those of the other matrix; `down_proj` is [experts, width, hidden].
 """
 
 from collections.abc import Mapping
