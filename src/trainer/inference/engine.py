@@ -207,11 +207,11 @@ class Engine:
           adapters: one for each prompt, see `prefill`; default: none.
 
         Raises:
-          ValueError: the model has state without a position axis, so that a row can have only one prompt; or a prompt
-            begins where `batch_invariant` does not allow it.
+          ValueError: a block keeps no state for each prompt of a row, so a row can have only one; or a prompt begins
+            where `batch_invariant` does not allow it.
         """
         if not self._packs_rows:
-            raise ValueError("the model has state without positions, so prompts cannot share a row; prefill each")
+            raise ValueError("a block keeps no state for each prompt, so prompts cannot share a row; prefill each")
         if self.config.batch_invariant and np.any(np.asarray(start_pos) % TILE):
             raise ValueError(
                 f"start_pos={list(map(int, start_pos))}: with batch_invariant prompts begin at multiples of {TILE}"

@@ -14,13 +14,13 @@ from trainer.layers.dense import INPUT, RESIDUAL, ROWS, Dense
 from trainer.layers.norm import RMSNorm
 from trainer.layers.param import EXACT, lecun_normal, param
 from trainer.ops.delta_rule import gated_delta_rule
-from trainer.ops.short_conv import documents, short_conv, with_before
+from trainer.ops.documents import document_numbers
+from trainer.ops.short_conv import short_conv, with_before
 from trainer.products.context import Context
 
 KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
 VALUES = sharding.Axes((*ROWS, "activation_heads", None))
 PER_HEAD = sharding.Axes((*ROWS, "activation_heads"))
-# The arrays that the rule reads and returns, inside `shard_mapped`.
 _MEMORY = sharding.Axes(("activation_batch", "activation_heads", None, None))
 _EPSILON = 1e-6  # of the norm of queries and keys, as in the published models
 # The layer's products with weights, in addition to those of attention.
@@ -65,7 +65,7 @@ class GatedDeltaNet(nnx.Module):
 
     Args:
       conv: the number of tokens of a convolution.
-      chunk: the number of tokens that are processed at once; it does not change the result.
+      chunk: the number of tokens that are processed at once; it changes results only by rounding.
     """
 
     packs_rows = True  # see `models.caches.packs_rows`
@@ -139,7 +139,7 @@ class GatedDeltaNet(nnx.Module):
         decay = jnp.where(real, -jnp.exp(self.A_log[...]) * jax.nn.softplus(decay + self.dt_bias[...]), 0)
         beta = jnp.where(real, jax.nn.sigmoid(beta), 0)
 
-        document_bt = documents(context.positions, context.segments)
+        document_bt = document_numbers(context.positions, context.segments)
         before = cache.read() if cache is not None and cache.filled else None
         convolved = (
             getattr(self, f"{name}_conv")(x, document_bt, None if before is None else getattr(before, name))

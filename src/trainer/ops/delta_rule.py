@@ -4,11 +4,10 @@ For each head, with the memory S [k, v] before the first token given, token t co
 
     S' = exp(decay_t) S;  S = S' + beta_t key_t (value_t - S'^T key_t)^T;  out_t = S^T query_t
 
-A document begins with S = 0. Shapes: b rows, t tokens, h heads, k and v entries of a key and of a value; n chunks of c
-tokens; r requested tokens of a row. All numbers are float32.
+A document begins with S = 0. All arrays and products are float32, on every platform. Shapes: b rows, t tokens, h heads,
+k and v entries of a key and of a value; n chunks of c tokens; r requested tokens of a row.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -34,6 +33,7 @@ class Chunks(NamedTuple):
     since: jax.Array
 
 
+@jax.default_matmul_precision("float32")
 def gated_delta_rule(
     query_bthk: jax.Array,
     key_bthk: jax.Array,
@@ -49,12 +49,12 @@ def gated_delta_rule(
     """Computes the rule chunk by chunk, with matrix products within a chunk.
 
     Args:
-      decay_bth: at most 0. A token with decay 0 and beta 0 leaves the memory as it is.
+      decay_bth: at most 0. A token with decay 0 and beta 0 that begins no document leaves the memory as it is.
       document_bt: int, the document of each token, counted in each row: 0 continues `memory_bhkv`; a larger number than
         that of the token before begins with a memory of 0.
       memory_bhkv: the memory before the first token; None: 0.
       chunk: the number of tokens in a chunk.
-      at_br: int, tokens after which the memory is returned; None: the last one.
+      at_br: int, at least 0, the tokens after which the memory is returned; None: the last one.
 
     Returns:
       The results, [b, t, h, v], and the memory [b, h, k, v] after the last token or [b, r, h, k, v] after each token in
@@ -98,14 +98,14 @@ def _chunks(
     # Sums over the tokens after j up to i. As differences of sums from the chunk's start, they would lose the digits of
     # a slow decay that follows a fast one.
     after_j = jnp.where(lower & ~jnp.eye(size, dtype=bool), decay[..., None], 0)
-    log = jnp.einsum("il,bnhlj->bnhij", lower.astype(jnp.float32), after_j, precision="highest")
+    log = jnp.einsum("il,bnhlj->bnhij", lower.astype(jnp.float32), after_j)
     same = (document_bnc[..., :, None] == document_bnc[..., None, :]) & lower
     between = jnp.where(same[:, :, None], jnp.exp(log), 0)
     before_bn = jnp.pad(document_bnc[:, :-1, -1], ((0, 0), (1, 0)))
     carried = (document_bnc == before_bn[..., None])[:, :, None]
     since = jnp.where(carried, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
     # Token i corrects what the tokens before it wrote: a unit triangular system (section 3.3 of the paper).
-    system = jnp.einsum("bnhik,bnhjk->bnhij", key * beta[..., None], key, precision="highest") * between
+    system = jnp.einsum("bnhik,bnhjk->bnhij", key * beta[..., None], key) * between
     inverse = _unit_inverse(jnp.tril(system, -1)) * beta[..., None, :]
     return Chunks(query, key, inverse @ value, inverse @ (since[..., None] * key), between, since)
 
@@ -117,15 +117,14 @@ def _unit_inverse(strict: jax.Array) -> jax.Array:
     """
     index, identity = jnp.arange(strict.shape[-1]), jnp.eye(strict.shape[-1], dtype=strict.dtype)
     fixed, inverse, size = jax.lax.stop_gradient(strict), identity, 1
-    product = functools.partial(jnp.matmul, precision="highest")
     while size < len(index):
         # Blocks of `size` on the diagonal are inverted. The inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
         block = index // size
         below = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)
-        inverse = inverse - product(product(inverse, jnp.where(below, fixed, 0)), inverse)
+        inverse = inverse - inverse @ jnp.where(below, fixed, 0) @ inverse
         size *= 2
     # A step of Newton's method has the gradient of the inverse; the steps above need not be kept for it.
-    return inverse + product(inverse, identity - product(identity + strict, inverse))
+    return inverse + inverse @ (identity - (identity + strict) @ inverse)
 
 
 def _memory_after(at_br: jax.Array, of: Chunks, memory_bnhkv: jax.Array, written_bnhcv: jax.Array) -> jax.Array:

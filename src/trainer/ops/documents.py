@@ -37,3 +37,13 @@ def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
     sizes = jnp.zeros(rows * most, jnp.int32).at[place].set(length_bn.ravel(), mode="drop")
     starts = jnp.full(rows * (most + 1), rows * tokens, jnp.int32).at[place].set(first_bn.ravel(), mode="drop")
     return sizes, starts
+
+
+def document_numbers(position_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
+    """Returns the number of documents that began in each row up to each token: int32 [b, t].
+
+    A document begins at position 0 or where the segment changes. The first token of a row begins none otherwise, as the
+    row may continue an earlier call. Padding (segment 0) begins none.
+    """
+    changes = jnp.pad(segment_bt[:, 1:] != segment_bt[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum((segment_bt != 0) & ((position_bt == 0) | changes), axis=1, dtype=jnp.int32)

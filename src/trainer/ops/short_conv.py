@@ -4,16 +4,6 @@ import jax
 import jax.numpy as jnp
 
 
-def documents(position_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
-    """Returns the number of documents that began in each row up to each token: int32 [b, t].
-
-    A document begins at position 0 or where the segment changes. The first token of a row begins none otherwise, as the
-    row may continue an earlier call. Padding (segment 0) begins none.
-    """
-    changes = jnp.pad(segment_bt[:, 1:] != segment_bt[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum((segment_bt != 0) & ((position_bt == 0) | changes), axis=1, dtype=jnp.int32)
-
-
 def short_conv(
     x_btc: jax.Array, kernel_wc: jax.Array, document_bt: jax.Array, before_bwc: jax.Array | None = None
 ) -> jax.Array:
@@ -22,7 +12,7 @@ def short_conv(
     Args:
       x_btc: [b, t, ...channels].
       kernel_wc: [w, ...channels]; the last entry multiplies the token itself.
-      document_bt: see `documents`.
+      document_bt: see `ops.documents.document_numbers`.
       before_bwc: the w - 1 tokens before the row, which documents numbered 0 continue; None: zeros.
 
     Returns:

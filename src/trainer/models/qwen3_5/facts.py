@@ -3,8 +3,8 @@
 from trainer.config.family import Facts
 from trainer.models.qwen3_next.facts import FIXES, READS, WORDS
 
-# In MaxText all layers of this block have experts. Of text alone, use_mrope=true rotates like use_mrope=false.
-WITH_EXPERTS = {**WORDS, "decoder_block=qwen3_5": "decoder_block=qwen3_5_moe", "use_mrope=true": ""}
+# In MaxText all layers of this block have experts.
+WITH_EXPERTS = {**WORDS, "decoder_block=qwen3_5": "decoder_block=qwen3_5_moe"}
 
 FACTS = Facts(
     "trainer.models.qwen3_5.family:FAMILY", reads=READS, fixes=FIXES, recurrent=True, maxtext_words=WITH_EXPERTS

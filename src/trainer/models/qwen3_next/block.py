@@ -19,7 +19,7 @@ from trainer.models.patterns import repeated
 from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen
 
 
-class Attention(llama2.Block):
+class AttentionBlock(llama2.Block):
     """Llama's block with norms that multiply by 1 + scale, also of each head's queries and keys, and with a gate on
     each head's result."""
 
@@ -31,8 +31,8 @@ class Attention(llama2.Block):
         return super().make_attention(config, rngs, dtypes, qk_norm_offset=OFFSET, gated=True, **given)
 
 
-class Recurrent(Attention):
-    """`Attention` with Gated DeltaNet in place of attention."""
+class RecurrentBlock(AttentionBlock):
+    """`AttentionBlock` with Gated DeltaNet in place of attention."""
 
     ATTENTION: ClassVar[str] = "linear_attention"
     logit_factors: ClassVar[None] = None  # it has no attention logits
@@ -62,12 +62,12 @@ class Experts(SharedExpertBlock):
         return softmax_of_chosen if config.norm_topk_prob else chosen_of_softmax
 
 
-class SparseAttention(Attention, Experts):
-    """`Attention` with experts."""
+class SparseAttentionBlock(AttentionBlock, Experts):
+    """`AttentionBlock` with experts."""
 
 
-class SparseRecurrent(Recurrent, Experts):
-    """`Recurrent` with experts."""
+class SparseRecurrentBlock(RecurrentBlock, Experts):
+    """`RecurrentBlock` with experts."""
 
 
 def _stacks(config: Config, recurrent: MakeBlock, attention: MakeBlock) -> list[Stack]:
@@ -77,12 +77,12 @@ def _stacks(config: Config, recurrent: MakeBlock, attention: MakeBlock) -> list[
 
 def stacks(config: Config) -> list[Stack]:
     """Returns the layers of a model without experts, in their pattern."""
-    return _stacks(config, Recurrent, Attention)
+    return _stacks(config, RecurrentBlock, AttentionBlock)
 
 
 def sparse_stacks(config: Config) -> list[Stack]:
     """Returns the layers of a model with experts, in their pattern."""
-    return _stacks(config, SparseRecurrent, SparseAttention)
+    return _stacks(config, SparseRecurrentBlock, SparseAttentionBlock)
 
 
 def forward_flops(config: Config, keys: float | None = None) -> float:

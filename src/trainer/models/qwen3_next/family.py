@@ -7,7 +7,6 @@ from typing import Any
 from trainer.config.errors import shortened
 from trainer.config.keys import Config
 from trainer.config.limits import PERIOD
-from trainer.layers.attention import GATE
 from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.experts import layouts
 from trainer.models.family import Family
@@ -19,7 +18,6 @@ from trainer.models.qwen3.family import NORMS
 from trainer.models.qwen3_next.block import forward_flops, sparse_stacks
 from trainer.models.qwen3_next.maxtext import NEXT
 
-assert GATE in PROJECTIONS
 _OURS, _LAYER = "decoder/layers/", "model.layers.{}."
 _RECURRENT, _LINEAR = f"{_OURS}linear_attention/", f"{_LAYER}linear_attn."
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v", "gating": "z", "beta": "b", "decay": "a"}
@@ -101,7 +99,7 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
             refused.append(
                 f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_LINEAR_KIND})"
             )
-    if PERIOD < every <= layers:
+    if min(every, layers) > PERIOD:
         refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
     if (gate := said.get("output_gate_type") or "silu") not in ("silu", "swish"):  # of recurrent layers
         refused.append(f"output_gate_type={shortened(gate)} (known: silu, also called swish)")
