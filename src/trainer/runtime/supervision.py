@@ -62,8 +62,8 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
     SIGTERM and Ctrl-C are forwarded to the child. If the child completes nothing for hang_timeout_seconds (for the
-    phases LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the child gets
-    SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
+    phases and parts LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the
+    child gets SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
 
     Returns:
       The child's code, 128 + N if the signal N ended it, HANG after a hang.
@@ -171,8 +171,8 @@ class _Watched:
             word, _, text = line.decode(errors="replace").partition(" ")
             if word == "done":
                 self._phase, self._within, self._since = text, "", time.monotonic()
-            elif word == "in":
-                self._within = text
+            elif word == "in":  # a part has a limit of its own, so its time does not count for the phase
+                self._within, self._since = text, time.monotonic()
             elif word == "folder":
                 self._folder = Path(text)
 
