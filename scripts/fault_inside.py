@@ -1,7 +1,8 @@
 """Strikes a training process from within. The sitecustomize.py of scripts/fault_rounds.py calls `install`.
 
 The variable FAULTS is a JSON object:
-  folder  where marks are left: struck-N with the damaged file, half-committed and counts-PROCESS.json
+  folder  where marks are left: struck-N with the damaged file or the process that hangs, half-committed and
+          counts-PROCESS.json
   run     the run's folder
   faults  a list of objects: kind, moment, process (null: any), call (the number of the call of the moment's function),
           delay (seconds from then), file (of the newest checkpoint's files in order: in [0, 1), to damage).
@@ -21,6 +22,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ MOMENTS = {
     "verification": "trainer.checkpoint.manager:verify",
     "restore": "trainer.training.start:_read",
     "step": "trainer.observe.goodput:Timeline.step",
+    "batch": "trainer.data.streams:train_batch",
+    "round": "trainer.rl.rollouts:Rollouts._make",
+    "rewards": "trainer.rl.rewards:Rewards.__call__",
     "evaluation": "trainer.training.loop:evaluate",
     "row of metrics": "trainer.observe.appended:AppendedFile.append",
     "save": "trainer.checkpoint.manager:CheckpointManager.save",
@@ -41,6 +46,7 @@ MOMENTS = {
     "retention": "trainer.checkpoint.manager:expired",
     "deletion": "trainer.checkpoint.manager:remove_tree",
 }
+HANG = "hang"  # a wait without an end, in the function itself
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL = "full disk"
 # Moments at which the disk is full for all writes from then on, and the bytes that a file may have. It is a limit of
@@ -151,6 +157,9 @@ def _strike(fault: dict[str, Any], mark: Path, run: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMITED[moment], resource.RLIM_INFINITY))
     elif kind == FULL:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif kind == HANG:
+        mark.write_text(str(os.getpid()))
+        time.sleep(1e6)
     elif kind in DAMAGES:
         _damage(kind, run, fault["file"], mark)
         if moment != "restore":

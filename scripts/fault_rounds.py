@@ -16,6 +16,7 @@ others go on, and the exit code is 1.
 """
 
 import argparse
+import datetime
 import json
 import logging
 import os
@@ -31,19 +32,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fault_inside import ANY_TIME, DAMAGES, FULL, MOMENTS
+from fault_inside import ANY_TIME, DAMAGES, FULL, HANG, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
-SUPERVISED = ("supervise=true", "hang_timeout_seconds=10", "hang_grace_seconds=60")
+LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 60}
+SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
+TO_END = 30  # seconds after its limit at which a process that hangs must have ended, and with it all others
+# The moments at which a process can hang, and the phases that its supervisor may name.
+HANGING = {
+    "step": r"step \d+",
+    "batch": r"step \d+ \(data\)|step \d+ \(rollouts\)",  # of prompts, in trainer.grpo
+    "round": r"step \d+ \(rollouts\)",
+    "rewards": r"step \d+ \(rollouts\)|evaluation",
+    "evaluation": "evaluation",
+    "save": "save",
+    "checksums": "save|end",  # the next save waits for it, or the end of the run
+}
 # The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "kill": (EVERYWHERE, 0),
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
     "stop": (EVERYWHERE, 0),
+    HANG: (list(HANGING), 0),
     FULL: (WRITING, 2),
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
@@ -74,7 +88,13 @@ class Round(NamedTuple):
         return f"seed {self.seed}: {self.processes} {many}, {last['kind']} in {process} at {at}"
 
 
-def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Callable[[int], Undisturbed]) -> Round:
+def drawn(
+    seed: int,
+    processes: Sequence[int],
+    kinds: Sequence[str],
+    known: Callable[[int], Undisturbed],
+    moments: Sequence[str] = EVERYWHERE,
+) -> Round:
     """Returns the round of a seed. `known` gives the undisturbed run of a number of processes."""
     draw = random.Random(seed)
     count = draw.choice(processes)
@@ -83,7 +103,7 @@ def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Call
     possible = [
         moment
         for moment in FAULTS[kind][0]
-        if moment in (ANY_TIME, *RESTORING) or any(counts[i].get(moment) for i in range(count))
+        if moment in moments and (moment in (ANY_TIME, *RESTORING) or any(counts[i].get(moment) for i in range(count)))
     ]
     moment = draw.choice(possible)
     if moment not in (ANY_TIME, *RESTORING) and not counts[index].get(moment):
@@ -95,7 +115,7 @@ def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Call
         fault["delay"] = draw.uniform(0, known(count).seconds)
     if moment == "preparation of data":
         fault["process"] = None  # whichever comes first prepares
-    if kind == FULL:
+    if kind in (FULL, HANG):
         fault["delay"] = 0.0  # the call itself fails
     # A kill that ends the run first, near its end, so that there is a checkpoint.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
@@ -121,7 +141,8 @@ def launch(
         "FAULTS": json.dumps(plan),
     }
     command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", "1", "--all", "--restarts", "3"]
-    command += ["--module", module, "--", "base.yml", *words, f"base_output_directory={folder / 'runs'}"]
+    command += ["--logs", str(folder / "logs"), "--module", module]
+    command += ["--", "base.yml", *words, f"base_output_directory={folder / 'runs'}"]
     with (folder / "log.txt").open("a+", encoding="utf-8", errors="replace") as log:
         before = log.tell()
         launcher = subprocess.Popen(
@@ -195,7 +216,7 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
       AssertionError: the run did not come to its end as it should, or its end differs from that of `whole`.
     """
     kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
-    words = [*words, *(SUPERVISED if kind == "stop" else ())]
+    words = [*words, *(SUPERVISED if kind in ("stop", HANG) else ())]
     while not (folder / "runs/run/finished").exists():
         code, said = launch(words, folder, one.processes, one.faults, module)
         codes.append(code)
@@ -209,7 +230,26 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
     found = differences(whole.outcome, outcome(folder))
     assert not found, f"differs: {found}"
     how = "equal in every bit" if mark.exists() else "equal, but not reached"
-    return f"{how}, exit {', '.join(map(str, codes))}" + (f", {damaged}" if damaged.parts else "")
+    more = f", {damaged}" if damaged.parts else f", {hang(one, folder, mark)}" if kind == HANG and mark.exists() else ""
+    return f"{how}, exit {', '.join(map(str, codes))}{more}"
+
+
+def hang(one: Round, folder: Path, mark: Path) -> str:
+    """Returns what the supervisor of the process that hung has reported, and after how many seconds all had ended.
+
+    Raises:
+      AssertionError: it named another phase, or they ended too late.
+    """
+    [file] = (folder / "runs/run").glob(f"hang-*-{mark.read_text()}.txt")
+    first, moment = file.read_text().partition("\n")[0], one.faults[-1]["moment"]
+    found = re.fullmatch(rf"nothing .* s \((\w+)=\d+\) during ({HANGING[moment]})", first)
+    assert found, f"hung at {moment}: {first}"
+    starts = re.findall(r"---- started at (.*)", (folder / "logs/process-0.log").read_text())
+    started = [datetime.datetime.fromisoformat(start).timestamp() for start in starts]
+    # The launcher's first pause is 1 s, and the log has whole seconds.
+    passed = min(start for start in started if start > mark.stat().st_mtime) - 1 - mark.stat().st_mtime
+    assert passed < LIMITS[found[1]] + TO_END, f"ended after {passed:.0f} s"
+    return f"named {found[2]}, {found[1]}={LIMITS[found[1]]}, all ended after {passed:.0f} s"
 
 
 def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
@@ -234,6 +274,7 @@ def rounds(
     kinds: Sequence[str] = tuple(FAULTS),
     say: Callable[[str], Any] = print,
     module: str = "trainer.train",
+    moments: Sequence[str] = EVERYWHERE,
 ) -> int:
     """Runs the rounds of `seeds` in folders below `folder`, with a line to `say` for each. Returns how many failed."""
     wholes: dict[int, Undisturbed] = {}
@@ -245,7 +286,7 @@ def rounds(
         return wholes[count]
 
     for seed in seeds:
-        one = drawn(seed, processes, kinds, known)
+        one = drawn(seed, processes, kinds, known, moments)
         here, began = folder / f"seed-{seed}", time.monotonic()
         try:
             result = disturbed(one, words, here, module, known(one.processes))
@@ -263,12 +304,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each next one has the next seed")
     parser.add_argument("--processes", default="1", help="how many, such as 1,2,4; a round draws one of them")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
+    parser.add_argument("--moments", default=",".join(EVERYWHERE), help="at which they strike; default: %(default)s")
     parser.add_argument("--results", type=Path, metavar="FILE", help="to which the line of each round is appended")
     parser.add_argument("--module", default="trainer.train", help="the command, such as trainer.grpo")
     options, words = parser.parse_known_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before = options.results.read_text() if options.results and options.results.exists() else ""
-    same = " ".join([options.module, options.processes, options.faults, *words])
+    same = " ".join([options.module, options.processes, options.faults, options.moments, *words])
     if before and before.partition("\n")[0] != same:
         parser.error(f"--results {options.results} is of another command: {before.partition(chr(10))[0]}")
     done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
@@ -281,7 +323,8 @@ def main() -> int:
 
     seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
     processes, folder = [int(count) for count in options.processes.split(",")], Path(tempfile.mkdtemp())
-    failed = rounds(words, seeds, folder, processes, options.faults.split(","), say, options.module)
+    kinds, moments = options.faults.split(","), options.moments.split(",")
+    failed = rounds(words, seeds, folder, processes, kinds, say, options.module, moments)
     print(f"{len(seeds)} rounds, {failed} failed; {len(done)} were done before")
     if not failed:
         shutil.rmtree(folder)

@@ -7,7 +7,8 @@ import pytest
 from run_cases import fault_rounds
 
 # As in a run of two processes: process 0 alone deletes checkpoints, and nothing is prepared.
-COMMON = {"step": 40, "evaluation": 4, "save": 8, "sidecar": 8, "checksums": 8, "commit": 8, "retention": 8}
+COMMON = {"step": 40, "batch": 40, "evaluation": 4, **dict.fromkeys(("save", "sidecar", "checksums", "commit"), 8)}
+COMMON |= {"retention": 8}
 COUNTS = [COMMON | {"row of metrics": 60, "deletion": 6}, COMMON]
 
 
@@ -38,7 +39,7 @@ def test_the_function_of_a_moment_exists(function):
 def test_results_are_of_one_command_and_equal_rounds_are_not_run_again(monkeypatch, tmp_path, capsys):
     ran = []
 
-    def rounds(words, seeds, folder, processes, kinds, say, module):
+    def rounds(words, seeds, folder, processes, kinds, say, module, moments):
         ran.append(list(seeds))
         for seed in seeds:
             say(f"seed {seed}: a kill, 3 s: {'FAILED' if seed == 1 else 'equal in every bit'}")
