@@ -43,6 +43,7 @@ from fault_inside import ANY_TIME, BALLAST, DAMAGES, FULL, HANG, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
+STARTING = ("preparation of data", *RESTORING)
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
@@ -301,6 +302,8 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
         assert expected, f"ended with {codes}: {said[-1500:]}"
         if remove := re.search(r"to continue from the previous checkpoint, remove (\S+)", said):
             shutil.rmtree(remove[1])
+    obeyed = FAULTS["term"][1] in codes or kind != "term" or not mark.exists() or _late(one, whole)
+    assert obeyed, f"SIGTERM was lost: ended with {codes}"
     text = mark.read_text() if kind in DAMAGES and mark.exists() else ""
     damaged = Path(text).relative_to(folder / "runs/run") if text else Path()
     check_checkpoints(folder, damaged.parts[1:2])
@@ -316,6 +319,13 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
     how = how if mark.exists() else "equal, but not reached"
     more = f", {damaged}" if damaged.parts else f", {hang(one, folder, mark)}" if kind == HANG and mark.exists() else ""
     return f"{how}, exit {', '.join(map(str, codes))}{more}"
+
+
+def _late(one: Round, whole: Undisturbed) -> bool:
+    """Returns whether a run may end before it sees a signal of this round."""
+    fault = one.faults[-1]
+    count = whole.counts[fault["process"] or 0].get(fault["moment"], 0)
+    return fault["moment"] == ANY_TIME or (fault["moment"] not in STARTING and fault["call"] > 0.8 * count)
 
 
 def hang(one: Round, folder: Path, mark: Path) -> str:
