@@ -43,7 +43,7 @@ tell("in", "rollouts" if how == "rollouts" else "data")
 if how == "rollouts":
     time.sleep(2.5)
     tell("in", "")
-    time.sleep(0.8)  # less than the limit of the step, whose time begins again
+    time.sleep(0.3)  # less than the limit of the step, whose time begins again
     sys.exit(0)
 if how == "stopped":
     os.kill(os.getpid(), signal.SIGSTOP)
