@@ -15,6 +15,7 @@ docs/guides/when-a-host-dies.md has dated results. Linux only: it looks processe
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -118,14 +119,19 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
     faults, missed = 0, 0
     with _log(folder).open("w") as log:
         process, started = _begun(folder, log, restarts=1000), time.monotonic()
-        while (until := time.monotonic() - started + every) < seconds:
-            time.sleep(started + until - time.monotonic())
+
+        def ended(passed: float) -> bool:
+            """Waits until `passed` seconds after the start. Returns whether the launcher has ended before."""
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, started + passed - time.monotonic()))
+            return process.poll() is not None
+
+        while not ended(min(seconds, every * (faults + missed + 1))) and every * (faults + missed + 1) < seconds:
             try:
                 os.kill(_pid(process.pid, (faults + missed) % 2, True), signal.SIGKILL)
                 faults += 1
             except (StopIteration, IndexError, OSError):  # it is being started
                 missed += 1
-        time.sleep(max(0.0, started + seconds - time.monotonic()))
         process.terminate()
         code = process.wait()
         passed = time.monotonic() - started

@@ -47,7 +47,7 @@ STARTING = ("preparation of data", *RESTORING)
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
-LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 60}
+LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes more than 60 s if others use the CPUs
 SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
 TO_END = 30  # seconds after its limit at which a process that hangs must have ended, and with it all others
 # The moments at which a process can hang, and the phases that its supervisor may name.
@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[Sequence[str], int]] = {
     FULL: (WRITING, 2),
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
-LIMIT = 600  # seconds after which a launcher must have ended
+LIMIT = 900  # seconds after which a launcher must have ended
 LOSSES = 3e-6  # of all floats in the metrics, relative if they are above 1, with another number of processes
 ARRAYS = 1e-5  # the same for the arrays of the last checkpoint
 DELAY = 0.1  # seconds; the longest from a call to the fault
