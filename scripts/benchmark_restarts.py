@@ -137,8 +137,7 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
         passed = time.monotonic() - started
     found = read_goodput(folder / "runs/run")
     spent = sum(found.seconds().values())
-    steps = max(map(int, re.findall(r"completed step: (\d+),", _log(folder).read_text())))
-    print(f"{faults} faults, {missed} while it was being started, {steps:,} steps, exit {code}: {found}")
+    print(f"{faults} faults, {missed} while it was being started, step {_steps(folder):,}, exit {code}: {found}")
     print(", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds().items()), "s")
     print(
         f"goodput {spent:.1f} s, outside {passed:.1f} s: {abs(spent / passed - 1):.2%}; load {os.getloadavg()[0]:.1f}"
