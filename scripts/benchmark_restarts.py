@@ -1,13 +1,21 @@
 """Ends one of two processes of a run in several ways, and measures how long the run takes to go on.
 
     python scripts/benchmark_restarts.py --rounds 3
+    python scripts/benchmark_restarts.py --goodput 60 --every 5
+    python scripts/benchmark_restarts.py --supervision 5
 
 For each way and round it prints the seconds from the blow to: the line of the launcher that names the process; the end
 of all processes; the restored state; the first step that the run had not completed before.
+
+--goodput M runs a supervised run for M minutes with a `kill -9` --every some minutes, of one process and of the other
+in turn, and prints its goodput beside a clock outside. --supervision M measures the CPU time of the supervisors over M
+minutes of undisturbed steps.
+
 docs/guides/when-a-host-dies.md has dated results. Linux only: it looks processes up in /proc.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 WORDS = [
@@ -52,8 +61,18 @@ MARKS = {"named": "; the others end too", "ended": "launch_local: restart 1", "r
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    for _ in range(rounds):
+    parser.add_argument("--goodput", type=float, metavar="MINUTES")
+    parser.add_argument("--every", type=float, default=5.0, metavar="MINUTES", help="between faults; default: 5")
+    parser.add_argument("--supervision", type=float, metavar="MINUTES")
+    options = parser.parse_args()
+    if options.goodput or options.supervision:
+        with tempfile.TemporaryDirectory() as folder:
+            if options.goodput:
+                goodput(Path(folder), 60 * options.goodput, 60 * options.every)
+            else:
+                supervision(Path(folder), 60 * options.supervision)
+        return
+    for _ in range(options.rounds):
         for way in WAYS:
             with tempfile.TemporaryDirectory() as folder:
                 seconds, said = one(way, Path(folder))
@@ -92,6 +111,72 @@ def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
         pass
     process.wait()
     return seconds, said
+
+
+def goodput(folder: Path, seconds: float, every: float) -> None:
+    from trainer.observe.goodput import read_goodput
+
+    faults, missed = 0, 0
+    with _log(folder).open("w") as log:
+        process, started = _begun(folder, log, restarts=1000), time.monotonic()
+
+        def ended(passed: float) -> bool:
+            """Waits until `passed` seconds after the start. Returns whether the launcher has ended before."""
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, started + passed - time.monotonic()))
+            return process.poll() is not None
+
+        while not ended(min(seconds, every * (faults + missed + 1))) and every * (faults + missed + 1) < seconds:
+            try:
+                os.kill(_pid(process.pid, (faults + missed) % 2, True), signal.SIGKILL)
+                faults += 1
+            except (StopIteration, IndexError, OSError):  # it is being started
+                missed += 1
+        process.terminate()
+        code = process.wait()
+        passed = time.monotonic() - started
+    found = read_goodput(folder / "runs/run")
+    spent = sum(found.seconds().values())
+    print(f"{faults} faults, {missed} while it was being started, step {_steps(folder):,}, exit {code}: {found}")
+    print(", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds().items()), "s")
+    print(
+        f"goodput {spent:.1f} s, outside {passed:.1f} s: {abs(spent / passed - 1):.2%}; load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def supervision(folder: Path, seconds: float) -> None:
+    with _log(folder).open("w") as log:
+        process = _begun(folder, log, restarts=0)
+        while not (before := _steps(folder)):
+            time.sleep(1)
+        first = [_cpu(pid) for pid in _children(process.pid)]
+        time.sleep(seconds)
+        last, steps = [_cpu(pid) for pid in _children(process.pid)], _steps(folder) - before
+        process.terminate()
+        process.wait()
+    an_hour = ", ".join(f"{3600 * (b - a) / seconds:.1f}" for a, b in zip(first, last, strict=True))
+    print(f"until the first steps: {', '.join(f'{a:.2f}' for a in first)} s of CPU time of each supervisor")
+    print(f"then {an_hour} s an hour, at {steps / seconds:.1f} steps a second; load {os.getloadavg()[0]:.1f}")
+
+
+def _begun(folder: Path, log: IO[str], restarts: int) -> subprocess.Popen[str]:
+    command = [sys.executable, LAUNCHER, "--devices", "1", "--restarts", str(restarts), "--", *WORDS, "supervise=true"]
+    return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def _log(folder: Path) -> Path:
+    return folder / "log.txt"
+
+
+def _steps(folder: Path) -> int:
+    """Returns the last step, 0 before step 1."""
+    return int((re.findall(r"completed step: (\d+),", _log(folder).read_text()) or [0])[-1])
+
+
+def _cpu(pid: int) -> float:
+    """Returns the seconds of CPU time of a process without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _pid(launcher: int, index: int, supervised: bool) -> int:

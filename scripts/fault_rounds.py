@@ -6,9 +6,16 @@
 Every round starts the command from nothing through scripts/launch_local.py, with one or several processes of one CPU
 device, and one fault strikes one of them: FAULTS, at a moment of scripts/fault_inside.py. The launcher starts the
 processes again; if it does not, the round does what the message says, and runs the same command. The end is compared
-with an undisturbed run of as many processes: metrics.jsonl without its timing fields, every array of the last
-checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Every committed checkpoint must be
-whole at each start and at the end.
+with an undisturbed run of as many processes: the rows that were trained on, metrics.jsonl without its timing fields,
+every array of the last checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Every
+committed checkpoint must be whole at each start and at the end.
+
+--processes 2:4 begins with two processes and goes on with four after the first fault, on as many devices. Then the rows
+must be the same, and losses and arrays equal within LOSSES and ARRAYS. That holds with optimizer SGD: others amplify
+the rounding of gradients near zero.
+
+A full disk is simulated within the process, or, with --volume FOLDER, a small file system with the runs is filled:
+`unshare -Urm sh -c 'mount -t tmpfs -o size=32m none FOLDER && python scripts/fault_rounds.py --volume FOLDER ...'`.
 
 A round is determined by its seed and the words: `--seed 17 --rounds 1` repeats round 17. --results appends the line of
 each round to a file; rounds in the file that were equal are not run again. A round that fails keeps its folder, the
@@ -16,6 +23,7 @@ others go on, and the exit code is 1.
 """
 
 import argparse
+import datetime
 import json
 import logging
 import os
@@ -31,59 +39,94 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fault_inside import ANY_TIME, DAMAGES, FULL, MOMENTS
+from fault_inside import ANY_TIME, BALLAST, DAMAGES, FULL, HANG, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
+STARTING = ("preparation of data", *RESTORING)
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
-SUPERVISED = ("supervise=true", "hang_timeout_seconds=10", "hang_grace_seconds=60")
+LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes more than 60 s if others use the CPUs
+SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
+TO_END = 30  # seconds after its limit at which a process that hangs must have ended, and with it all others
+# The moments at which a process can hang, and the phases that its supervisor may name.
+HANGING = {
+    "step": r"step \d+",
+    "batch": r"step \d+ \(data\)|step \d+ \(rollouts\)",  # of prompts, in trainer.grpo
+    "round": r"step \d+ \(rollouts\)",
+    "rewards": r"step \d+ \(rollouts\)|evaluation",
+    "evaluation": "evaluation",
+    "save": "save",
+    "checksums": "save|end",  # the next save waits for it, or the end of the run
+}
 # The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "kill": (EVERYWHERE, 0),
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
     "stop": (EVERYWHERE, 0),
+    HANG: (list(HANGING), 0),
     FULL: (WRITING, 2),
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
-LIMIT = 600  # seconds after which a launcher must have ended
+LIMIT = 900  # seconds after which a launcher must have ended
+LOSSES = 3e-6  # of all floats in the metrics, relative if they are above 1, with another number of processes
+ARRAYS = 1e-5  # the same for the arrays of the last checkpoint
 DELAY = 0.1  # seconds; the longest from a call to the fault
+
+
+class Outcome(NamedTuple):
+    """The metrics of a run without timing, its last arrays and its completions, and a line for each row that was
+    trained on."""
+
+    rows: list[dict]
+    arrays: dict[str, Any]
+    samples: set[str]
 
 
 class Undisturbed(NamedTuple):
     """A run without a fault: its `outcome`, its seconds, and by process how often each moment came."""
 
-    outcome: tuple[list[dict], dict[str, bytes]]
+    outcome: Outcome
     seconds: float
     counts: list[dict[str, int]]
 
 
 class Round(NamedTuple):
-    """What a seed determines; `faults` as in fault_inside.py, of which the last one counts."""
+    """What a seed determines: `then` processes go on; of `faults`, as in fault_inside.py, the last one counts."""
 
     seed: int
     processes: int
+    then: int
     faults: list[dict[str, Any]]
 
     def __str__(self) -> str:
         last = self.faults[-1]
         process = "any process" if last["process"] is None else f"process {last['process']}"
-        many = "process" if self.processes == 1 else "processes"
+        then = "" if self.then == self.processes else f" (then {self.then})"
+        many = f"process{'' if self.processes == 1 else 'es'}{then}"
         at = f"{last['moment']} (call {last['call']}, after {last['delay']:.2f} s)"
         return f"seed {self.seed}: {self.processes} {many}, {last['kind']} in {process} at {at}"
 
 
-def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Callable[[int], Undisturbed]) -> Round:
-    """Returns the round of a seed. `known` gives the undisturbed run of a number of processes."""
+def drawn(
+    seed: int,
+    processes: Sequence[tuple[int, int]],
+    kinds: Sequence[str],
+    known: Callable[[int, int], Undisturbed],
+    moments: Sequence[str] = EVERYWHERE,
+) -> Round:
+    """Returns the round of a seed. `processes`: at the start, and after the first fault. `known` gives the undisturbed
+    run of such a pair."""
     draw = random.Random(seed)
-    count = draw.choice(processes)
-    kind, index = draw.choice(kinds), draw.randrange(count)
-    counts = known(count).counts
+    count, then = draw.choice(processes)
+    kind, index = draw.choice(kinds), draw.randrange(min(count, then))
+    whole = known(count, then)
+    counts = whole.counts
     possible = [
         moment
         for moment in FAULTS[kind][0]
-        if moment in (ANY_TIME, *RESTORING) or any(counts[i].get(moment) for i in range(count))
+        if moment in moments and (moment in (ANY_TIME, *RESTORING) or any(counts[i].get(moment) for i in range(count)))
     ]
     moment = draw.choice(possible)
     if moment not in (ANY_TIME, *RESTORING) and not counts[index].get(moment):
@@ -92,36 +135,45 @@ def drawn(seed: int, processes: Sequence[int], kinds: Sequence[str], known: Call
     delay = draw.choice([0.0, draw.uniform(0, DELAY)])
     fault = {"kind": kind, "moment": moment, "process": index, "call": draw.randint(1, calls), "delay": delay}
     if moment == ANY_TIME:
-        fault["delay"] = draw.uniform(0, known(count).seconds)
+        fault["delay"] = draw.uniform(0, whole.seconds)
     if moment == "preparation of data":
         fault["process"] = None  # whichever comes first prepares
-    if kind == FULL:
+    if kind in (FULL, HANG):
         fault["delay"] = 0.0  # the call itself fails
     # A kill that ends the run first, near its end, so that there is a checkpoint.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
     steps = counts[0]["step"]
     first["call"] = draw.randint(steps * 2 // 3, steps)
     fault["file"] = draw.random()
-    return Round(seed, count, [first, fault] if moment in RESTORING else [fault])
+    return Round(seed, count, then, [first, fault] if moment in RESTORING else [fault])
 
 
 def launch(
-    words: Sequence[str], folder: Path, processes: int, faults: Sequence[dict[str, Any]], module: str
+    words: Sequence[str],
+    folder: Path,
+    processes: int,
+    faults: Sequence[dict[str, Any]],
+    module: str,
+    *,
+    devices: int = 1,
+    restarts: int = 3,
+    volume: str = "",
 ) -> tuple[int, str]:
-    """Runs the launcher in `folder` until it ends. Returns its exit code and its output."""
+    """Runs the launcher in `folder` until it ends. Returns its exit code and its output. `devices`: of each process."""
     inside = folder / "inside"
     inside.mkdir(parents=True, exist_ok=True)
     scripts = str(Path(__file__).parent.absolute())
     text = f"import sys\nsys.path.insert(0, {scripts!r})\nimport fault_inside\nfault_inside.install()\n"
     (inside / "sitecustomize.py").write_text(text)
-    plan = {"folder": str(folder), "run": str(folder / "runs/run"), "faults": faults}
+    plan = {"folder": str(folder), "run": str(folder / "runs/run"), "volume": volume, "faults": faults}
     environment = os.environ | {
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(inside)])),
         "FAULTS": json.dumps(plan),
     }
-    command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", "1", "--all", "--restarts", "3"]
-    command += ["--module", module, "--", "base.yml", *words, f"base_output_directory={folder / 'runs'}"]
+    command = [sys.executable, LAUNCHER, "-n", str(processes), "--devices", str(devices), "--all"]
+    command += ["--restarts", str(restarts), "--logs", str(folder / "logs"), "--module", module]
+    command += ["--", "base.yml", *words, f"base_output_directory={folder / 'runs'}"]
     with (folder / "log.txt").open("a+", encoding="utf-8", errors="replace") as log:
         before = log.tell()
         launcher = subprocess.Popen(
@@ -137,9 +189,8 @@ def launch(
         return launcher.returncode, log.read()
 
 
-def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
-    """Returns the metrics without timing, and the bytes of every array in the newest checkpoint, of the run in
-    `folder`."""
+def outcome(folder: Path) -> Outcome:
+    """Returns the outcome of the run in `folder`, with the arrays of its newest checkpoint."""
     from trainer.checkpoint.manager import newest
     from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
 
@@ -147,8 +198,10 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, bytes]]:
     rows = [{k: v for k, v in row.items() if k not in TIMING_FIELDS} for row in read_rows(run / METRICS_FILE)]
     checkpoint = newest(run)
     assert checkpoint is not None, f"{run} has no checkpoint"
-    arrays = {name: array.tobytes() for name, array in arrays_of(checkpoint).items()}
-    return rows, arrays | {f"rollouts/{path.name}": path.read_bytes() for path in (run / "rollouts").glob("*")}
+    rollouts = {f"rollouts/{path.name}": path.read_bytes() for path in (run / "rollouts").glob("*")}
+    noted = folder / "samples"
+    samples = set(noted.read_text().splitlines()) if noted.exists() else set()
+    return Outcome(rows, arrays_of(checkpoint) | rollouts, samples)
 
 
 def arrays_of(checkpoint: Path) -> dict[str, Any]:
@@ -169,47 +222,128 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
     return {name: np.asarray(leaf) for name, leaf in by_name(state).items()}
 
 
-def differences(left: tuple[list[dict], dict[str, bytes]], right: tuple[list[dict], dict[str, bytes]]) -> list[str]:
+def differences(left: Outcome, right: Outcome) -> list[str]:
     """Returns the differences between two outcomes, one line each; [] for equal bits."""
-    (rows, arrays), (other_rows, other_arrays) = left, right
-    lines = [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
+    (rows, arrays, samples), (other_rows, other_arrays, other_samples) = left, right
+    lines = [f"trained on other rows: {sorted(samples ^ other_samples)[:3]}"] if samples != other_samples else []
+    lines += [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
     lines += [f"{a} and {b}" for a, b in zip(rows, other_rows, strict=False) if json.dumps(a) != json.dumps(b)][:3]
     names = arrays.keys() | other_arrays.keys()
-    return lines + [f"array {name}" for name in sorted(names) if arrays.get(name) != other_arrays.get(name)]
+    return lines + [f"array {name}" for name in sorted(names) if _bits(arrays, name) != _bits(other_arrays, name)]
 
 
-def undisturbed(words: Sequence[str], folder: Path, processes: int, module: str) -> Undisturbed:
+def _bits(arrays: dict[str, Any], name: str) -> Any:
+    found = arrays.get(name)
+    return found.tobytes() if hasattr(found, "tobytes") else found
+
+
+def distances(left: Outcome, right: Outcome) -> tuple[float, float]:
+    """Returns the largest distances of the floats in the metrics and of the arrays, relative to numbers above 1.
+
+    Raises:
+      AssertionError: anything else differs.
+    """
+    import numpy as np
+
+    assert left.samples == right.samples, f"trained on other rows: {sorted(left.samples ^ right.samples)[:3]}"
+    assert [row.keys() for row in left.rows] == [row.keys() for row in right.rows]
+    assert left.arrays.keys() == right.arrays.keys()
+
+    def largest(pairs: list[tuple[Any, Any]]) -> float:
+        each = [(np.asarray(a, float), np.asarray(b, float)) for a, b in pairs]
+        return max(float(np.max(np.abs(a - b) / np.maximum(1.0, np.abs(b)), initial=0.0)) for a, b in each)
+
+    metrics = [(row[name], other[name]) for row, other in zip(left.rows, right.rows, strict=True) for name in row]
+    for a, b in metrics:
+        assert isinstance(a, float) or a == b, f"{a} and {b}"
+    return largest(metrics), largest([(left.arrays[name], right.arrays[name]) for name in left.arrays])
+
+
+def undisturbed(words: Sequence[str], folder: Path, processes: int, devices: int, module: str) -> Undisturbed:
     """Runs the command without a fault."""
     began = time.monotonic()
-    code, said = launch(words, folder, processes, [], module)
+    code, said = launch(words, folder, processes, [], module, devices=devices)
     seconds = time.monotonic() - began
     assert code == 0, f"the undisturbed run ended with {code}:\n{said[-2000:]}"
     counts = [json.loads((folder / f"counts-{index}.json").read_text()) for index in range(processes)]
     return Undisturbed(outcome(folder), seconds, counts)
 
 
-def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole: Undisturbed) -> str:
-    """Runs a round in `folder`. Returns its result.
+def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole: Undisturbed, volume: str = "") -> str:
+    """Runs a round in `folder`, or its run and its cache in `volume`. Returns its result.
 
     Raises:
       AssertionError: the run did not come to its end as it should, or its end differs from that of `whole`.
     """
     kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
-    words = [*words, *(SUPERVISED if kind == "stop" else ())]
+    words = [*words, *(SUPERVISED if kind in ("stop", HANG) else ())]
+    for name in ("runs", "cache") if volume else ():
+        place = Path(volume) / folder.name / name
+        place.mkdir(parents=True)
+        folder.mkdir(exist_ok=True)
+        (folder / name).symlink_to(place)
+    moves, devices = one.then != one.processes, max(one.then, one.processes)
     while not (folder / "runs/run/finished").exists():
-        code, said = launch(words, folder, one.processes, one.faults, module)
+        count, here = one.then if codes else one.processes, 0 if moves and not codes else 3
+        code, said = launch(
+            words,
+            folder,
+            count,
+            one.faults,
+            module,
+            devices=devices // count,
+            restarts=here,
+            volume=volume,
+        )
         codes.append(code)
-        expected = code in (0, FAULTS[kind][1]) and len(codes) < 4
+        if volume:
+            (Path(volume) / BALLAST).unlink(missing_ok=True)
+        expected = (code in (0, FAULTS[kind][1]) or not here) and len(codes) < 4
         assert expected, f"ended with {codes}: {said[-1500:]}"
         if remove := re.search(r"to continue from the previous checkpoint, remove (\S+)", said):
             shutil.rmtree(remove[1])
+    obeyed = FAULTS["term"][1] in codes or kind != "term" or not mark.exists() or _late(one, whole)
+    assert obeyed, f"SIGTERM was lost: ended with {codes}"
     text = mark.read_text() if kind in DAMAGES and mark.exists() else ""
     damaged = Path(text).relative_to(folder / "runs/run") if text else Path()
     check_checkpoints(folder, damaged.parts[1:2])
-    found = differences(whole.outcome, outcome(folder))
-    assert not found, f"differs: {found}"
-    how = "equal in every bit" if mark.exists() else "equal, but not reached"
-    return f"{how}, exit {', '.join(map(str, codes))}" + (f", {damaged}" if damaged.parts else "")
+    if moves:
+        losses, arrays = distances(whole.outcome, outcome(folder))
+        assert losses <= LOSSES, f"metrics within {losses:.1e}"
+        assert arrays <= ARRAYS, f"arrays within {arrays:.1e}"
+        how = f"equal rows, metrics within {losses:.1e}, arrays within {arrays:.1e}"
+    else:
+        found = differences(whole.outcome, outcome(folder))
+        assert not found, f"differs: {found}"
+        how = "equal in every bit"
+    how = how if mark.exists() else "equal, but not reached"
+    more = f", {damaged}" if damaged.parts else f", {hang(one, folder, mark)}" if kind == HANG and mark.exists() else ""
+    return f"{how}, exit {', '.join(map(str, codes))}{more}"
+
+
+def _late(one: Round, whole: Undisturbed) -> bool:
+    """Returns whether a run may end before it sees a signal of this round."""
+    fault = one.faults[-1]
+    count = whole.counts[fault["process"] or 0].get(fault["moment"], 0)
+    return fault["moment"] == ANY_TIME or (fault["moment"] not in STARTING and fault["call"] > 0.8 * count)
+
+
+def hang(one: Round, folder: Path, mark: Path) -> str:
+    """Returns what the supervisor of the process that hung has reported, and after how many seconds all had ended.
+
+    Raises:
+      AssertionError: it named another phase, or they ended too late.
+    """
+    [file] = (folder / "runs/run").glob(f"hang-*-{mark.read_text()}.txt")
+    first, moment = file.read_text().partition("\n")[0], one.faults[-1]["moment"]
+    found = re.fullmatch(rf"nothing .* s \((\w+)=\d+\) during ({HANGING[moment]})", first)
+    assert found, f"hung at {moment}: {first}"
+    starts = re.findall(r"---- started at (.*)", (folder / "logs/process-0.log").read_text())
+    started = [datetime.datetime.fromisoformat(start).timestamp() for start in starts]
+    # The launcher's first pause is 1 s, and the log has whole seconds.
+    passed = min(start for start in started if start > mark.stat().st_mtime) - 1 - mark.stat().st_mtime
+    assert passed < LIMITS[found[1]] + TO_END, f"ended after {passed:.0f} s"
+    return f"named {found[2]}, {found[1]}={LIMITS[found[1]]}, all ended after {passed:.0f} s"
 
 
 def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
@@ -230,26 +364,31 @@ def rounds(
     words: Sequence[str],
     seeds: Sequence[int],
     folder: Path,
-    processes: Sequence[int] = (1,),
+    processes: Sequence[tuple[int, int]] = ((1, 1),),
     kinds: Sequence[str] = tuple(FAULTS),
     say: Callable[[str], Any] = print,
     module: str = "trainer.train",
+    moments: Sequence[str] = EVERYWHERE,
+    volume: str = "",
 ) -> int:
     """Runs the rounds of `seeds` in folders below `folder`, with a line to `say` for each. Returns how many failed."""
-    wholes: dict[int, Undisturbed] = {}
+    wholes: dict[tuple[int, int], Undisturbed] = {}
     failed = 0
 
-    def known(count: int) -> Undisturbed:
-        if count not in wholes:
-            wholes[count] = undisturbed(words, folder / f"undisturbed-{count}", count, module)
-        return wholes[count]
+    def known(count: int, then: int) -> Undisturbed:
+        devices = max(count, then) // count
+        if (count, devices) not in wholes:
+            here = folder / f"undisturbed-{count}-{devices}"
+            wholes[count, devices] = undisturbed(words, here, count, devices, module)
+        return wholes[count, devices]
 
     for seed in seeds:
-        one = drawn(seed, processes, kinds, known)
+        one = drawn(seed, processes, kinds, known, moments)
         here, began = folder / f"seed-{seed}", time.monotonic()
         try:
-            result = disturbed(one, words, here, module, known(one.processes))
+            result = disturbed(one, words, here, module, known(one.processes, one.then), volume)
             shutil.rmtree(here)
+            shutil.rmtree(Path(volume or here) / here.name, ignore_errors=True)
         except Exception as error:
             failed += 1
             result = f"FAILED, see {here}: {type(error).__name__} {' '.join(str(error).split())}"
@@ -261,14 +400,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each next one has the next seed")
-    parser.add_argument("--processes", default="1", help="how many, such as 1,2,4; a round draws one of them")
+    parser.add_argument("--processes", default="1", help="how many, such as 1,2,2:4; a round draws one of them")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
+    parser.add_argument("--moments", default=",".join(EVERYWHERE), help="at which they strike; default: %(default)s")
     parser.add_argument("--results", type=Path, metavar="FILE", help="to which the line of each round is appended")
+    parser.add_argument("--volume", default="", metavar="FOLDER", help="a small file system, which a full disk fills")
     parser.add_argument("--module", default="trainer.train", help="the command, such as trainer.grpo")
     options, words = parser.parse_known_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before = options.results.read_text() if options.results and options.results.exists() else ""
-    same = " ".join([options.module, options.processes, options.faults, *words])
+    same = " ".join([options.module, options.processes, options.faults, options.moments, *words])
     if before and before.partition("\n")[0] != same:
         parser.error(f"--results {options.results} is of another command: {before.partition(chr(10))[0]}")
     done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
@@ -280,8 +421,10 @@ def main() -> int:
                 file.write(f"{line}\n" if file.tell() else f"{same}\n{line}\n")
 
     seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
-    processes, folder = [int(count) for count in options.processes.split(",")], Path(tempfile.mkdtemp())
-    failed = rounds(words, seeds, folder, processes, options.faults.split(","), say, options.module)
+    counts = [[int(count) for count in pair.split(":")] for pair in options.processes.split(",")]
+    processes, folder = [(pair[0], pair[-1]) for pair in counts], Path(tempfile.mkdtemp())
+    kinds, moments = options.faults.split(","), options.moments.split(",")
+    failed = rounds(words, seeds, folder, processes, kinds, say, options.module, moments, options.volume)
     print(f"{len(seeds)} rounds, {failed} failed; {len(done)} were done before")
     if not failed:
         shutil.rmtree(folder)

@@ -278,7 +278,8 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
         manager = None
         if run.config.enable_checkpointing:
             from_first(run_dir.check)  # before it removes interrupted saves
-            manager = stack.enter_context(CheckpointManager(run_dir.folder, run.config, console.say))
+            manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
+            stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None
         with timeline.during(RESTORE) if resumes else contextlib.nullcontext():
             begin = _start(loaded, run, dataset, prompt, manager, console)

@@ -39,6 +39,14 @@ def test_killed_at_a_random_moment(one_device, tmp_path):
     assert "equal in every bit" in lines[0]
 
 
+@pytest.mark.rest(covered_by="a process that hangs in unit/runtime/test_supervision.py")
+def test_data_that_hang_in_one_of_two_processes(one_device, tmp_path):
+    """The round checks that its supervisor names the phase, and that all end in time and go on."""
+    lines = []
+    assert fault_rounds.rounds(WORDS, [0], tmp_path, [(2, 2)], ["hang"], lines.append, moments=["batch"]) == 0, lines
+    assert re.search(r"equal in every bit, exit 0, named step \d+ \(data\), hang_timeout_seconds=10", lines[0])
+
+
 def wait_for(text, log, process):
     until = time.monotonic() + 120
     while text not in log.read_text():

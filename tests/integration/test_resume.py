@@ -16,6 +16,7 @@ from run_cases import RUN, SETTINGS, arrays_of, assert_equal, killed_at, rows_of
 from tensorboardX.proto.event_pb2 import Event
 
 from trainer.checkpoint.manager import inspect, newest
+from trainer.checkpoint.sums import write_sums
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import open_dataset
 from trainer.objectives.next_token import NextToken
@@ -77,15 +78,26 @@ def test_the_same_command_goes_on_by_itself(straight, at, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-0001"]
 
 
-def test_a_run_that_another_machine_takes_ends_before_it_saves(at, tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["between two saves", "while a save is written"])
+def test_a_run_that_another_machine_takes_commits_nothing_more(when, at, tmp_path, monkeypatch):
     run, step, theirs = at(30), Console.step, '{"id": "theirs", "pid": 1, "host": "there", "since": "now"}'
 
     def then_taken(console, row, total):
         step(console, row, total)
         if row["step"] == 42:
+            while not (run / "checkpoints/40").exists():
+                time.sleep(0.01)
             (run / LEASE_FILE).write_text(theirs)
 
-    monkeypatch.setattr(Console, "step", then_taken)
+    def taken_meanwhile(folder, *args):
+        write_sums(folder, *args)
+        if folder.name.startswith("50."):
+            (run / LEASE_FILE).write_text(theirs)
+
+    if when == "between two saves":
+        monkeypatch.setattr(Console, "step", then_taken)
+    else:
+        monkeypatch.setattr("trainer.checkpoint.manager.write_sums", taken_meanwhile)
     code, output = train(tmp_path, "run_name=run-0001")
     assert code == 2, output
     assert "error: runs/run-0001: process 1 on there, since now has taken over this run; this process ends" in output

@@ -54,10 +54,15 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 class CheckpointManager:
     """Saves and lists the checkpoints of a run. As a context manager, it waits for the last save at its exit."""
 
-    def __init__(self, run_dir: Any, config: Config, say: Callable[[str], None]):
+    def __init__(
+        self, run_dir: Any, config: Config, say: Callable[[str], None], check: Callable[[], None] = lambda: None
+    ):
         """Opens run_dir/checkpoints and removes uncommitted saves. Reports each removal to `say`.
 
-        `run_dir` is on this machine or in a bucket.
+        Args:
+          run_dir: on this machine or in a bucket.
+          check: called in the first process just before a save is committed. If it raises, the save fails with this
+            error and is not committed.
         """
         self.directory = run_dir / CHECKPOINTS
         self._config = config
@@ -67,10 +72,10 @@ class CheckpointManager:
         with disk_errors(self.directory):
             self._orbax = ocp.training.Checkpointer(
                 absolute(self.directory),
-                context=_context(lambda: _sum(self._saving)),  # a lambda, because a method would be deep-copied
+                context=_context(lambda: self._before_commit()),  # a lambda, because a method would be deep-copied
                 preservation_policy=ocp.training.preservation_policies.PreserveAll(),
             )
-        self._say = say
+        self._say, self._check = say, check
         self._saving: Any = None  # the folder of the latest save
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # the end of the latest save
@@ -153,6 +158,10 @@ class CheckpointManager:
             if error := logged_failure():
                 self._lost = True
                 raise error
+
+    def _before_commit(self) -> None:
+        _sum(self._saving)
+        self._check()
 
     def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes expired checkpoints.

@@ -10,9 +10,9 @@ but they may come from another client's clock or from a cache. A lease is taken 
 same job, and from an owner on this machine that has ended.
 
 Neither folders nor buckets support a write that fails if the file has changed. The last writer owns the run. Each owner
-reads the file again before it first writes into the folder, at each renewal, every log_period updates and before each
-checkpoint, and ends if the file names another process. Two owners can write for a short time only if one of them pauses
-between reading and writing; this lasts until one update after its next renewal. A save that has begun is completed.
+reads the file again before it first writes into the folder, at each renewal, every log_period updates, before each
+checkpoint and just before its commit, and ends if the file names another process. Two owners can write for a short time
+only if one of them pauses between reading and writing; this lasts until one update after its next renewal.
 """
 
 import contextlib

@@ -37,18 +37,21 @@ class Preemption:
         import jax
 
         self.requested, self.number = False, 0
-        self._alone, self._saves = jax.process_count() == 1, saves
+        self._alone, self._saves, self._next = jax.process_count() == 1, saves, 1
 
     def check(self, updates: int) -> bool:
         """Returns whether to end before the next update. All processes call it after each; all get the same answer.
 
-        It is cheap. JAX synchronizes at the largest number that any process has passed, plus one. Orbax also passes a
-        number when it saves, which is `updates`, so `updates + 1` is always the next number.
+        It is cheap. JAX synchronizes at the largest number that any process has passed, plus one, and only a call with
+        exactly this number returns True. Orbax also passes a number when it saves, which is `updates`, so `updates + 1`
+        is always the next number. The first call passes all numbers from 1: a signal that came while a resumed run
+        started is synchronized at 1.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-            self.requested = reached_preemption_sync_point(updates + 1)
+            self.requested = any(map(reached_preemption_sync_point, range(self._next, updates + 2)))
+            self._next = updates + 2
             if self.requested:
                 self.number = self.number or signal.SIGTERM
                 # A second SIGTERM must not end the process during the save that the first SIGTERM requested.

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,9 @@ HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
-_VARIABLE = "TRAINER_SUPERVISED"  # file descriptors of the pipe and of the file for stacks, and the supervisor's id
+# File descriptors of the pipe, of the file for stacks and of the lifeline, and the supervisor's id. The lifeline is a
+# pipe into which nobody writes: it ends with the supervisor.
+_VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
 _NO_STACKS = "the process does not answer: it is stopped, or in the kernel"
@@ -38,14 +41,16 @@ _PR_SET_PDEATHSIG = 1  # prctl of Linux
 def pulse() -> Callable[[str, str], None] | None:
     """Returns the function that reports to the supervisor; None if this process is not supervised.
 
-    After the call, the process dies with its supervisor (on Linux), and writes the stacks of its threads on request.
-    Call this once, early.
+    After the call, the process dies with its supervisor, and writes the stacks of its threads on request. Outside
+    Linux, a thread notices the supervisor's death, so the process dies once it runs Python. Call this once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
         return None
-    lines, stacks, parent = map(int, files.split(","))
+    lines, stacks, lifeline, parent = map(int, files.split(","))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     if os.getppid() != parent:  # the supervisor has died already
         os.kill(os.getpid(), signal.SIGKILL)
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -58,27 +63,33 @@ def pulse() -> Callable[[str, str], None] | None:
     return tell
 
 
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
     SIGTERM and Ctrl-C are forwarded to the child. If the child completes nothing for hang_timeout_seconds (for the
-    phases LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the child gets
-    SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
+    phases and parts LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the
+    child gets SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
 
     Returns:
       The child's code, 128 + N if the signal N ended it, HANG after a hang.
     """
-    received, sent = os.pipe()
+    (received, sent), (lifeline, held) = os.pipe(), os.pipe()
     with tempfile.TemporaryFile() as stacks, os.fdopen(received, "rb", buffering=0) as lines:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stderr=subprocess.PIPE,
-            pass_fds=(sent, stacks.fileno()),
-            env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{os.getpid()}"},
+            pass_fds=(sent, stacks.fileno(), lifeline),
+            env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{lifeline},{os.getpid()}"},
             process_group=0,  # so that Ctrl-C reaches it once, through this process
         )
         os.close(sent)
-        with child, _forwarded(child), selectors.DefaultSelector() as selector:
+        os.close(lifeline)
+        with os.fdopen(held, "wb"), child, _forwarded(child), selectors.DefaultSelector() as selector:
             return _Watched(child, lines, stacks, selector, config).wait()
 
 
@@ -171,8 +182,8 @@ class _Watched:
             word, _, text = line.decode(errors="replace").partition(" ")
             if word == "done":
                 self._phase, self._within, self._since = text, "", time.monotonic()
-            elif word == "in":
-                self._within = text
+            elif word == "in":  # a part has a limit of its own, so its time does not count for the phase
+                self._within, self._since = text, time.monotonic()
             elif word == "folder":
                 self._folder = Path(text)
 

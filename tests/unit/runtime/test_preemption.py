@@ -43,6 +43,34 @@ def test_the_handler_goes_whatever_ends_the_context():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+class Synchronizes:
+    """JAX's manager: a request is synchronized at the number after the largest that was passed."""
+
+    passed = at = 0
+
+    def request(self):
+        self.at = self.passed + 1
+
+    def __call__(self, number):
+        self.passed = number
+        return number == self.at
+
+
+@pytest.mark.parametrize(("before", "after"), [([], 125), ([125], 126), ([0, 1, 2], 3)])
+def test_several_processes_obey_a_signal_whenever_it_came(before, after, monkeypatch):
+    """Also while a run that resumes after 125 updates starts."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    manager = Synchronizes()
+    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", manager)
+    preemption = Preemption()
+    assert not any(preemption.check(updates) for updates in before)
+    manager.request()
+    assert preemption.check(after)
+    assert preemption.check(after)
+    assert preemption.number == signal.SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def test_outside_it_ends_the_process():
     code = (
         "import os, signal; from trainer.runtime.preemption import Preemption\n"
