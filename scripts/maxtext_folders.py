@@ -130,7 +130,7 @@ OURS = {
     "qwen3_5": {"decoder_block": "qwen3_5_moe"},
 }
 ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
-NOT_OURS = (*AS_V3, "scan_layers", "use_mrope", "mrope_section")
+NOT_OURS = (*AS_V3, "scan_layers", "use_mrope", "mrope_section", "gdn_chunk_size")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
 # The keys of each model, and how MaxText stores its layers.
 CASES = {

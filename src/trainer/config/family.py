@@ -20,11 +20,11 @@ OF_SOME = (
     *("routed_score_func", "routed_bias"),
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
-# The pattern of layers in families with recurrent layers; and keys of these layers.
+# The pattern of layers in families with recurrent layers; and the sizes of these layers.
 PATTERN = "inhomogeneous_layer_cycle_interval"
 RECURRENT = (
-    *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel_dim"),
-    "gdn_chunk_size",
+    *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim"),
+    "gdn_conv_kernel_dim",
 )
 # Keys that the blocks of only some families read. Others refuse them, because they would change the model.
 BLOCK_KEYS = (

@@ -108,7 +108,7 @@ def described(config: Config) -> dict[str, Any]:
     names += [
         name
         for name in (PATTERN, *BLOCK_KEYS)
-        if name not in (*_OF_LONGROPE, "gdn_chunk_size")  # the latter does not change the model
+        if name not in _OF_LONGROPE
         and (reads(config, name) or (unknown and config[name] != schema().keys[name].default))
     ]
     if has_window(config) and not in_chunks(config):

@@ -26,7 +26,8 @@ def recurrent_modules(config: Config) -> bool:
     return has_recurrence(config) and config.mtp_num_layers > 0 and layers % every != 0
 
 
-ROWS = (Row(("gdn_chunk_size",), Resume.LAYOUT),)
+CHUNK = "gdn_chunk_size"  # not a key of the model: it changes results only by rounding
+ROWS = (Row((CHUNK,), Resume.LAYOUT),)
 CHECKS: tuple[Check, ...] = (
     refused(
         ("gdn_num_value_heads", "gdn_num_key_heads"),
@@ -35,6 +36,10 @@ CHECKS: tuple[Check, ...] = (
     ),
 )
 INERT = (
-    Inert((PATTERN,), lambda c: lacks(c, PATTERN), "this family has no recurrent layers"),
-    Inert(RECURRENT, lambda c: reads(c, PATTERN) and not has_recurrence(c), "inhomogeneous_layer_cycle_interval=1"),
+    Inert((PATTERN, CHUNK), lambda c: lacks(c, PATTERN), "this family has no recurrent layers"),
+    Inert(
+        (*RECURRENT, CHUNK),
+        lambda c: reads(c, PATTERN) and not has_recurrence(c),
+        "inhomogeneous_layer_cycle_interval=1",
+    ),
 )

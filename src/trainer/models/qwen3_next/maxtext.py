@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from trainer.config.capabilities.recurrent_keys import CHUNK
 from trainer.config.family import PATTERN, RECURRENT
 from trainer.config.keys import Config
 from trainer.models.families import Place
@@ -101,7 +102,7 @@ def _refuses_rest(config: Config) -> list[str]:
     return [*_refuses(config), *([rest] if layers % every else [])]
 
 
-_KEYS = (PATTERN, *RECURRENT, "partial_rotary_factor", "shared_experts")
+_KEYS = (PATTERN, *RECURRENT, CHUNK, "partial_rotary_factor", "shared_experts")
 NEXT = MaxText(norms_heads=True, names=_names_of_kinds, joined=_JOINED, keys=_KEYS, more=_more, refuses=_refuses)
 # Its block qwen3_5 has experts.
 WITH_EXPERTS = MaxText(
