@@ -20,7 +20,7 @@ from trainer.maxtext.shell_words import has_variable
 # Keys of the section Model that define how a model is computed. The others define its parameters.
 _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
-    "batch_invariant",
+    *("batch_invariant", "gdn_chunk_size"),
     *(
         "*dropout*",
         "init_weights_seed",

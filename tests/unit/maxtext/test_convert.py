@@ -273,7 +273,7 @@ def test_verdicts_agree_with_what_maxtext_does(word, kind):
         ),
         ("model_name=llama4-17b-16e rope_use_scale=true", {}, {"rope_type": "llama3.1"}),
         (
-            f"decoder_block=qwen3_5 {RECURRENT} {' '.join(ALWAYS_THERE)}",
+            f"decoder_block=qwen3_5 {RECURRENT} norm_topk_prob=true {' '.join(ALWAYS_THERE)}",
             {
                 "decoder_block=qwen3_5": verdicts.RENAMED,
                 **dict.fromkeys(ALWAYS_THERE, verdicts.NEEDLESS),
