@@ -55,13 +55,13 @@ class ShortConv(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Corrects and reads a memory [key_dim, value_dim] per head, which begins at 0 in each document.
 
-    Queries, keys and values are projections of the input, convolved over the last tokens; queries and keys have length
-    1, and consecutive value heads share those of one key head. Each value head's results are normalized, multiplied by
-    SiLU of a gate, and projected to the width. For beta and decay of each head see `ops.delta_rule`:
+    Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled to
+    unit norm; consecutive value heads share those of one key head. The results of each value head are normalized,
+    multiplied by SiLU of a gate, and projected to the width. For beta and decay of each head see `ops.delta_rule`:
 
         beta = sigmoid(beta projection);  decay = -exp(A_log) softplus(decay projection + dt_bias)
 
-    Parameters that decide about time (A_log, dt_bias) and the norm are float32, and so is the rule.
+    A_log, dt_bias and the scale of the norm are float32, and so is the rule.
 
     Args:
       conv: the number of tokens of a convolution.
@@ -183,7 +183,7 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Returns `x` with length 1 along the last axis, in float32."""
+    """Returns `x` scaled to unit norm along the last axis, in float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + _EPSILON)
 
