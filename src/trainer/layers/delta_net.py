@@ -55,8 +55,8 @@ class ShortConv(nnx.Module):
 class GatedDeltaNet(nnx.Module):
     """Corrects and reads a memory [key_dim, value_dim] per head, which begins at 0 in each document.
 
-    Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled to
-    unit norm; consecutive value heads share those of one key head. The results of each value head are normalized,
+    Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled
+    to unit norm; consecutive value heads share those of one key head. The results of each value head are normalized,
     multiplied by SiLU of a gate, and projected to the width. For beta and decay of each head see `ops.delta_rule`:
 
         beta = sigmoid(beta projection);  decay = -exp(A_log) softplus(decay projection + dt_bias)
