@@ -43,6 +43,7 @@ NOT_RUN = {
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*compile_report_file=report.json": "compiles for minutes; README's command is the same step",
+    r"trainer\.plan ": "compiles for an hour; tests/integration/test_plan.py plans a tiny model",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
     r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs torch, which the tests do without",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",

@@ -20,15 +20,15 @@ def report_text(report: Report) -> str:
 
 def verdict(report: Report) -> str:
     """Returns a line that states whether the step fits."""
-    peak = _gib(report.memory.peak)
-    hbm = _gib(report.hbm_bytes or 0)
+    peak = gib(report.memory.peak)
+    hbm = gib(report.hbm_bytes or 0)
     if report.hbm_bytes is None:
         return f"takes {peak} on each simulated device"
     if report.fits:
         return f"fits: {peak} of {hbm} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
     over = max(report.memory.peak - report.hbm_bytes, 0)
     instead = f"; with {FRACTION}={report.fitting_fraction:g} it fits" if report.fitting_fraction else ""
-    return f"does not fit: it needs {peak} on each device, {_gib(over)} more than the available {hbm}{instead}"
+    return f"does not fit: it needs {peak} on each device, {gib(over)} more than the available {hbm}{instead}"
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -41,7 +41,7 @@ def _head(report: Report) -> Iterator[str]:
     yield ""
     yield verdict(report)
     if report.hbm_bytes is not None and report.fraction is not None:
-        card = _gib(report.hbm_bytes / report.fraction)
+        card = gib(report.hbm_bytes / report.fraction)
         yield f"  available is {report.fraction:g} of a GPU's {card}, which {FRACTION} sets"
     if report.rematerialized:
         values = counted(report.rematerialized, "value")
@@ -75,7 +75,7 @@ def _buffers(report: Report) -> Iterator[str]:
         name = buffer.op_name or buffer.name
         name = name if len(name) <= 60 else f"...{name[-57:]}"
         source = buffer.source.rpartition("/trainer/")[2]  # relative to this package, or the full path
-        yield f"{_gib(buffer.size):>12}  {buffer.shape:<26} {name}  {source}".rstrip()
+        yield f"{gib(buffer.size):>12}  {buffer.shape:<26} {name}  {source}".rstrip()
 
 
 def _cost(report: Report) -> Iterator[str]:
@@ -118,8 +118,8 @@ def _missing(report: Report) -> Iterator[str]:
 
 
 def _row(name: str, size: int) -> str:
-    return f"  {name:<36}{_gib(size):>12}"
+    return f"  {name:<36}{gib(size):>12}"
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if abs(size) >= GIB / 100 else f"{size / 1024**2:.2f} MiB"

@@ -25,6 +25,10 @@ _COMMANDS = {
     "dpo": ("[--dry-run | --show N]", "Trains a language model to prefer one answer to another."),
     "grpo": ("[--dry-run]", "Improves a language model by its own answers, which reward functions judge."),
     "train_compile": ("", "Compiles the training step for compile_topology; reports memory, FLOPs and time."),
+    "plan": (
+        "[search.KEY=A,B ...] [objective=batch] [global_batch_tokens=N] [compiles=N] [journal=FILE] [--json]",
+        "Finds the mesh, batch and rematerialization that fit compile_topology and are fastest.",
+    ),
     "shardings": ("[left.key=value ... right.key=value ...] [--json]", "Prints the sharding of every tensor."),
 }
 _OPTIONS = {

@@ -50,9 +50,19 @@ from trainer.maxtext.shell_words import has_variable
 from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, version_of, without_linen, yml_of
 
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
+PLAN = "trainer.plan"
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
-SAME_WORDS = (TRAIN, SFT, DPO, GRPO, COMPILE, GENERATE)  # programs that accept MaxText's words, each with a verdict
-_OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE)
+SAME_WORDS = (
+    TRAIN,
+    SFT,
+    DPO,
+    GRPO,
+    COMPILE,
+    PLAN,
+    GENERATE,
+)  # programs that accept MaxText's words, each with a verdict
+_OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE, PLAN)
+_COMPILES = (COMPILE, PLAN)  # programs that read no data
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation also reads them
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
@@ -61,7 +71,7 @@ _OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value
 _DEFAULTS: dict[str, Mapping[str, Any]] = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
 # The keys that a program's command must contain, with examples.
 _NEEDED = {
-    COMPILE: ("compile_topology=v5e-16",),
+    **dict.fromkeys(_COMPILES, ("compile_topology=v5e-16",)),
     GENERATE: ("load_parameters_path=/models/checkpoint/0/items", "tokenizer_path=/models/tokenizer.model"),
 }
 
@@ -168,7 +178,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     version = version or version_of(names)
     method = method_of(runs)
     own_yml = method if has_own_defaults(yml, command.yml, method) else ""
-    method = method or (method_given(given) if runs in (TRAIN, COMPILE) else "")
+    method = method or (method_given(given) if runs in (TRAIN, *_COMPILES) else "")
     runs = METHODS[method][0] if method and runs == TRAIN else runs
     if runs == DPO:
         rows = _of_pairs(rows, yml.given)
@@ -240,7 +250,7 @@ def _loaded(
         told = {row.problem for row in rows}
         return None, [line for line in lines[1:] or lines if line not in told], list(rows)
     problems = _other_defaults(yml, loaded, method_of(runs))
-    if runs not in (COMPILE, GENERATE, EXPORT):
+    if runs not in (*_COMPILES, GENERATE, EXPORT):
         problems += filter(None, [other_command(loaded.config, method_of(runs))])
     return loaded, problems, list(rows)
 
@@ -303,7 +313,7 @@ def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) 
     missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
     examples = [_EXAMPLE.search(line) for line in problems]
     others = [line for line, example in zip(problems, examples, strict=True) if example is None]
-    if runs != COMPILE or not missing:  # a compilation reads no data
+    if runs not in _COMPILES or not missing:
         missing += [example.group(1) for example in examples if example]
     if not missing:
         return others

@@ -1,0 +1,179 @@
+"""Compares plans with brute force: `python scripts/check_plan.py [dense slices offload experts] [--folder FOLDER]`.
+
+Each space has at least 60 points of a tiny model. The plan runs without a limit on compilations; then every point that
+it did not compile is compiled, too. Checked are: the winner is that of all points; no point that a bound excluded as
+too large fits, and none excluded as worse is better; the memory of rows equals that of a separate train_compile.
+Programs are kept in FOLDER/SPACE.jsonl, so that the script can be interrupted. Needs libtpu; takes some minutes a space.
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.runtime.platforms import prepare_to_compile
+
+prepare_to_compile("v5e-4")
+
+from trainer.aot.topologies import devices_of, topology_of
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.load import load
+from trainer.planning.candidate import FITS, Candidate, kept
+from trainer.planning.compilation import Compiler, words_of
+from trainer.planning.journal import Journal
+from trainer.planning.search import Search
+from trainer.planning.space import default_space
+from trainer.train_compile import compile_for_topology
+
+TINY = (
+    *("base_emb_dim=512", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128", "base_mlp_dim=1024"),
+    *("base_num_decoder_layers=4", "vocab_size=1024", "max_target_length=2048", "attention=flash"),
+    *("dataset_type=synthetic", "eval_interval=-1"),
+)
+NO_OFFLOAD = {"optimizer_memory_host_offload": [False], "parameter_memory_host_offload": [False]}
+MEMORY_CHECKED = 3  # rows of each space whose memory is compared with that of the command
+
+
+class Question(NamedTuple):
+    """The words of a question, and its `search`."""
+
+    words: Sequence[str]
+    search: Mapping[str, Sequence[Any]]
+
+
+QUESTIONS = {
+    "dense": Question(
+        ("compile_topology=v5e-4", "allow_split_physical_axes=true", "ici_pipeline_parallelism=1"),
+        {"remat_policy": ["none", "full"], "per_device_batch_size": [4, 512], "num_vocab_tiling": [1]} | NO_OFFLOAD,
+    ),
+    "slices": Question(
+        (
+            "compile_topology=v5e-4",
+            "compile_topology_num_slices=2",
+            "ici_pipeline_parallelism=1",
+            "ici_context_parallelism=1",
+        ),
+        {
+            "dcn_pipeline_parallelism": [1],
+            "dcn_context_parallelism": [1],
+            "remat_policy": ["none", "full"],
+            "per_device_batch_size": [4, 512],
+            "num_vocab_tiling": [1],
+        }
+        | NO_OFFLOAD,
+    ),
+    "offload": Question(
+        (
+            "compile_topology=v5e-4",
+            "ici_pipeline_parallelism=1",
+            "ici_context_parallelism=1",
+            "ici_tensor_parallelism=1",
+        ),
+        {
+            "remat_policy": ["full", "minimal", "minimal_offloaded"],
+            "per_device_batch_size": [1, 8],
+            "num_vocab_tiling": [1],
+        },
+    ),
+    "experts": Question(
+        (
+            *("compile_topology=v5e-4", "decoder_block=mixtral", "num_experts=8", "base_moe_mlp_dim=512"),
+            *("capacity_factor=1.25", "sparse_matmul=false", "ici_pipeline_parallelism=1", "ici_context_parallelism=1"),
+        ),
+        {"remat_policy": ["none", "full"], "per_device_batch_size": [4, 512], "num_vocab_tiling": [1]} | NO_OFFLOAD,
+    ),
+}
+
+
+def main() -> None:
+    """Checks the spaces that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spaces", nargs="*", default=[*QUESTIONS], choices=[*QUESTIONS, []])
+    parser.add_argument("--folder", type=Path, default=Path("plans"))
+    arguments = parser.parse_args()
+    wrong = 0
+    for name in arguments.spaces:
+        wrong += _check(name, QUESTIONS[name], arguments.folder)
+    sys.exit(1 if wrong else 0)
+
+
+def _check(name: str, question: Question, folder: Path) -> int:
+    """Checks one space. Returns the number of contradictions."""
+    loaded = load(["base.yml", *TINY, *question.words])
+    config, topology, slices = loaded.config, topology_of(loaded.config), loaded.config.compile_topology_num_slices
+    space = default_space(config, topology.devices, slices, loaded.changed, question.search)
+    journal, devices = Journal(folder / f"{name}.jsonl"), devices_of(topology, slices)
+    search = Search(config, space, devices, journal, _compile_here, limit=space.size)
+    search.run(_print, lambda changes, number: None)
+    wrong = [] if search.best else ["nothing fits"]
+    compiled = {str(sorted(found.changes.items())) for found in search.candidates}
+    tried = fitting = 0
+    for point in space.points():
+        found = Candidate(dict(point), *_row(search, config, journal, point))
+        if not found.row:
+            continue  # refused
+        tried += 1
+        fits = found.outcome == FITS and not found.lower_bound
+        fitting += fits
+        if fits and search.best and search.merit(found) > search.merit(search.best):
+            how = "compiled" if str(sorted(point.items())) in compiled else "excluded"
+            wrong.append(f"{how} {found.tokens_per_second:.0f} > {search.best.tokens_per_second:.0f} tok/s: {point}")
+    wrong += _other_memory(config, search)
+    counts = search.counts
+    print(f"{name}: {space.size} points, {counts.refused} refused, {tried} compiled by brute force, {fitting} fit")
+    print(
+        f"  the plan compiled {counts.compiled + counts.known}; bounds excluded {counts.too_large} and {counts.worse}"
+    )
+    print(f"  winner: {search.best and search.best.changes}")
+    for line in wrong:
+        print(f"  WRONG: {line}")
+    return len(wrong)
+
+
+def _row(
+    search: Search, config: Config, journal: Journal, point: Mapping[str, Any]
+) -> tuple[str, int, Mapping[str, Any]]:
+    """Returns the outcome, the tokens and the row of a point; an empty row if it is refused."""
+    tokens = search.tokens(point)
+    try:
+        key = search.key(point)
+    except UserError:
+        return "", tokens, {}
+    if key not in journal.rows:
+        journal.add({"key": key, "changes": dict(point), **_compile_here(words_of(config, point))})
+    return journal.rows[key]["outcome"], tokens, journal.rows[key]
+
+
+def _other_memory(config: Config, search: Search) -> list[str]:
+    """Compiles some rows again with the command, in a process, and returns those whose memory differs."""
+    rows = [found for found in search.candidates if found.memory]
+    wrong = []
+    for found in random.Random(0).sample(rows, min(MEMORY_CHECKED, len(rows))):
+        again = Compiler()(words_of(config, found.changes))
+        if again["report"].get("peak_bytes") != found.memory:
+            wrong.append(f"{found.memory} bytes, train_compile {again['report'].get('peak_bytes')}: {found.changes}")
+    return wrong
+
+
+def _compile_here(words: Sequence[str]) -> dict[str, Any]:
+    """Compiles in this process, in a third of the time of `Compiler`."""
+    began = time.monotonic()
+    try:
+        report = compile_for_topology(load(["base.yml", *words]).config).report
+    except UserError as error:
+        return {"wall_seconds": 0.0, "memory": 0, "outcome": "failed", "reason": str(error), "report": {}}
+    outcome = FITS if report.fits else "does not fit"
+    seconds = round(time.monotonic() - began, 1)
+    return {"wall_seconds": seconds, "memory": 0, "outcome": outcome, "reason": "", "report": kept(report.as_dict())}
+
+
+def _print(candidate: Candidate, number: int) -> None:
+    print(f"  {number}: {candidate.outcome}, {candidate.tokens_per_second:.0f} tok/s, {candidate.changes}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

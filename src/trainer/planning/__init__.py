@@ -1,0 +1,1 @@
+"""Which configuration fits the devices and is fastest, by the real compiler. `search.plan` is the function."""

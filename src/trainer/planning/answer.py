@@ -1,0 +1,222 @@
+"""A plan's answer as text and as JSON: the best configurations, the command that runs, and why the others lost.
+
+Every figure is in a row of the journal, or is a ratio of two such figures.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from trainer.aot.text import gib
+from trainer.config.capabilities.compile_keys import ROWS as COMPILE_ROWS
+from trainer.config.dump import as_words
+from trainer.config.words import counted
+from trainer.observe.text import short_time, si
+from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
+from trainer.planning.larger import Larger
+from trainer.planning.search import Search, ranked
+from trainer.planning.space import OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
+
+SHOWN = 10  # rows of the table
+# Settings that a table shows in words where they are on.
+_PLAIN = {
+    "shard_optimizer_over_data": "Zero-1",
+    "num_vocab_tiling": "vocabulary tiles",
+    "optimizer_memory_host_offload": "optimizer on the host",
+    "parameter_memory_host_offload": "parameters on the host",
+}
+_CLASSES = (SHARDING, REMAT, TILES, OFFLOAD)
+_COMPILE_KEYS = {key for row in COMPILE_ROWS for key in row[0]}
+
+
+def settings_text(changes: Changes) -> str:
+    """Returns the settings of a point for a table, without mesh axes of size 1 and settings that are off."""
+    return ", ".join(text for key, value in changes.items() if (text := _setting(key, value))) or "as given"
+
+
+def _setting(key: str, value: Any) -> str:
+    if key.startswith(("ici_", "dcn_")) and key.endswith("_parallelism"):
+        over = " over slices" if key.startswith("dcn_") else ""
+        return f"{key[4:].removesuffix('_parallelism')} {value}{over}" if value != 1 else ""
+    if key == "per_device_batch_size":
+        return f"{value:g} {'row' if value == 1 else 'rows'}"
+    if key == "gradient_accumulation_steps":
+        return f"{value} microbatches" if value > 1 else ""
+    if key in _PLAIN and isinstance(value, bool | int):
+        return _PLAIN[key] if value not in (False, 1) or value is True else ""
+    return value if key == "remat_policy" else as_words({key: value})[0]
+
+
+def line_of(candidate: Candidate) -> str:
+    """Returns a line with a candidate's figures and settings."""
+    settings = settings_text(candidate.changes)
+    if candidate.outcome == FAILED:
+        return f"{'failed':>14}  {settings}: {candidate.row['reason']}"
+    memory = gib(candidate.memory or 0)
+    if candidate.outcome == TOO_LARGE:
+        return f"{'does not fit':>14}  {memory:>10}  {gib(candidate.excess)} too much  {settings}"
+    if not candidate.seconds:
+        return f"{'no estimate':>14}  {memory:>10}  {settings}"
+    at_least = ">" if candidate.lower_bound else ""
+    bound = candidate.row["report"]["estimate"]["bound"]
+    speed, time = si(candidate.tokens_per_second, "tok/s"), short_time(candidate.seconds)
+    return f"{speed:>14}  {memory:>10}  {at_least}{time:>8} {bound:<8}  {settings}"
+
+
+def answer_text(search: Search, space: Space, words: Sequence[str]) -> str:
+    """Returns the answer for a terminal. `words`: the question's command line, without words of the plan itself."""
+    return "\n".join([*_head(search), *_table(search), *_command(search, words), *_lost(search, space)])
+
+
+def answer_json(search: Search, space: Space, words: Sequence[str]) -> dict[str, Any]:
+    """Returns the answer as plain data: `command`, `best`, `candidates`, `counts`, `lost`, `refused`."""
+    best = search.best
+    return {
+        "command": " ".join(command(search, words, best.changes)) if best else None,
+        "best": _plain(best) if best else None,
+        "candidates": [_plain(found) for found in ranked(search)],
+        "counts": vars(search.counts) | {"left": search.counts.left},
+        "lost": dict(losers(search, space)),
+        "refused": search.refusals,
+    }
+
+
+def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]:
+    """Returns the command that trains with `changes`: `words` without the keys of compilation, then what differs."""
+    kept = [word for word in words if word.partition("=")[0] not in (*_COMPILE_KEYS, *changes)]
+    dropped = {word.partition("=")[0] for word in words} - {word.partition("=")[0] for word in kept}
+    differs = {key: value for key, value in changes.items() if key in dropped or value != search.config[key]}
+    return ["python", "-m", "trainer.train", *map(shlex.quote, (*kept, *as_words(differs)))]
+
+
+def _plain(found: Candidate) -> dict[str, Any]:
+    figures = {"tokens": found.tokens, "tokens_per_second": found.tokens_per_second, "lower_bound": found.lower_bound}
+    return {"changes": dict(found.changes), "outcome": found.outcome, **figures, "row": found.row}
+
+
+def _head(search: Search) -> Iterator[str]:
+    counts = search.counts
+    yield ""
+    parts = {
+        "refused by the checks of trainer.train": counts.refused,
+        "too large by a bound on memory, or by a point with fewer rows": counts.too_large,
+        "worse than the best by a bound": counts.worse,
+        "the same program as another": counts.same,
+        "from the journal": counts.known,
+        "compiled": counts.compiled,
+        "not reached": counts.left,
+    }
+    shown = [f"{count:,} {what}" for what, count in parts.items() if count]
+    yield f"{counted(counts.points, 'point')}: {', '.join(shown)}"
+    if search.refusals:
+        reason = max(search.refusals, key=lambda text: search.refusals[text])
+        yield f"  most refusals ({search.refusals[reason]:,}): {reason}"
+    if counts.left and search.best:
+        yield f"  a point that was not reached could be better; compiles={2 * search.limit} continues from the journal"
+
+
+def _table(search: Search) -> Iterator[str]:
+    rows = ranked(search)
+    fitting = [found for found in rows if found.outcome == FITS and not found.lower_bound]
+    yield ""
+    if fitting:
+        yield f"{'tokens':>14}  {'memory':>10}  {'a step':>8} {'bound by':<8}  settings"
+    for found in fitting[:SHOWN]:
+        yield line_of(found)
+    if bounds := [found for found in rows if found.lower_bound]:
+        yield ""
+        yield "lower bounds: the number of rounds of a loop is unknown, and one is counted; these points are not ranked"
+        for found in bounds[:SHOWN]:
+            yield line_of(found)
+    if not fitting and not bounds:
+        yield from _nothing_fits(search)
+    for found in rows:
+        if found.outcome == FAILED:
+            yield line_of(found)
+
+
+def larger_text(found: Larger | None) -> str:
+    """Returns a line about the smallest topology on which the model fits."""
+    if found is None:
+        return "it fits on none of the next larger topologies that were tried either"
+    slices = f" compile_topology_num_slices={found.slices}" if found.slices > 1 else ""
+    settings = settings_text(found.candidate.changes)
+    return f"the smallest topology that fits: compile_topology={found.topology}{slices}, with {settings}"
+
+
+def _nothing_fits(search: Search) -> Iterator[str]:
+    too_large = [found for found in search.candidates if found.outcome == TOO_LARGE]
+    if not too_large:
+        yield "nothing fits: a bound on memory excludes every point"
+        return
+    least = min(too_large, key=lambda found: found.excess)
+    yield f"nothing that was compiled fits; the smallest excess is {gib(least.excess)} on each device:"
+    yield line_of(least)
+
+
+def _command(search: Search, words: Sequence[str]) -> Iterator[str]:
+    if search.best:
+        yield ""
+        yield " ".join(command(search, words, search.best.changes))
+
+
+def _lost(search: Search, space: Space) -> Iterator[str]:
+    lines = dict(losers(search, space))
+    if lines:
+        yield ""
+        yield "why others lost:"
+    for name, reason in lines.items():
+        yield f"  {name}: {reason}"
+
+
+def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
+    """Yields each alternative that was compiled and lost, and the reason: the best candidate with this alternative
+    beside the winner."""
+    best = search.best
+    if best is None:
+        return
+    for dimension in space.dimensions:
+        if dimension.name not in _CLASSES:
+            continue
+        for choice in dimension.choices:
+            if _has(best.changes, choice, dimension.choices):
+                continue
+            found = [other for other in search.candidates if _has(other.changes, choice, dimension.choices)]
+            if found:
+                yield settings_text(choice) if choice else f"no {dimension.name}", _reason(search, found, best)
+
+
+def _has(changes: Changes, choice: Changes, choices: Sequence[Changes]) -> bool:
+    """Returns whether a point has exactly this choice of a dimension."""
+    keys = {key for other in choices for key in other}
+    return {key: value for key, value in changes.items() if key in keys} == dict(choice)
+
+
+def _reason(search: Search, found: Sequence[Candidate], best: Candidate) -> str:
+    fitting = [other for other in found if other.outcome == FITS and other.seconds and not other.lower_bound]
+    if not fitting:
+        too_large = [other for other in found if other.outcome == TOO_LARGE]
+        if too_large:
+            least = min(too_large, key=lambda other: other.excess)
+            return f"does not fit: {gib(least.excess)} too much with {settings_text(least.changes)}"
+        return "only lower bounds" if found[0].outcome == FITS else f"failed: {found[0].row['reason']}"
+    other = max(fitting, key=search.merit)
+    slower = best.tokens_per_second / other.tokens_per_second
+    ratios = {part: _ratio(value, best.per_token[part]) for part, value in other.per_token.items()}
+    part, most = max(ratios.items(), key=lambda item: item[1])
+    why = f", {most:.3g} times the {part}" if most > 1.02 else ""
+    if slower >= 1.0005:
+        return f"{slower:.3f} times the time per token{why}"
+    return f"{other.tokens:,} tokens per update instead of {best.tokens:,}{why}"
+
+
+def _ratio(value: float, best: float) -> float:
+    return value / best if best else float("inf") if value else 1.0
+
+
+def progress_text(search: Search, changes: Changes, seconds: Sequence[float]) -> str:
+    """Returns a line about the compilation that starts. `seconds`: the time of earlier compilations."""
+    done = search.counts.compiled + search.counts.known
+    minutes = max(1, round((search.limit - done) * sum(seconds) / len(seconds) / 60)) if seconds else 0
+    left = f", at most {minutes} min left" if seconds else ""
+    return f"compiling {done + 1} of at most {search.limit}{left}: {settings_text(changes)}"

@@ -1,0 +1,66 @@
+"""The result of compiling one point of a space."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+FITS, TOO_LARGE, FAILED = "fits", "does not fit", "failed"
+# Parts of a report that a row of the journal keeps.
+_KEPT = ("peak_bytes", "hbm_bytes", "argument_bytes", "host_bytes", "flops", "hbm_bytes_accessed", "estimate", "mesh")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One compiled configuration.
+
+    Attributes:
+      changes: the settings that it adds to the question's command.
+      outcome: FITS, TOO_LARGE or FAILED.
+      tokens: tokens of an update over all devices.
+      row: its row in the journal, with every figure that a plan prints.
+    """
+
+    changes: Mapping[str, Any]
+    outcome: str
+    tokens: int
+    row: Mapping[str, Any]
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step by the compiler's schedule; None without an estimate."""
+        estimate = self.row["report"].get("estimate")
+        return (estimate.get("scheduled_seconds") or estimate["serial_seconds"]) if estimate else None
+
+    @property
+    def lower_bound(self) -> bool:
+        """Whether a loop's unknown trip count makes `seconds` a lower bound, which cannot be ranked."""
+        estimate = self.row["report"].get("estimate")
+        return bool(estimate and estimate.get("lower_bound"))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all devices; 0.0 without an estimate."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that the step takes on a device; None if the compilation failed."""
+        return self.row["report"].get("peak_bytes")
+
+    @property
+    def excess(self) -> int:
+        """Bytes that a step that does not fit needs beyond the memory of a device."""
+        return max(0, self.row["report"]["peak_bytes"] - self.row["report"]["hbm_bytes"])
+
+    @property
+    def per_token(self) -> dict[str, float]:
+        """What a token of the update costs on one device, by part."""
+        report, names = self.row["report"], {"flops": "FLOPs", "hbm_bytes_accessed": "bytes in memory"}
+        names["network_bytes"] = "bytes over the network"
+        return {name: report[key] / self.tokens for key, name in names.items()}
+
+
+def kept(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a report of `trainer.train_compile` that a row keeps."""
+    network = sum(collective["bytes"] for collective in report["collectives"] if not collective["conditional"])
+    return {name: report[name] for name in _KEPT} | {"network_bytes": network}

@@ -1,0 +1,323 @@
+"""Finds the best configuration of a space: excludes points by proved bounds, then compiles the most promising ones."""
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from trainer.aot.chips import Chip, chip_of
+from trainer.config.check import contradictions
+from trainer.config.errors import UserError, report
+from trainer.config.keys import Config
+from trainer.config.resolve import resolve
+from trainer.planning.bounds import Bounds
+from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
+from trainer.planning.compilation import words_of
+from trainer.planning.guess import Guess, Guesses
+from trainer.planning.journal import Journal, program_key
+from trainer.planning.space import ROWS, SHARDING, Changes, Dimension, Space
+from trainer.sharding import hardware, make_mesh
+
+TOKENS, BATCH = "tokens", "batch"  # objectives
+_ROWS, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
+Compile = Callable[[Sequence[str]], Mapping[str, Any]]
+
+
+@dataclass
+class Counts:
+    """What became of the points of a space."""
+
+    points: int = 0
+    refused: int = 0  # by the checks of trainer.train
+    same: int = 0  # the program of another point
+    too_large: int = 0  # by a proved bound on memory, or with more rows than a point that does not fit
+    worse: int = 0  # than the best, by a proved bound on time, or because of a smaller batch
+    compiled: int = 0
+    known: int = 0  # compiled earlier, from the journal
+    failed: int = 0
+
+    @property
+    def left(self) -> int:
+        """The number of points that were not reached."""
+        return self.points - self.refused - self.same - self.too_large - self.worse - self.compiled - self.known
+
+
+@dataclass
+class _Family:
+    """Points that differ only in their rows, fewest rows first."""
+
+    points: list[Changes]
+    guesses: list[Guess]  # of the points, not corrected
+    beyond: int  # the smallest index that is known not to fit
+    fits: int = -1  # the largest index that is known to fit
+    done: set[int] = field(default_factory=set)  # the indices that are decided
+
+    @property
+    def open(self) -> list[int]:
+        """The indices that are not decided."""
+        return [i for i in range(self.beyond) if i not in self.done]
+
+
+class Search:
+    """One search. `run` does it; `candidates` and `counts` are valid at any time, also after an interruption."""
+
+    def __init__(
+        self,
+        config: Config,
+        space: Space,
+        devices: Sequence[jax.Device],
+        journal: Journal,
+        compile_words: Compile,
+        *,
+        objective: str = TOKENS,
+        limit: int = 24,
+        chip: Chip | None = None,
+    ):
+        """See `plan`. `compile_words`: compiles the command line that it is given, see `compilation.Compiler`."""
+        chip = chip or chip_of(devices[0].device_kind)
+        if chip is None:
+            raise UserError(
+                f"compile_topology={config.compile_topology}: no table of its memory and speed; give TPUs or GPUs"
+            )
+        self.config, self.devices, self.chip, self.objective, self.limit = config, devices, chip, objective, limit
+        self.journal, self._compile = journal, compile_words
+        self.candidates: list[Candidate] = []
+        self.refusals: dict[str, int] = {}  # why points were refused, with their number
+        self.counts = Counts(points=space.size)
+        self._bounds, self._hardware = Bounds(devices), hardware(devices)
+        self._guesses = Guesses(config, chip, len(devices))
+        self._programs: set[str] = set()
+        self._families = [*self._allowed(space)]
+        self._heap: list[tuple[tuple[float, ...], int, int]] = []  # (score, family, index), the most promising first
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best point that fits, whose time is not a lower bound."""
+        ranked = [
+            found for found in self.candidates if found.outcome == FITS and found.seconds and not found.lower_bound
+        ]
+        return max(ranked, key=self.merit, default=None)
+
+    def merit(self, candidate: Candidate) -> tuple[float, ...]:
+        """Returns what the objective maximizes."""
+        speed = candidate.tokens_per_second
+        return (speed,) if self.objective == TOKENS else (candidate.tokens, speed)
+
+    def run(self, say: Callable[[Candidate, int], None], starts: Callable[[Changes, int], None]) -> None:
+        """Compiles until nothing better can exist, or the limit is reached.
+
+        Args:
+          say: called with each candidate and the number of compilations so far.
+          starts: called before each compilation.
+
+        Raises:
+          UserError: every point is refused; the message has the most frequent reason.
+        """
+        self._rank()
+        while self.counts.compiled + self.counts.known < self.limit and self._heap:
+            _, number, index = heapq.heappop(self._heap)
+            family = self._families[number]
+            changes = family.points[index]
+            family.done.add(index)
+            key = self._worth(family, index)
+            if key is None or key in self._programs:
+                self.counts.same += key is not None
+                self._push(number)
+                continue
+            self._programs.add(key)
+            row = self.journal.rows.get(key)
+            if row is None:
+                starts(changes, self.counts.compiled)
+                row = {"key": key, "changes": dict(changes), **self._compile(words_of(self.config, changes))}
+                self.journal.add(row)
+                self.counts.compiled += 1
+            else:
+                self.counts.known += 1
+            self._take(family, index, Candidate(dict(changes), row["outcome"], self.tokens(changes), row))
+            self._rank()
+            say(self.candidates[-1], self.counts.compiled)
+        if self.refusals and self.counts.refused == self.counts.points:
+            reason = max(self.refusals, key=lambda text: self.refusals[text])
+            share = f"{self.refusals[reason]:,} of {self.counts.points:,} points"
+            raise UserError(f"no point of the space can be trained; {share}: {reason}")
+
+    def fewest_rows_first(self) -> None:
+        """Removes all points but those with the fewest rows that are allowed on their mesh."""
+        for family in self._families:
+            self.counts.points -= len(family.points) - 1
+            del family.points[1:], family.guesses[1:]
+            family.beyond = 1
+
+    def tokens(self, changes: Changes) -> int:
+        """Returns the tokens of an update over all devices."""
+        rows, steps, length = (self._value(changes, key) for key in (_ROWS, _STEPS, "max_target_length"))
+        return round(rows * len(self.devices)) * steps * length
+
+    def _rank(self) -> None:
+        """Orders the families by their guesses, which change with every compilation."""
+        self._heap = []
+        for number in range(len(self._families)):
+            self._push(number)
+
+    def _push(self, number: int) -> None:
+        """Adds the most promising open point of a family: the one with the most rows that probably fits; if none does,
+        the middle between those known to fit and known not to fit."""
+        family = self._families[number]
+        if not (indices := family.open):
+            return
+        factors = self._guesses.factors(family.points[0])
+        larger = [i for i in indices if i > family.fits]
+        likely = [i for i in larger if family.guesses[i].memory * factors.memory <= self.chip.usable]
+        if likely or not larger:
+            index = (likely or indices)[-1]
+        else:
+            index = larger[(len(larger) - 1) // 2 if family.fits >= 0 else 0]
+        guess, tokens = family.guesses[index].times(factors), self.tokens(family.points[index])
+        speed = tokens / guess.seconds
+        merit = (-speed,) if self.objective == TOKENS else (-tokens, -speed)
+        heapq.heappush(self._heap, ((float(guess.memory > self.chip.usable), *merit), number, index))
+
+    def _allowed(self, space: Space) -> Iterator[_Family]:
+        """Yields the families of a space without the points whose mesh or rows `trainer.train` refuses.
+
+        A pair of mesh and rows is left out if it is refused for the same reason with the first and with the last choice
+        of every other dimension. Other refusals are found point by point.
+        """
+        meshes, rows = (next(d for d in space.dimensions if d.name == name) for name in (SHARDING, ROWS))
+        others = Space(tuple(d for d in space.dimensions if d.name not in (SHARDING, ROWS)))
+        ends = [Space(tuple(Dimension(d.name, d.choices[i:][:1]) for d in others.dimensions)) for i in (0, -1)]
+        probes = [next(end.points()) for end in ends]
+        for mesh in meshes.choices:
+            if reason := self._network_refuses(mesh):
+                self._refuse(reason, len(rows.choices) * others.size)
+                continue
+            allowed: list[Changes] = []
+            for choice in rows.choices:
+                refused = self._refusal({**mesh, **choice, **probes[0]})
+                if refused and refused == self._refusal({**mesh, **choice, **probes[1]}):
+                    self._refuse(refused, others.size)
+                else:
+                    allowed.append(choice)
+            for other in others.points():
+                for accumulates in (False, True):  # accumulated gradients take memory, so fewer rows may take more
+                    points: list[Changes] = [{**mesh, **choice, **other} for choice in allowed]
+                    points = [point for point in points if (self._value(point, _STEPS) > 1) == accumulates]
+                    points.sort(key=lambda point: self._value(point, _ROWS))
+                    if points:
+                        yield _Family(points, [self._guesses.of(point) for point in points], len(points))
+
+    def _value(self, changes: Changes, key: str) -> Any:
+        return changes[key] if key in changes else self.config[key]
+
+    def _network_refuses(self, mesh: Changes) -> str:
+        """Returns why the network of the devices cannot form a mesh; "" if it can."""
+        try:
+            make_mesh(Config(dict(self.config.items()) | dict(mesh)), self.devices)
+        except UserError as error:
+            return str(error).partition(":")[0]
+        return ""
+
+    def _refusal(self, changes: Changes) -> str:
+        """Returns why `trainer.train` refuses a point; "" if it does not."""
+        try:
+            self._resolved(changes)
+        except UserError as error:
+            return _reason(error)
+        return ""
+
+    def key(self, changes: Changes) -> str:
+        """Returns the key of a point's program. Raises UserError if `trainer.train` refuses the point."""
+        config = self._resolved(changes)
+        self._bounds.of(config)
+        return program_key(config)
+
+    def _resolved(self, changes: Changes) -> Config:
+        values = dict(self.config.items()) | dict(changes)
+        if mistakes := contradictions(Config(values), dict.fromkeys(values, "plan"), set()):
+            raise report(mistakes)
+        return resolve(values, **self._hardware)
+
+    def _refuse(self, reason: str, points: int = 1) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + points
+        self.counts.refused += points
+
+    def _worth(self, family: _Family, index: int) -> str | None:
+        """Returns the key of a point's program; None if the point is refused, or excluded by a bound."""
+        changes = family.points[index]
+        try:
+            config = self._resolved(changes)
+            bound = self._bounds.of(config)
+        except UserError as error:
+            self._refuse(_reason(error))
+            return None
+        if bound.memory > self.chip.usable:
+            self._exclude(family, index)
+            self.counts.too_large += 1
+            return None
+        best, tokens = self.best, self.tokens(changes)
+        if best and (
+            tokens < best.tokens
+            if self.objective == BATCH
+            else bound.seconds and tokens / bound.seconds < best.tokens_per_second
+        ):
+            self.counts.worse += 1
+            return None
+        return program_key(config)
+
+    def _exclude(self, family: _Family, index: int) -> None:
+        """Decides that the points with more rows than the point `index` do not fit."""
+        self.counts.too_large += sum(i > index for i in family.open)
+        family.beyond = min(family.beyond, index)
+
+    def _take(self, family: _Family, index: int, candidate: Candidate) -> None:
+        self.candidates.append(candidate)
+        if candidate.outcome == FAILED:
+            self.counts.failed += 1
+            return
+        assert candidate.memory
+        self._guesses.learn(family.points[index], candidate.seconds, candidate.memory)
+        if candidate.outcome == FITS:
+            family.fits = max(family.fits, index)
+        else:
+            self._exclude(family, index)
+
+
+def plan(
+    config: Config,
+    space: Space,
+    devices: Sequence[jax.Device],
+    journal: Journal,
+    compile_words: Compile,
+    **options: Any,
+) -> list[Candidate]:
+    """Returns the compiled points of a space, the best first; points that do not fit come last.
+
+    Args:
+      config: from `config.load`, not resolved.
+      space: see `space.default_space`.
+      devices: the devices of compile_topology, see `aot.topologies.devices_of`.
+      journal: earlier results, to which new ones are added.
+      compile_words: usually a `compilation.Compiler`.
+      options: `objective` and `limit` of `Search`.
+
+    Raises:
+      UserError: every point is refused, or the journal cannot be written.
+    """
+    search = Search(config, space, devices, journal, compile_words, **options)
+    search.run(lambda candidate, number: None, lambda changes, number: None)
+    return ranked(search)
+
+
+def ranked(search: Search) -> list[Candidate]:
+    """Returns the candidates of a search, the best first."""
+    order = {FITS: 0, TOO_LARGE: 1, FAILED: 2}
+    return sorted(
+        search.candidates,
+        key=lambda found: (order[found.outcome], found.lower_bound, *(-value for value in search.merit(found))),
+    )
+
+
+def _reason(error: UserError) -> str:
+    return str(error).splitlines()[-1].strip()

@@ -1,0 +1,268 @@
+"""The search with a compiler that answers from a formula, and without one."""
+
+import json
+import random
+
+import jax
+import pytest
+from support import arguments
+
+from trainer.aot.chips import CHIPS
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.config.schema import schema
+from trainer.config.values import read_text
+from trainer.planning import search as searching
+from trainer.planning.answer import answer_json, answer_text
+from trainer.planning.bounds import Bound
+from trainer.planning.compilation import words_of
+from trainer.planning.journal import Journal
+from trainer.planning.search import BATCH, Search, plan
+from trainer.planning.space import Dimension, Space, default_space
+
+ON_DEVICES = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8}
+MEMORY = CHIPS["v5e"].usable
+KEYS = (
+    *("ici_data_parallelism", "ici_fsdp_parallelism", "remat_policy", "num_vocab_tiling", "per_device_batch_size"),
+    *("optimizer_memory_host_offload", "parameter_memory_host_offload"),
+)
+
+
+def values_of(words):
+    pairs = (word.partition("=")[::2] for word in words)
+    return {name: read_text(schema().keys[name], text) for name, text in pairs}
+
+
+class Formula:
+    """A compiler that answers from a formula and remembers what it compiled."""
+
+    def __init__(self, seed=0, fails=()):
+        self.compiled, self.seed, self.fails = [], seed, fails
+
+    def figures(self, words):
+        """Returns (bytes, seconds): memory grows with rows; both are random in everything else."""
+        values = values_of(words)
+        rows = values.pop("per_device_batch_size", 1)
+        draw = random.Random(f"{self.seed} {sorted(values.items(), key=str)}")
+        return int(MEMORY * draw.uniform(0.1, 0.8) * (1 + rows / 8)), draw.uniform(1, 2) * (0.2 + rows)
+
+    def __call__(self, words):
+        self.compiled.append(tuple(words))
+        row = {"wall_seconds": 1.0, "memory": 10**9}
+        if len(self.compiled) in self.fails:
+            return row | {"outcome": "failed", "reason": "the compiler was ended by SIGSEGV", "report": {}}
+        memory, seconds = self.figures(words)
+        estimate = {"scheduled_seconds": seconds, "seconds": seconds, "bound": "compute", "lower_bound": False}
+        report = {"peak_bytes": memory, "hbm_bytes": MEMORY, "argument_bytes": 1, "host_bytes": 0, "mesh": {}}
+        costs = {"flops": 1e9, "hbm_bytes_accessed": 1e9, "network_bytes": 1e6, "estimate": estimate}
+        outcome = "fits" if memory <= MEMORY else "does not fit"
+        return row | {"outcome": outcome, "reason": "", "report": report | costs}
+
+
+@pytest.fixture
+def config():
+    return load(arguments("nnx", **ON_DEVICES)).config
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return Journal(tmp_path / "plan.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def no_bounds(monkeypatch):
+    """Replaces the bounds, which test_bounds.py tests, by ones that exclude nothing."""
+    monkeypatch.setattr(searching, "Bounds", lambda devices: NoBounds())
+
+
+class NoBounds:
+    def of(self, config):
+        return Bound(0, 0, 0.0)
+
+
+def small(config, rows=(1, 2, 4), policies=("none", "full"), tiles=(1, 2), meshes=((1, 8), (2, 4), (8, 1))):
+    search = {"remat_policy": policies, "per_device_batch_size": rows, "num_vocab_tiling": tiles}
+    search |= {"optimizer_memory_host_offload": [False], "parameter_memory_host_offload": [False]}
+    sharding = [{"ici_data_parallelism": data, "ici_fsdp_parallelism": fsdp} for data, fsdp in meshes]
+    dimensions = default_space(config, 8, 1, [], search).dimensions
+    return Space((Dimension("sharding", tuple(sharding)), *dimensions[1:]))
+
+
+def searched(config, space, journal, compiler, **options):
+    search = Search(config, space, jax.devices(), journal, compiler, chip=CHIPS["v5e"], **options)
+    search.run(lambda candidate, number: None, lambda changes, number: None)
+    return search
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_winner_is_that_of_brute_force(config, journal, seed):
+    compiler, space = Formula(seed), small(config)
+    search = searched(config, space, journal, compiler, limit=1000)
+    speeds = [0.0]
+    for point in space.points():
+        memory, seconds = compiler.figures(words_of(config, point))
+        speeds.append(search.tokens(point) / seconds if memory <= MEMORY else 0.0)
+    assert search.best.tokens_per_second == max(speeds) > 0
+    assert len(compiler.compiled) + search.counts.too_large == space.size - search.counts.refused
+    assert search.counts.left == 0
+
+
+def test_the_largest_batch(config, journal):
+    compiler, space = Formula(), small(config)
+    search = searched(config, space, journal, compiler, limit=1000, objective=BATCH)
+    fitting = [
+        (search.tokens(point), search.tokens(point) / seconds)
+        for point in space.points()
+        for memory, seconds in [compiler.figures(words_of(config, point))]
+        if memory <= MEMORY
+    ]
+    assert (search.best.tokens, search.best.tokens_per_second) == max(fitting)
+
+
+def test_bounds_save_compilations(config, journal, monkeypatch):
+    class Exact:
+        def of(self, resolved):
+            point = {key: resolved[key] for key in KEYS}
+            memory, seconds = compiler.figures(words_of(config, point))
+            return Bound(0, memory, 0.999 * seconds)
+
+    compiler, space = Formula(), small(config)
+    alone = searched(config, space, journal, compiler, limit=1000)
+    without = len(compiler.compiled)
+    monkeypatch.setattr(searching, "Bounds", lambda devices: Exact())
+    search = searched(config, space, Journal(journal.path.with_name("other")), compiler, limit=1000)
+    assert search.best.changes == alone.best.changes
+    assert len(compiler.compiled) - without < without / 2
+    assert all(candidate.outcome == "fits" for candidate in search.candidates)
+    assert search.counts.worse
+    assert search.counts.too_large
+
+
+def test_what_train_would_refuse_is_not_compiled(config, journal):
+    compiler = Formula()
+    space = small(config, rows=(0.25, 1), meshes=((1, 8), (8, 1), (2, 2)))
+    search = searched(config, space, journal, compiler, limit=1000)
+    assert search.counts.refused == 8 + 8  # a mesh of four devices, and two rows for eight devices
+    assert {candidate.changes["per_device_batch_size"] for candidate in search.candidates} == {1}
+    assert not any(candidate.changes["ici_fsdp_parallelism"] == 2 for candidate in search.candidates)
+    with pytest.raises(UserError, match="no point of the space can be trained"):
+        searched(config, small(config, rows=(0.25,)), journal, compiler)
+
+
+def test_the_limit_and_the_journal(config, journal):
+    compiler, space = Formula(), small(config)
+    first = searched(config, space, journal, compiler, limit=5)
+    assert len(compiler.compiled) == first.counts.compiled == 5
+    assert first.counts.left == space.size - 5 - first.counts.too_large
+    again = searched(config, space, Journal(journal.path), compiler, limit=5)
+    assert len(compiler.compiled) == 5
+    assert again.counts.known == 5
+    assert [found.changes for found in again.candidates] == [found.changes for found in first.candidates]
+    more = searched(config, space, Journal(journal.path), compiler, limit=8)
+    assert (more.counts.known, more.counts.compiled) == (5, 3)
+
+
+def test_an_interrupted_search_has_its_results(config, journal):
+    compiler, space = Formula(), small(config)
+
+    def interrupted(words):
+        if len(compiler.compiled) == 3:
+            raise KeyboardInterrupt
+        return compiler(words)
+
+    search = Search(config, space, jax.devices(), journal, interrupted, chip=CHIPS["v5e"])
+    with pytest.raises(KeyboardInterrupt):
+        search.run(lambda candidate, number: None, lambda changes, number: None)
+    assert len(search.candidates) == len(Journal(journal.path).rows) == 3
+    searched(config, space, Journal(journal.path), compiler, limit=5)
+    assert len(set(compiler.compiled)) == len(compiler.compiled) == 5
+
+
+def test_failures_are_rows(config, journal):
+    space = small(config)
+    search = searched(config, space, journal, Formula(fails=(1, 3)), limit=6)
+    assert search.counts.failed == 2
+    assert search.best.outcome == "fits"
+    text = answer_text(search, space, ["base.yml"])
+    assert text.count("the compiler was ended by SIGSEGV") >= 2
+
+
+def test_lower_bounds_stand_apart(config, journal):
+    compiler = Formula()
+
+    def unknown_loop(words):
+        row = compiler(words)
+        row["report"]["estimate"]["lower_bound"] = len(compiler.compiled) == 1
+        row["report"]["estimate"]["scheduled_seconds"] /= 100 if len(compiler.compiled) == 1 else 1
+        return row
+
+    space = small(config)
+    search = searched(config, space, journal, unknown_loop, limit=6)
+    assert search.candidates[0].lower_bound
+    assert search.best is not search.candidates[0]
+    text = answer_text(search, space, ["base.yml"])
+    assert "lower bounds: the number of rounds" in text
+    assert " >" in text
+
+
+def test_from_python(config, journal):
+    found = plan(config, small(config), jax.devices(), journal, Formula(), limit=6, chip=CHIPS["v5e"])
+    fitting = [candidate.tokens_per_second for candidate in found if candidate.outcome == "fits"]
+    assert fitting == sorted(fitting, reverse=True)
+    assert [candidate.outcome for candidate in found] == sorted(
+        (c.outcome for c in found), key=["fits", "does not fit"].index
+    )
+
+
+def test_every_number_of_the_answer_is_in_the_journal(config, journal):
+    space = small(config)
+    search = searched(config, space, journal, Formula(), limit=12)
+    answer = answer_json(search, space, ["base.yml", "compile_topology=v5e-8", "steps=3"])
+    rows = Journal(journal.path).rows
+    best = None
+    for candidate in answer["candidates"]:
+        row = rows[candidate["row"]["key"]]
+        assert row == json.loads(json.dumps(candidate["row"]))
+        seconds = row["report"]["estimate"]["scheduled_seconds"]
+        assert candidate["tokens_per_second"] == candidate["tokens"] / seconds
+        if candidate["outcome"] == "fits" and (
+            best is None or candidate["tokens_per_second"] > best["tokens_per_second"]
+        ):
+            best = candidate
+    assert best == answer["best"]
+    by_policy = {
+        policy: max(
+            c["tokens_per_second"]
+            for c in answer["candidates"]
+            if c["changes"]["remat_policy"] == policy and c["outcome"] == "fits"
+        )
+        for policy in ("none", "full")
+    }
+    loser = min(by_policy, key=by_policy.get)
+    assert answer["lost"][loser].startswith(
+        f"{max(by_policy.values()) / by_policy[loser]:.3f} times the time per token"
+    )
+    command = answer["command"].split()
+    assert command[:5] == ["python", "-m", "trainer.train", "base.yml", "steps=3"]
+    assert values_of(command[4:]).items() <= {"steps": 3, **best["changes"]}.items()
+
+
+def test_nothing_fits(config, journal):
+    compiler = Formula()
+
+    def too_large(words):
+        row = compiler(words)
+        peak = row["report"]["peak_bytes"] + 2 * MEMORY
+        return row | {"outcome": "does not fit", "report": row["report"] | {"peak_bytes": peak}}
+
+    space = small(config)
+    search = searched(config, space, journal, too_large, limit=100)
+    assert search.best is None
+    least = min(row["report"]["peak_bytes"] - MEMORY for row in journal.rows.values())
+    assert f"the smallest excess is {least / 2**30:.2f} GiB" in answer_text(search, space, ["base.yml"])
+    assert answer_json(search, space, [])["command"] is None
+
+
+def test_a_platform_without_a_table_is_refused(config, journal):
+    with pytest.raises(UserError, match="no table of its memory and speed"):
+        Search(config, small(config), jax.devices(), journal, Formula())
