@@ -122,8 +122,8 @@ def layout_of(mesh: Any) -> Layout:
 def executed(
     layout: Layout, computation: Computation, instruction: Instruction, conditional: bool = False
 ) -> list[Collective]:
-    """Returns the transfers of one execution of a collective, one for each array. `devices` is 1 if it communicates with
-    no other device."""
+    """Returns the transfers of one execution of a collective, one for each array. Their `devices` is 1 if it
+    communicates with no other device."""
     names, sizes, slices = layout
     kind = instruction.opcode.removesuffix("-start")
     sums = kind in SUMS or (kind == "collective-permute" and _SUMMING_RING.match(computation.name) is not None)

@@ -1,12 +1,13 @@
 """What a step costs: FLOPs, memory traffic and collectives, from the HLO text of a compiled module."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.aot.collectives import Collective, collectives
 from trainer.aot.counts import Counter
 from trainer.aot.hlo import parse
+from trainer.aot.schedule import Event, schedule_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Cost:
       rolled_flops, rolled_bytes_accessed: these counts with each loop body counted once, as in `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
       notes: operations that could not be counted; empty if everything was counted.
+      host_bytes: bytes read and written in the host's memory, which are copied over the link to the host.
+      schedule: the program in the order in which it runs, see `aot.schedule`.
       unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one turn.
     """
 
@@ -36,10 +39,14 @@ class Cost:
     collectives: tuple[Collective, ...]
     notes: tuple[str, ...]
     unknown_loops: tuple[str, ...] = ()
+    host_bytes: float = 0.0
+    schedule: tuple[Event, ...] = field(default=(), compare=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists and numbers, for JSON."""
-        return dataclasses.asdict(self)
+        """Returns plain dicts, lists and numbers, for JSON, without the schedule."""
+        values = dataclasses.asdict(dataclasses.replace(self, schedule=()))
+        del values["schedule"]
+        return values
 
 
 def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None) -> Cost:
@@ -76,4 +83,6 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
         collectives=transfers,
         notes=tuple(dict.fromkeys([*notes, *unrolled.notes])),
         unknown_loops=tuple(unknown),
+        host_bytes=totals.host_bytes,
+        schedule=schedule_of(unrolled, mesh),
     )

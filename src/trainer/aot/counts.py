@@ -34,8 +34,8 @@ _IN_PLACE_FOR_XLA = {"dynamic-update-slice": 1}
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over instructions on one device. `main_bytes` are the bytes accessed in main memory (HBM), `host_bytes` those
-    in the host's memory."""
+    """Sums over instructions on one device. `main_bytes` are the bytes accessed in main memory (HBM), `host_bytes`
+    those in the host's memory."""
 
     flops: float = 0.0
     transcendentals: float = 0.0
