@@ -76,7 +76,7 @@ class Machine:
         """Returns one of `devices` simulated devices."""
         share = statistics.median(self.bandwidths) / devices
         peak = {"f32": statistics.median(self.peaks) / devices, "bf16": statistics.median(self.peaks) / devices}
-        return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share)
+        return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share, share)
 
 
 def row(machine: Machine, name: str, devices: int, overrides: dict[str, object]) -> tuple[str, str]:

@@ -34,7 +34,7 @@ PART = (
     (("train", "base.yml", *TINY, *RUN, "steps=4"), "completed step: 3"),
     (("train", "base.yml", *TINY, *RUN, "steps=8"), "4 of 8 updates are done"),
     (("generate", "runs/versions", "prompt=def", "max_target_length=64"), "def"),
-    (("train_compile", "base.yml", *TINY, *TPU), "estimate: at least"),
+    (("train_compile", "base.yml", *TINY, *TPU), "as the compiler scheduled it"),
 )
 # Narrow products, and sums over few experts: XLA's choices for them have changed before (docs/decisions/0028).
 BITS = ("tests/unit/inference/test_batch_invariant.py", "-k", "test_log and float32 and (lora or mixtral or qwen3_moe)")

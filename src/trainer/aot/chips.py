@@ -26,6 +26,7 @@ class Chip:
       ici_bandwidth: bytes per second that a chip sends over all of its links within a slice; for GPUs, over NVLink.
       torus: the number of dimensions of the network within a slice, each with links in both directions; 1 for a switch.
       dcn_bandwidth: bytes per second that a chip sends to other slices, its share of the host's network bandwidth.
+      host_bandwidth: bytes per second between a chip's HBM and its host's memory, in one direction.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Chip:
     ici_bandwidth: float
     torus: int
     dcn_bandwidth: float
+    host_bandwidth: float
     pool: bool = False
 
     def flops(self, dtype: str) -> float:
@@ -71,6 +73,9 @@ def memory_fraction() -> float:
 # - v4: ICI and DCN from https://jax-ml.github.io/scaling-book/tpus, with the 2400 Gbit/s of the v4 paper
 #   (Jouppi et al. 2023, arXiv:2304.01433).
 # - v5e, v6e: DCN is the bandwidth of the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
+# - host_bandwidth: PCIe, from https://jax-ml.github.io/scaling-book/tpus, read on 2026-11-30: 16 GB/s each way on v4,
+#   "typically around 1.6e10 bytes / second per TPU (3.2e10 for TPU v6e)". None is published for tpu7x:
+#   v6e's is assumed.
 _TPUS = (
     Chip(
         name="v4",
@@ -82,6 +87,7 @@ _TPUS = (
         ici_bandwidth=300e9,
         torus=3,
         dcn_bandwidth=6.25e9,
+        host_bandwidth=16e9,
     ),
     Chip(
         name="v5e",
@@ -93,6 +99,7 @@ _TPUS = (
         ici_bandwidth=200e9,
         torus=2,
         dcn_bandwidth=3.125e9,
+        host_bandwidth=16e9,
     ),
     Chip(
         name="v5p",
@@ -104,6 +111,7 @@ _TPUS = (
         ici_bandwidth=600e9,
         torus=3,
         dcn_bandwidth=6.25e9,
+        host_bandwidth=16e9,
     ),
     Chip(
         name="v6e",
@@ -115,6 +123,7 @@ _TPUS = (
         ici_bandwidth=400e9,
         torus=2,
         dcn_bandwidth=12.5e9,
+        host_bandwidth=32e9,
     ),
     Chip(
         name="tpu7x",
@@ -126,11 +135,14 @@ _TPUS = (
         ici_bandwidth=600e9,
         torus=3,
         dcn_bandwidth=12.5e9,
+        host_bandwidth=32e9,
     ),
 )
 # Sources, read on 2026-11-29. hbm_bytes: device_memory_size in XLA's files xla/backends/gpu/target_config/specs
 # (openxla/xla); for the H200, the size that its driver reported. Peaks are without sparsity: half of a data sheet's
-# figure with sparsity. NVLink: one direction. dcn_bandwidth: one network card per GPU.
+# figure with sparsity. NVLink: one direction. dcn_bandwidth: one network card per GPU. host_bandwidth: 16 lanes of PCIe
+# after encoding (128 of 130 bits), one direction: generation 4 (16 GT/s) for the A100, 5 (32 GT/s) for the H100 and the
+# H200, as in their data sheets (64 and 128 GB/s in both directions), and for the B200, as in DGX B200's processors.
 # - a100: NVIDIA A100 80GB data sheet (SXM: 2,039 GB/s; NVLink 600 GB/s); DGX A100 data sheet: 8 x 200 Gbit/s.
 # - h100: NVIDIA H100 data sheet (SXM5: 3.35 TB/s; NVLink 900 GB/s); DGX H100 data sheet: 8 x 400 Gbit/s.
 # - h200: NVIDIA H200 data sheet (SXM: 4.8 TB/s; NVLink 900 GB/s); DGX H200 data sheet: 8 x 400 Gbit/s.
@@ -149,6 +161,7 @@ _GPUS = (
         ici_bandwidth=300e9,
         torus=1,
         dcn_bandwidth=25e9,
+        host_bandwidth=31.5e9,
         pool=True,
     ),
     Chip(
@@ -161,6 +174,7 @@ _GPUS = (
         ici_bandwidth=450e9,
         torus=1,
         dcn_bandwidth=50e9,
+        host_bandwidth=63e9,
         pool=True,
     ),
     Chip(
@@ -173,6 +187,7 @@ _GPUS = (
         ici_bandwidth=450e9,
         torus=1,
         dcn_bandwidth=50e9,
+        host_bandwidth=63e9,
         pool=True,
     ),
     Chip(
@@ -185,6 +200,7 @@ _GPUS = (
         ici_bandwidth=900e9,
         torus=1,
         dcn_bandwidth=50e9,
+        host_bandwidth=63e9,
         pool=True,
     ),
 )

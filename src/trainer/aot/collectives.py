@@ -12,8 +12,8 @@ Chan et al. 2007, Collective communication: theory, practice, and experience; Pa
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,38 +85,59 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
       module: the module after partitioning.
       mesh: a `jax.sharding.Mesh`, an ordered mapping from axis to size, or None.
     """
-    names, sizes = _axes(mesh)
-    slices = _slices(mesh)
-    merged: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    layout = layout_of(mesh)
+    merged: dict[Collective, list[tuple[int, tuple[str, ...]]]] = {}
     unknown: list[str] = []
-    for instruction, sums, dtype, size, times, conditional in _found(module, module.entry, 1, False, unknown):
-        groups = replica_groups(instruction, math.prod(sizes))
-        kind = instruction.opcode.removesuffix("-start")
-        axes = _varying(groups, names, sizes) if names else ()
-        devices = max((len(group) for group in groups), default=1)
-        spread = max((len({slices[i] for i in group}) for group in groups), default=1) if slices else 1
-        if kind == "collective-permute":
-            devices = math.prod(sizes[names.index(axis)] for axis in axes) if names else len(groups)
-        if devices > 1:
-            key = kind, sums, dtype, axes, devices, spread, size, conditional
-            merged.setdefault(key, []).append((times, instruction.op_name))
+    for one, times in _found(module, layout, module.entry, 1, False, unknown):
+        if one.devices > 1:
+            merged.setdefault(replace(one, sources=()), []).append((times, one.sources))
     transfers = [
-        Collective(
-            kind,
-            sums,
-            dtype,
-            axes,
-            devices,
-            spread,
-            size,
+        replace(
+            one,
             count=sum(times for times, _ in runs),
-            bytes=sum(times for times, _ in runs) * moved(kind, size, devices),
-            sources=tuple(dict.fromkeys(source for _, source in runs if source))[:3],
-            conditional=conditional,
+            bytes=sum(times for times, _ in runs) * one.bytes,
+            sources=tuple(dict.fromkeys(source for _, sources in runs for source in sources))[:3],
         )
-        for (kind, sums, dtype, axes, devices, spread, size, conditional), runs in merged.items()
+        for one, runs in merged.items()
     ]
     return tuple(sorted(transfers, key=lambda c: -c.bytes)), unknown
+
+
+class Layout(NamedTuple):
+    """The axes of a mesh with their sizes, and the slice of each of its devices; [] if it has no devices."""
+
+    names: list[str]
+    sizes: list[int]
+    slices: list[int]
+
+
+def layout_of(mesh: Any) -> Layout:
+    """Returns the layout of a `jax.sharding.Mesh`, of an ordered mapping from axis to size, or of None."""
+    shape: Mapping[str, int] = {} if mesh is None else getattr(mesh, "shape", mesh)
+    devices = getattr(mesh, "devices", None)
+    slices = [] if devices is None else [slice_of(device) or 0 for device in devices.flat]
+    return Layout(list(shape), list(shape.values()), slices)
+
+
+def executed(
+    layout: Layout, computation: Computation, instruction: Instruction, conditional: bool = False
+) -> list[Collective]:
+    """Returns the transfers of one execution of a collective, one for each array. Their `devices` is 1 if it
+    communicates with no other device."""
+    names, sizes, slices = layout
+    kind = instruction.opcode.removesuffix("-start")
+    sums = kind in SUMS or (kind == "collective-permute" and _SUMMING_RING.match(computation.name) is not None)
+    groups = replica_groups(instruction, math.prod(sizes))
+    axes = _varying(groups, names, sizes) if names else ()
+    devices = max((len(group) for group in groups), default=1)
+    spread = max((len({slices[i] for i in group}) for group in groups), default=1) if slices else 1
+    if kind == "collective-permute":
+        devices = math.prod(sizes[names.index(axis)] for axis in axes) if names else len(groups)
+    sources = (instruction.op_name,) if instruction.op_name else ()
+    return [
+        Collective(kind, sums, dtype, axes, devices, spread, size, 1, moved(kind, size, devices), sources, conditional)
+        for dtype, size in _parts(computation, instruction)
+    ]
 
 
 def moved(kind: str, size: int, devices: int) -> float:
@@ -127,32 +148,34 @@ def moved(kind: str, size: int, devices: int) -> float:
 
 
 def _found(
-    module: Module, name: str, times: int, conditional: bool, unknown: list[str]
-) -> Iterator[tuple[Instruction, bool, str, int, int, bool]]:
-    """Yields the collectives of a computation and of the computations that it calls, as (instruction, whether it sums,
-    dtype, bytes, executions, whether it is in a branch). `conditional`: whether the computation is in a branch."""
+    module: Module, layout: Layout, name: str, times: int, conditional: bool, unknown: list[str]
+) -> Iterator[tuple[Collective, int]]:
+    """Yields the collectives of a computation and of the computations that it calls, with the number of executions.
+    `conditional`: whether the computation is in a branch."""
     computation = module.computations[name]
-    ring = _SUMMING_RING.match(name) is not None
     seen = set()
     for instruction in computation:
-        if (kind := instruction.opcode.removesuffix("-start")) in KINDS:
-            sums = kind in SUMS or (ring and kind == "collective-permute")
+        if instruction.opcode.removesuffix("-start") in KINDS:
             key = (instruction.opcode, instruction.operands, _groups_text(instruction))
             if key not in seen:
                 seen.add(key)
-                yield from ((instruction, sums, *part, times, conditional) for part in _parts(computation, instruction))
+                yield from ((one, times) for one in executed(layout, computation, instruction, conditional))
         elif instruction.opcode == "while":
             trips = loops.trips(module, computation, instruction)
             repeated = times * (1 if trips is None else trips)
-            inside = [each for c in instruction.called for each in _found(module, c, repeated, conditional, unknown)]
+            inside = [
+                found
+                for called in instruction.called
+                for found in _found(module, layout, called, repeated, conditional, unknown)
+            ]
             if trips is None and inside:
                 unknown.append(instruction.op_name or instruction.name)
             yield from inside
         elif instruction.opcode in ("call", "fusion", "fusion-start", "async-start"):
-            yield from _found(module, instruction.called[0], times, conditional, unknown)
+            yield from _found(module, layout, instruction.called[0], times, conditional, unknown)
         elif instruction.opcode == "conditional":
-            branches = [list(_found(module, called, times, True, unknown)) for called in instruction.called]
-            yield from max(branches, key=lambda branch: sum(size * runs for *_, size, runs, _ in branch))
+            branches = [list(_found(module, layout, called, times, True, unknown)) for called in instruction.called]
+            yield from max(branches, key=lambda branch: sum(one.size * runs for one, runs in branch))
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
@@ -232,17 +255,6 @@ def _iota(dims: str, transposed: str | None) -> np.ndarray:
 
 def _ints(text: str) -> list[int]:
     return [int(digits) for digits in text.split(",")]
-
-
-def _axes(mesh: Any) -> tuple[list[str], list[int]]:
-    shape: Mapping[str, int] = {} if mesh is None else getattr(mesh, "shape", mesh)
-    return list(shape), list(shape.values())
-
-
-def _slices(mesh: Any) -> list[int]:
-    """Returns the slice index of each device of a mesh; [] if it has no devices."""
-    devices = getattr(mesh, "devices", None)
-    return [] if devices is None else [slice_of(device) or 0 for device in devices.flat]
 
 
 def _varying(groups: Sequence[Sequence[int]], names: list[str], sizes: list[int]) -> tuple[str, ...]:

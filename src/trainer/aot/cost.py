@@ -1,67 +1,13 @@
-"""FLOPs and memory traffic of a step, from the HLO text of a compiled module.
-
-The rules follow XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which a compiled function reports
-as `cost_analysis()`, with three exceptions. XLA counts a loop body once; here it counts once per iteration. For a
-scatter within a fusion, XLA counts the whole target array; here only the written part counts. In a TPU's grouped
-product, XLA multiplies every row with every group's matrix; here a row counts only for the group that contains it.
-- A multiplication and an addition are two operations, so a matrix product has 2 m n k.
-- An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
-  sine and similar functions are counted separately, as transcendentals. A reduction counts one operation for each
-  element by which it shrinks its operand.
-- Bytes accessed: every instruction outside fusions reads its operands and writes its result once; slices and updates of
-  a larger array access only the affected part; intermediate values of a fusion access no memory.
-- For custom calls of kernels see `aot.kernels`.
-"""
+"""What a step costs: FLOPs, memory traffic and collectives, from the HLO text of a compiled module."""
 
 import dataclasses
-import functools
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.aot import kernels, loops, products
-from trainer.aot.collectives import KINDS, Collective, collectives
-from trainer.aot.hlo import Computation, Instruction, Module, Shape, parse
-from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
-
-MAIN_MEMORY = 0
-# Instructions that write only a part of their first operand, with the index of the operand that holds this part. For a
-# scatter within a fusion, XLA and the rolled counts include the whole first operand.
-_IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
-_ALIASED = "output_to_operand_aliasing"
-_OVERLAPPED = "async_collective_fusion"
-_IN_PLACE_FOR_XLA = {"dynamic-update-slice": 1}
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over instructions on one device. `main_bytes` are the bytes accessed in main memory (HBM)."""
-
-    flops: float = 0.0
-    transcendentals: float = 0.0
-    bytes: float = 0.0
-    main_bytes: float = 0.0
-    matmul_flops: dict[str, float] = field(default_factory=dict)
-
-    def add(self, other: "Totals", times: float = 1) -> None:
-        """Adds `other`, multiplied by `times`."""
-        self.flops += times * other.flops
-        self.transcendentals += times * other.transcendentals
-        self.bytes += times * other.bytes
-        self.main_bytes += times * other.main_bytes
-        for dtype, flops in other.matmul_flops.items():
-            self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + times * flops
-
-    def access(self, *shapes: Shape) -> None:
-        """Adds one read or write of each array."""
-        for shape in shapes:
-            self.bytes += shape.bytes
-            self.main_bytes += shape.bytes if shape.space == MAIN_MEMORY else 0
-
-    def multiply(self, dtype: str, flops: float) -> None:
-        """Adds a matrix product with operands of `dtype`."""
-        self.flops += flops
-        self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + flops
+from trainer.aot.collectives import Collective, collectives
+from trainer.aot.counts import Counter
+from trainer.aot.hlo import parse
+from trainer.aot.schedule import Event, schedule_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +24,8 @@ class Cost:
       rolled_flops, rolled_bytes_accessed: these counts with each loop body counted once, as in `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
       notes: operations that could not be counted; empty if everything was counted.
+      host_bytes: bytes read and written in the host's memory, which are copied over the link to the host.
+      schedule: the program in the order in which it runs, see `aot.schedule`.
       unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one turn.
     """
 
@@ -91,10 +39,14 @@ class Cost:
     collectives: tuple[Collective, ...]
     notes: tuple[str, ...]
     unknown_loops: tuple[str, ...] = ()
+    host_bytes: float = 0.0
+    schedule: tuple[Event, ...] = field(default=(), compare=False, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists and numbers, for JSON."""
-        return dataclasses.asdict(self)
+        """Returns plain dicts, lists and numbers, for JSON, without the schedule."""
+        values = dataclasses.asdict(dataclasses.replace(self, schedule=()))
+        del values["schedule"]
+        return values
 
 
 def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None) -> Cost:
@@ -112,9 +64,9 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
       ValueError: a text is not an HLO module.
     """
     module = parse(hlo_text)
-    unrolled = _Counter(module, rolled=False)
+    unrolled = Counter(module, rolled=False)
     totals = unrolled.computation(module.entry)
-    rolled = _Counter(module, rolled=True).computation(module.entry)
+    rolled = Counter(module, rolled=True).computation(module.entry)
     transfers, unknown = collectives(parse(partitioned_text) if partitioned_text else module, mesh)
     if not partitioned_text and '"AsyncCollectiveStart"' in hlo_text:
         unrolled.notes.append("collectives are counted in the optimized module, which repeats overlapped collectives")
@@ -131,203 +83,6 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
         collectives=transfers,
         notes=tuple(dict.fromkeys([*notes, *unrolled.notes])),
         unknown_loops=tuple(unknown),
+        host_bytes=totals.host_bytes,
+        schedule=schedule_of(unrolled, mesh),
     )
-
-
-class _Counter:
-    """Totals of computations, each computed once."""
-
-    def __init__(self, module: Module, rolled: bool):
-        self.module = module
-        self.rolled = rolled
-        self.in_place = _IN_PLACE_FOR_XLA if rolled else _IN_PLACE
-        self.notes: list[str] = []
-        self.unknown: list[str] = []
-        self.known: dict[tuple[str, bool, int], Totals] = {}
-
-    def computation(self, name: str, fused: bool = False, groups: int = 1) -> Totals:
-        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory. `groups`:
-        the number of groups of the grouped product that contains the computation."""
-        if (name, fused, groups) not in self.known:
-            totals = self.known[name, fused, groups] = Totals()
-            computation = self.module.computations[name]
-            for instruction in computation:
-                self._work(totals, computation, instruction, fused, groups)
-                if not fused:
-                    self._traffic(totals, computation, instruction)
-        return self.known[name, fused, groups]
-
-    def _work(self, totals: Totals, computation: Computation, i: Instruction, fused: bool, groups: int) -> None:
-        """Adds an instruction's operations, and the totals of the computations that it calls."""
-        if groups > 1 and products.masks(computation, i, groups):
-            return
-        if i.opcode in ELEMENTWISE:
-            totals.flops += i.shape.elements
-        elif i.opcode in TRANSCENDENTAL or i.opcode.startswith("rng"):
-            totals.transcendentals += sum(shape.elements for shape in i.shapes)
-        elif i.opcode in ("dot", "convolution"):
-            left, right = (operand.shape for operand in computation.operands(i)[:2])
-            flops = products.dot(i, left) if i.opcode == "dot" else products.convolution(i, left, right)
-            totals.multiply(left.dtype, flops / groups)
-        elif i.opcode in ("all-reduce", "all-reduce-start"):
-            totals.flops += sum(shape.elements for shape in i.shapes)
-        elif i.opcode in ("fusion", "fusion-start"):
-            groups = groups if self.rolled else max(groups, products.groups(i))
-            totals.add(self.computation(i.attribute("calls"), True, groups))
-        elif i.opcode in ("call", "async-start"):
-            totals.add(self.computation(i.called[0], fused))
-        elif i.opcode == "while":
-            for name in i.called:
-                totals.add(self.computation(name, fused), self._trips(computation, i))
-        elif i.opcode == "conditional":
-            branches = [self.computation(name, fused) for name in i.called]
-            totals.add(max(branches, key=lambda branch: (branch.flops, branch.bytes)))
-        elif i.opcode == "custom-call":
-            self._custom_call(totals, computation, i)
-        else:
-            self._applied(totals, computation, i)
-
-    def _applied(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Adds reductions, scatters and sorts: they apply a small function many times."""
-        operands = [operand.shape.elements for operand in computation.operands(i)]
-        window = math.prod(int(size) for size in products.window(i, "size"))
-        if i.opcode == "reduce":
-            times = operands[0] - i.shape.elements
-        elif i.opcode == "reduce-window":
-            times = (window - 1) * i.shape.elements
-        elif i.opcode == "select-and-scatter":
-            times = window * operands[1]
-        elif i.opcode == "scatter":
-            times = operands[-1]
-        elif i.opcode == "map":
-            times = i.shape.elements
-        elif i.opcode == "sort":
-            totals.flops += operands[0] * math.ceil(math.log2(max(2, operands[0])))
-            return
-        else:
-            return
-        one = self.computation(i.called[0], fused=True)
-        totals.flops += times * one.flops
-        totals.transcendentals += times * one.transcendentals
-
-    def _trips(self, computation: Computation, loop: Instruction) -> int:
-        if self.rolled:
-            return 1
-        trips = loops.trips(self.module, computation, loop)
-        if trips is None:
-            self.unknown.append(loop.op_name or loop.name)
-        return 1 if trips is None else trips
-
-    def _custom_call(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        operands = [operand.shape for operand in computation.operands(i)]
-        kernel = kernels.cost(i, operands)
-        if kernel is not None:
-            totals.multiply(kernel.dtype, kernel.flops)
-            totals.transcendentals += kernel.transcendentals
-        elif kernels.computes(i):
-            self.notes.append(
-                f"the kernel {i.op_name or i.attribute('custom_call_target')} has no cost estimate: its operations are "
-                "not counted, its operands and results count as read and written once"
-            )
-
-    def _traffic(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Adds the bytes that an instruction outside fusions reads and writes."""
-        operands = computation.operands(i)
-        shapes = [shape for operand in operands for shape in operand.shapes]
-        if i.opcode in FREE:
-            return
-        if i.opcode == "fusion":
-            self._fusion_traffic(totals, i, operands, i.shapes)
-        elif i.opcode == "fusion-start":  # the result is a tuple of the operands, the results, and a context
-            self._fusion_traffic(totals, i, operands, i.shapes[len(shapes) : -1])
-        elif i.opcode == "custom-call":
-            kernel = kernels.cost(i, shapes)
-            if kernel is not None and kernel.bytes is not None:
-                totals.bytes += kernel.bytes
-                totals.main_bytes += kernel.bytes
-            elif kernel is not None or kernels.computes(i):
-                totals.access(*shapes, *i.shapes)
-        elif i.opcode in ("slice", "dynamic-slice"):
-            totals.access(i.shape, i.shape._replace(space=shapes[0].space), *shapes[1:2])
-        elif i.opcode == "gather":
-            totals.access(i.shape, i.shape._replace(space=shapes[0].space), shapes[1])
-        elif i.opcode == "dynamic-update-slice":
-            totals.access(shapes[1], shapes[1]._replace(space=i.shape.space), *shapes[2:3])
-        elif i.opcode == "scatter":
-            totals.access(shapes[-1], *[shapes[-1]._replace(space=i.shape.space)] * 2, shapes[-2])
-        elif i.opcode in ("copy-start", "slice-start"):
-            # The result is a tuple of the copy, the source, and a context to wait on.
-            copied = i.shapes[0] if i.opcode == "copy-start" else i.shapes[-2]
-            totals.access(copied, copied._replace(space=shapes[0].space))
-        elif i.opcode.endswith("-start"):
-            totals.access(*shapes, *(i.shapes[len(shapes) : 2 * len(shapes)] or i.shapes))
-        else:
-            totals.access(*shapes, *i.shapes)
-
-    def _fusion_traffic(
-        self, totals: Totals, fusion: Instruction, operands: list[Instruction], results: tuple[Shape, ...]
-    ) -> None:
-        inside = self.module.computations[fusion.attribute("calls")]
-        root = inside.instructions[inside.root]
-        written = inside.operands(root) if root.opcode == "tuple" else [root]
-        in_flight = self._in_flight(inside)
-        if len(written) == len(results):
-            for part, shape in zip(written, results, strict=True):
-                while part.opcode == "bitcast":
-                    part = inside.operands(part)[0]
-                if part.opcode in self.in_place:
-                    shape = inside.operands(part)[self.in_place[part.opcode]].shape._replace(space=shape.space)
-                passed = part.opcode == "parameter" and root.opcode == "tuple"  # not copied
-                if not passed and part.name not in in_flight:
-                    totals.access(shape)
-        else:
-            totals.access(*results)
-        for number, operand in enumerate(operands):
-            if inside.parameters[number].name in in_flight:
-                continue
-            size = self._read(inside.name, number)
-            whole = sum(shape.bytes for shape in operand.shapes)
-            totals.bytes += size
-            in_main = sum(shape.bytes for shape in operand.shapes if shape.space == MAIN_MEMORY)
-            totals.main_bytes += size * in_main / whole if whole else 0
-
-    def _in_flight(self, inside: Computation) -> set[str]:
-        """Returns the arrays in a fusion that belong to a collective that overlaps it. A TPU's module repeats such a
-        collective in every fusion that it overlaps; its bytes count only in its start and done instructions."""
-        if self.rolled or not inside.name.startswith(_OVERLAPPED):
-            return set()
-        found = [i for i in inside if i.opcode in KINDS]
-        return {name for i in found for name in (i.name, *i.operands)}
-
-    @functools.cached_property
-    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
-        return {name: computation.users() for name, computation in self.module.computations.items()}
-
-    def _read(self, computation: str, number: int) -> int:
-        """Returns the bytes that a fusion reads of its parameter `number`: the slices that it reads, or the whole array
-        once."""
-        return self._used(computation, self.module.computations[computation].parameters[number])
-
-    def _used(self, computation: str, array: Instruction) -> int:
-        """Returns the bytes of `array` that its users in a fusion read. XLA and the rolled counts treat a bitcast as a
-        user of the whole array."""
-        whole = sum(shape.bytes for shape in array.shapes)
-        users = self._users[computation]
-        size, renamed, shared = 0, 0, False
-        for user in users.get(array.name, []):
-            if user.opcode == "tuple":
-                continue
-            if user.opcode == "fusion" and user.operands == (array.name,) and user.attribute(_ALIASED):
-                size += self._used(computation, user)  # the same memory, read in other tiles
-            elif user.opcode == "fusion":
-                numbers = [i for i, name in enumerate(user.operands) if name == array.name]
-                size += sum(self._read(user.attribute("calls"), i) for i in numbers)
-            elif user.opcode == "slice" or (user.opcode == "dynamic-slice" and user.operands[0] == array.name):
-                size += user.shape.bytes
-            elif user.opcode in ("broadcast", "reshape"):
-                size += whole
-            elif user.opcode == "bitcast" and users[user.name] and not self.rolled:
-                renamed += self._used(computation, user)
-            elif not (user.opcode in self.in_place and user.operands[0] == array.name):
-                shared = True
-        return size + (whole if shared else min(renamed, whole))

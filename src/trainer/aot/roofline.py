@@ -1,10 +1,12 @@
-"""A roofline estimate of a step's time on a chip: a lower bound, not a prediction."""
+"""The time of a step on a chip: a roofline, which is a lower bound, and the time of the compiler's schedule."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer.aot.chips import Chip
 from trainer.aot.collectives import Collective, moved
 from trainer.aot.cost import Cost
+from trainer.aot.schedule import Rates, follow
 
 
 class Estimate(NamedTuple):
@@ -12,58 +14,94 @@ class Estimate(NamedTuple):
 
     Attributes:
       seconds: the largest part, a lower bound that assumes perfect overlap of all parts.
+      scheduled_seconds: as the compiler scheduled the step, between `seconds` and `serial_seconds`: the time of the
+        instructions one after the other, exposed_network_seconds and exposed_host_seconds.
       serial_seconds: the sum of the parts, as if nothing overlapped.
       compute_seconds: time of matrix products at the peak for their dtype.
       memory_seconds: time of HBM traffic at its bandwidth.
       network_seconds: the larger of ici_seconds and dcn_seconds.
       ici_seconds: time of collectives within a slice, in sequence.
       dcn_seconds: time of collectives between slices, in sequence.
-      bound: the name of the largest part: "compute", "memory" or "network".
+      host_seconds: time of copies between the device and its host, in sequence.
+      exposed_network_seconds: the part of ici_seconds + dcn_seconds for which the device waits.
+      exposed_host_seconds: the part of host_seconds for which the device waits.
+      bound: the name of the largest part: "compute", "memory", "network" or "host".
+      lower_bound: whether all times are only lower bounds, because a loop of unknown length counts as one round.
     """
 
     seconds: float
+    scheduled_seconds: float
     serial_seconds: float
     compute_seconds: float
     memory_seconds: float
     network_seconds: float
     ici_seconds: float
     dcn_seconds: float
+    host_seconds: float
+    exposed_network_seconds: float
+    exposed_host_seconds: float
     bound: str
+    lower_bound: bool
 
 
 def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
-    """Returns the roofline estimate of a step's time.
+    """Returns the estimate of a step's time.
 
     Assumptions: every part runs at its peak; elementwise operations cost only memory traffic; a collective uses rings
     in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings are closed
     (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are zero.
     Collectives that do not run in every step are left out. A collective over several slices runs within each slice
-    first, so that every device sends an equal share to other slices.
+    first, so that every device sends an equal share to other slices. A loop of unknown length runs once.
+
+    The schedule is that of the optimized module, the network's time that of `cost.collectives`, which are counted
+    elsewhere on TPUs. So the exposed time of the network is the fraction of the schedule's transfers for which the
+    device waits, applied to the network's time; without transfers in the schedule, all of it. The sum is then at most
+    `serial_seconds`; if it is less than `seconds`, it is raised to that.
 
     Args:
       cost: from `aot.cost.analyze`, per device.
       chip: the chip of the devices.
       devices: the number of devices in the mesh.
       slices: the number of slices in the mesh.
-
-    Raises:
-      ValueError: the trip count of a loop is unknown.
     """
-    if cost.unknown_loops:
-        raise ValueError(f"no estimate: loops of unknown trip count: {', '.join(cost.unknown_loops)}")
-    compute = sum(flops / chip.flops(dtype) for dtype, flops in cost.matmul_flops.items())
-    memory = cost.hbm_bytes / (chip.hbm_bandwidth / chip.devices)
-    ici = dcn = 0.0
-    for collective in cost.collectives:
-        if collective.conditional:
-            continue
+    inside_slice = devices // slices
+
+    def products(matmul_flops: Mapping[str, float]) -> float:
+        return sum(flops / chip.flops(dtype) for dtype, flops in matmul_flops.items())
+
+    def network_of(collective: Collective) -> tuple[float, float]:
         inside, between = _bytes(collective)
-        whole_slice = collective.devices // collective.slices >= devices // slices
-        ici += inside / (chip.ici_bandwidth / chip.devices / (1 if whole_slice else chip.torus))
-        dcn += between / (chip.dcn_bandwidth / chip.devices)
+        whole_slice = collective.devices // collective.slices >= inside_slice
+        ici = inside / (chip.ici_bandwidth / chip.devices / (1 if whole_slice else chip.torus))
+        return ici, between / (chip.dcn_bandwidth / chip.devices)
+
+    rates = Rates(products, network_of, chip.hbm_bandwidth / chip.devices, chip.host_bandwidth / chip.devices)
+    compute, memory = products(cost.matmul_flops), cost.hbm_bytes / rates.hbm_bandwidth
+    host = cost.host_bytes / rates.host_bandwidth
+    transfers = [network_of(collective) for collective in cost.collectives if not collective.conditional]
+    ici, dcn = (sum(seconds) for seconds in zip(*transfers, strict=True)) if transfers else (0.0, 0.0)
     network = max(ici, dcn)
-    seconds, bound = max((compute, "compute"), (memory, "memory"), (network, "network"))
-    return Estimate(seconds, compute + memory + ici + dcn, compute, memory, network, ici, dcn, bound)
+    parts = (compute, "compute"), (memory, "memory"), (network, "network"), (host, "host")
+    seconds, bound = max(parts, key=lambda part: part[0])
+    serial = compute + memory + ici + dcn + host
+    times = follow(cost.schedule, rates)
+    exposed = (ici + dcn) * (times.exposed_network / times.network if times.network else 1.0)
+    scheduled = min(max(times.device + exposed + times.exposed_host, seconds), serial)
+    return Estimate(
+        seconds,
+        scheduled,
+        serial,
+        compute,
+        memory,
+        network,
+        ici,
+        dcn,
+        host,
+        exposed,
+        times.exposed_host,
+        bound,
+        bool(cost.unknown_loops),
+    )
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:

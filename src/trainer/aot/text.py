@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from trainer.aot.buffers import by_kind
 from trainer.aot.chips import FRACTION
 from trainer.aot.report import Report
+from trainer.aot.roofline import Estimate
 from trainer.config.words import counted
 from trainer.observe.text import short_time, si
 
@@ -98,15 +99,23 @@ def _cost(report: Report) -> Iterator[str]:
     for note in cost.notes:
         yield f"  not counted: {note}"
     if report.estimate:
-        time = report.estimate
-        parts = (("compute", time.compute_seconds), ("memory", time.memory_seconds), ("network", time.network_seconds))
-        shown = ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts)
-        yield (
-            f"estimate: at least {short_time(time.seconds)} per step, bound by {time.bound} ({shown}); "
-            f"{short_time(time.serial_seconds)} if nothing overlaps"
-        )
-    elif cost.unknown_loops:
-        yield "no estimate of the step's time: the trip count of a loop is unknown"
+        yield from _time(report.estimate)
+
+
+def _time(time: Estimate) -> Iterator[str]:
+    waits = (("network", time.exposed_network_seconds), ("host", time.exposed_host_seconds))
+    waited = " and ".join(f"{short_time(seconds)} for the {link}" for link, seconds in waits if seconds)
+    yield (
+        f"estimate: {short_time(time.scheduled_seconds)} per step as the compiler scheduled it"
+        + (f"; of these the device waits {waited}" if waited else "")
+    )
+    parts = [("compute", time.compute_seconds), ("memory", time.memory_seconds), ("network", time.network_seconds)]
+    parts += [("host", time.host_seconds)] if time.host_seconds else []
+    shown = ", ".join(f"{name} {short_time(seconds)}" for name, seconds in parts)
+    yield f"  at least {short_time(time.seconds)}, bound by {time.bound} ({shown})"
+    yield f"  {short_time(time.serial_seconds)} if nothing overlaps"
+    if time.lower_bound:
+        yield "  lower bound: the number of rounds of a loop is unknown, one is counted"
 
 
 def _missing(report: Report) -> Iterator[str]:

@@ -14,8 +14,8 @@ from trainer.config.topologies import GENERATIONS, GPUS
 V5E = CHIPS["v5e"]
 
 
-def cost(flops=0.0, hbm=0.0, collectives=(), dtype="bf16"):
-    return Cost(flops, {dtype: flops}, 0.0, 2 * hbm, hbm, flops, hbm, tuple(collectives), ())
+def cost(flops=0.0, hbm=0.0, collectives=(), dtype="bf16", host=0.0):
+    return Cost(flops, {dtype: flops}, 0.0, 2 * hbm, hbm, flops, hbm, tuple(collectives), (), host_bytes=host)
 
 
 def collective(kind="all-gather", devices=16, slices=1, size=16_000, count=10, moved=150_000.0):
@@ -35,13 +35,14 @@ def test_figures_are_in_a_plausible_range(name):
 
 
 # As published, in the publisher's units, per chip: TFLOP/s of bf16, of int8 (tpu7x: fp8), HBM in GB, GB/s of HBM, GB/s
-# of ICI in both directions together, and Gbit/s of the data center network. The sources are in aot/chips.py.
+# of ICI in both directions together, Gbit/s of the data center network, and GB/s of PCIe in one direction (of tpu7x:
+# v6e's). The sources are in aot/chips.py.
 PUBLISHED = {
-    "v4": (275, 275, 32, 1200, 600, 50),
-    "v5e": (197, 393, 16, 819, 400, 2 * 100 / 8),
-    "v5p": (459, 918, 95, 2765, 1200, 50),
-    "v6e": (918, 1836, 32, 1638, 800, 4 * 200 / 8),
-    "tpu7x": (2307, 4614, 192, 7380, 1200, 100),
+    "v4": (275, 275, 32, 1200, 600, 50, 16),
+    "v5e": (197, 393, 16, 819, 400, 2 * 100 / 8, 16),
+    "v5p": (459, 918, 95, 2765, 1200, 50, 16),
+    "v6e": (918, 1836, 32, 1638, 800, 4 * 200 / 8, 32),
+    "tpu7x": (2307, 4614, 192, 7380, 1200, 100, 32),
 }
 TORI = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
@@ -49,12 +50,13 @@ TORI = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_figures_are_the_published_ones(name):
     chip = CHIPS[name]
-    bf16, narrow, capacity, hbm, ici, network = PUBLISHED[name]
+    bf16, narrow, capacity, hbm, ici, network, host = PUBLISHED[name]
     assert chip.peak["bf16"] == bf16 * 1e12
     assert {flops for dtype, flops in chip.peak.items() if dtype != "bf16"} == {narrow * 1e12}
     assert chip.hbm_bandwidth == hbm * 1e9
     assert chip.ici_bandwidth == ici * 1e9 / 2
     assert chip.dcn_bandwidth == network * 1e9 / 8
+    assert chip.host_bandwidth == host * 1e9
     assert chip.torus == TORI[name] == len(GENERATIONS[name].shapes[0].split("x"))
     assert chip.devices == GENERATIONS[name].devices_per_chip
     # libtpu provides up to 3 % less than the physical memory; a published "GB" is a GiB, and v5p has 96 instead of 95.
@@ -63,24 +65,25 @@ def test_figures_are_the_published_ones(name):
 
 # As in NVIDIA's data sheets, of one GPU: TFLOP/s of bf16, of int8 or fp8, both with sparsity, memory in GB (of the H200
 # and the B200 what is left of 141 and 180 GB or more), GB/s of memory, of NVLink in both directions, and Gbit/s of
-# network in the maker's server of eight.
+# network in the maker's server of eight; and the gigatransfers per second of a lane of PCIe.
 GPUS_PUBLISHED = {
-    "a100": (624, 1248, 80, 2039, 600, 200),
-    "h100": (1978, 3958, 80, 3350, 900, 400),
-    "h200": (1978, 3958, 141, 4800, 900, 400),
-    "b200": (4500, 9000, 180, 8000, 1800, 400),
+    "a100": (624, 1248, 80, 2039, 600, 200, 16),
+    "h100": (1978, 3958, 80, 3350, 900, 400, 32),
+    "h200": (1978, 3958, 141, 4800, 900, 400, 32),
+    "b200": (4500, 9000, 180, 8000, 1800, 400, 32),
 }
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_figures_of_gpus_are_the_published_ones(name):
     chip = CHIPS[name]
-    bf16, narrow, capacity, bandwidth, nvlink, network = GPUS_PUBLISHED[name]
+    bf16, narrow, capacity, bandwidth, nvlink, network, lane = GPUS_PUBLISHED[name]
     assert chip.peak["bf16"] == bf16 * 1e12 / 2
     assert {chip.peak[dtype] for dtype in chip.peak if dtype.startswith(("s8", "f8"))} == {narrow * 1e12 / 2}
     assert chip.hbm_bandwidth == bandwidth * 1e9
     assert chip.ici_bandwidth == nvlink * 1e9 / 2
     assert chip.dcn_bandwidth == network * 1e9 / 8
+    assert chip.host_bandwidth == pytest.approx(16 * lane * 1e9 * 128 / 130 / 8, rel=1e-3)
     assert (chip.torus, chip.devices, chip.pool) == (1, 1, True)
     assert 0.98 * capacity < chip.hbm_bytes / 1e9 < 1.07 * capacity
 
@@ -109,6 +112,8 @@ def test_each_part_can_be_the_bound():
     network = estimate(cost(hbm=1, collectives=[collective(moved=200e9)]), V5E, devices=16)
     assert (network.bound, network.seconds) == ("network", 1)
     assert network.serial_seconds == pytest.approx(1 + 1 / 819e9)
+    host = estimate(cost(flops=197e11, host=16e9), V5E, devices=16)
+    assert (host.bound, host.seconds, host.host_seconds, host.serial_seconds) == ("host", 1, 1, 1.1)
 
 
 def test_integers_are_faster_where_the_table_says_so():

@@ -9,6 +9,7 @@ from trainer.aot.chips import CHIPS, FRACTION
 from trainer.aot.collectives import Collective
 from trainer.aot.dump import Dump
 from trainer.aot.report import make_report
+from trainer.aot.roofline import Estimate
 from trainer.aot.text import report_text, verdict
 
 GIB = 1024**3
@@ -89,18 +90,34 @@ def test_the_peak_includes_all_temporaries(step):
     assert memory.peak == 100 + (90 - 80) + 700
 
 
-def test_a_loop_of_unknown_length_is_said_instead_of_an_estimate(step, monkeypatch):
+def test_the_estimate_of_a_loop_of_unknown_length_is_a_lower_bound(step, monkeypatch):
     """In the scanned step every loop has a known length, until the text of one no longer says it."""
     monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["v5e"])
     known = make_report(step.run, step.compiled, "", step.texts, (0.0, 0.0), 1)
-    assert known.estimate is not None
+    times = known.as_dict()["estimate"]
+    assert times["seconds"] <= times["scheduled_seconds"] <= times["serial_seconds"]
     hidden = step.texts.optimized.replace("known_trip_count", "hidden").replace("direction=LT", "direction=NE")
     unknown = make_report(step.run, step.compiled, "", step.texts._replace(optimized=hidden), (0.0, 0.0), 1)
-    assert unknown.as_dict()["estimate"] is None
+    assert (times["lower_bound"], unknown.as_dict()["estimate"]["lower_bound"]) == (False, True)
     text = report_text(unknown)
     assert "a step, per device: at least " in text
-    assert text.splitlines()[-1].startswith("no estimate of the step's time: the trip count of ")
-    assert "no estimate" not in report_text(known)
+    assert text.splitlines()[-1] == "  lower bound: the number of rounds of a loop is unknown, one is counted"
+    assert "lower bound" not in report_text(known)
+
+
+def test_the_times_can_be_read_aloud(report):
+    time = Estimate(0.555, 0.66, 1.04, 0.555, 0.287, 0.203, 0.203, 0, 0.012, 0.008, 0.004, "compute", False)
+    assert report_text(dataclasses.replace(report, estimate=time)).splitlines()[-3:] == [
+        "estimate: 660 ms per step as the compiler scheduled it; of these the device waits 8 ms for the network and "
+        "4 ms for the host",
+        "  at least 555 ms, bound by compute (compute 555 ms, memory 287 ms, network 203 ms, host 12 ms)",
+        "  1.04 s if nothing overlaps",
+    ]
+    alone = time._replace(host_seconds=0, exposed_host_seconds=0, exposed_network_seconds=0)
+    assert report_text(dataclasses.replace(report, estimate=alone)).splitlines()[-3:-1] == [
+        "estimate: 660 ms per step as the compiler scheduled it",
+        "  at least 555 ms, bound by compute (compute 555 ms, memory 287 ms, network 203 ms)",
+    ]
 
 
 def test_a_step_that_does_not_fit(step, monkeypatch):

@@ -1,0 +1,269 @@
+"""The compiled program in the order in which a device runs it, and the time for which it waits for transfers.
+
+The instructions of each computation of an optimized module stand in the compiler's order (`is_scheduled=true`). A
+device runs them one after the other; each takes the time of its matrix products or of its HBM traffic, whichever is
+longer. Three links work beside it: ICI, DCN and the link to the host. A link serves one transfer at a time, in the
+order of their starts. A transfer that the text starts and finishes in two instructions overlaps what stands between
+them; at the second one, the device waits for the rest. For any other transfer, the device waits from beginning to end.
+The HBM traffic of a transfer, and of a copy between HBM and VMEM with a start and an end, takes the time that the
+traffic of the other instructions leaves.
+
+Forms of a start and its end: `X-start`, `X-done` of a collective or a copy; `async-start`, `async-update`,
+`async-done` with the operation in a computation; a TPU's fusions with the custom calls AsyncCollectiveStart and
+AsyncCollectiveDone, between which other fusions repeat the collective with the same channel_id; `send`, `recv-done` of
+MegaScale, a TPU's transfers between slices.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from trainer.aot.collectives import KINDS, SUMS, Collective, executed, layout_of, moved
+from trainer.aot.counts import Counter
+from trainer.aot.hlo import Computation, Instruction
+
+_TARGET = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}.*?_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+
+
+class Work(NamedTuple):
+    """An instruction: its matrix products by the dtype of their operands, and its bytes in main memory."""
+
+    matmul_flops: Mapping[str, float]
+    hbm_bytes: float
+
+
+class Start(NamedTuple):
+    """The start of transfers, which `Done` with the same key waits for, with their bytes in the host's memory and in
+    main memory."""
+
+    key: str
+    collectives: tuple[Collective, ...]
+    host_bytes: float
+    hbm_bytes: float
+
+
+class Done(NamedTuple):
+    """The end of transfers. A key that nothing started has no effect."""
+
+    key: str
+
+
+class Loop(NamedTuple):
+    """A loop that runs `body` `times` times."""
+
+    times: int
+    body: "tuple[Event, ...]"
+
+
+Event = Work | Start | Done | Loop
+
+
+def schedule_of(counter: Counter, mesh: Any = None) -> tuple[Event, ...]:
+    """Returns the events of one step, from the optimized module of `counter`. Of a conditional it has the dearest
+    branch without its collectives, because they may not run in every step. `mesh`: see `collectives`."""
+    return tuple(_Reader(counter, mesh).events(counter.module.entry, False))
+
+
+class _Reader:
+    def __init__(self, counter: Counter, mesh: Any):
+        self.counter, self.module, self.layout = counter, counter.module, layout_of(mesh)
+        marked = [self._marked(c) for c in self.module.computations.values()]
+        self.overlapped = {_channel(i) for found in marked for each in found.values() for i in each}
+
+    def events(self, name: str, conditional: bool) -> Iterator[Event]:
+        """Yields the events of a computation. `conditional`: whether it is in a branch."""
+        computation = self.module.computations[name]
+        for i in computation:
+            if i.opcode == "while":
+                body = tuple(event for called in i.called for event in self.events(called, conditional))
+                yield Loop(self.counter.trips(computation, i), body)
+            elif i.opcode == "call":
+                yield from self.events(i.called[0], conditional)
+            elif i.opcode == "conditional":
+                yield from self.events(self.counter.dearest(i), True)
+            else:
+                events = self._instruction(computation, i)
+                yield from (e._replace(collectives=()) if conditional and isinstance(e, Start) else e for e in events)
+
+    def _instruction(self, computation: Computation, i: Instruction) -> Iterator[Event]:
+        totals = self.counter.instruction(computation, i)
+        inside = self.module.computations[i.called[0]] if i.opcode == "fusion" else None
+        marked = self._marked(inside) if inside else {}
+        transfers = tuple(self._collectives(computation, i))
+        goes_on = i.opcode == "send" or i.opcode.endswith("-start")
+        moves = goes_on or bool(transfers) or bool(totals.host_bytes)
+        beside = totals.main_bytes if moves and not totals.matmul_flops else 0.0
+        for collective in marked.get("Start", []):
+            assert inside is not None
+            yield Start(_channel(collective), tuple(self._executed(inside, collective)), 0.0, 0.0)
+        if totals.matmul_flops or totals.main_bytes > beside:
+            yield Work(totals.matmul_flops, totals.main_bytes - beside)
+        yield from (Done(_channel(collective)) for collective in marked.get("Done", []))
+        if i.opcode.endswith("-done"):
+            yield Done(_begun(computation, i))
+        if moves:
+            key = _rendezvous(i) if i.opcode == "send" else i.name
+            yield Start(key, transfers, totals.host_bytes, beside)
+            if not goes_on:
+                yield Done(key)
+
+    def _collectives(self, computation: Computation, i: Instruction) -> Iterator[Collective]:
+        """Yields the transfers of an instruction, except for those that overlap several fusions."""
+        if i.opcode.removesuffix("-start") in KINDS:
+            yield from self._executed(computation, i)
+        elif i.opcode in ("fusion", "fusion-start", "async-start"):
+            inside = self.module.computations[i.called[0]]
+            for each in inside:
+                if i.opcode != "fusion" or _channel(each) not in self.overlapped:
+                    yield from self._collectives(inside, each)
+        elif i.opcode == "send" and (found := _BETWEEN_SLICES.search(i.text)):
+            received = [r for r in computation if r.opcode == "recv" and _rendezvous(r) == _rendezvous(i)]
+            arrays = [computation.operands(i)[0].shape, *[r.shape for r in received]]
+            size, slices = max(array.bytes for array in arrays), found[1].count(",") + 1
+            kind = found[2].lower().replace("_", "-")
+            kind = kind if kind in KINDS else "collective-permute"  # ONE_TO_ONE
+            sent = moved(kind, size, slices)
+            yield Collective(kind, kind in SUMS, arrays[0].dtype, (), slices, slices, size, 1, sent, ())
+
+    def _executed(self, computation: Computation, collective: Instruction) -> Iterator[Collective]:
+        yield from (each for each in executed(self.layout, computation, collective) if each.devices > 1)
+
+    def _marked(self, computation: Computation) -> dict[str, list[Instruction]]:
+        """Returns the collectives that a fusion starts ("Start") and finishes ("Done")."""
+        found: dict[str, list[Instruction]] = {}
+        for i in computation:
+            if i.opcode == "custom-call" and (mark := _TARGET.search(i.text)):
+                found.setdefault(mark[1], []).extend(each for each in computation.operands(i) if each.opcode in KINDS)
+        return found
+
+
+def _channel(collective: Instruction) -> str:
+    return f"channel {channel}" if (channel := collective.attribute("channel_id")) else collective.name
+
+
+def _rendezvous(transfer: Instruction) -> str:
+    """Returns what a `send` and a `recv` of MegaScale have in common."""
+    match = _RENDEZVOUS.search(transfer.text)
+    return match[1] if match else transfer.name
+
+
+def _begun(computation: Computation, done: Instruction) -> str:
+    """Returns the key of the transfer that `done` finishes."""
+    start = computation.operands(done)[0]
+    while start.opcode.endswith("-update"):
+        start = computation.operands(start)[0]
+    return _rendezvous(start) if start.opcode == "recv" else start.name
+
+
+class Rates(NamedTuple):
+    """The speed of a device: the seconds of matrix products, those of a collective on ICI and on DCN, and the bytes per
+    second of HBM and of the link to the host."""
+
+    products: Callable[[Mapping[str, float]], float]
+    network: Callable[[Collective], tuple[float, float]]
+    hbm_bandwidth: float
+    host_bandwidth: float
+
+
+class Times(NamedTuple):
+    """Seconds of a step: of the device's work and its HBM traffic, of all transfers over the network and to the host,
+    and those for which the device waits for them. The step takes device + exposed_network + exposed_host."""
+
+    device: float
+    network: float
+    host: float
+    exposed_network: float
+    exposed_host: float
+
+
+def follow(events: Iterable[Event], rates: Rates) -> Times:
+    """Returns the times of a schedule. In a loop, the first round is followed from the state of the links before it,
+    the others from free links; each waits at its end for the transfers that it started."""
+    clock = _Clock(rates)
+    clock.run(events)
+    waited, busy = clock.waited, clock.busy
+    return Times(clock.device, busy["network"], busy["host"], waited["network"], waited["host"])
+
+
+class _Clock:
+    def __init__(self, rates: Rates):
+        self.rates = rates
+        self.device = 0.0
+        self.waited = {"network": 0.0, "host": 0.0}
+        self.busy = {"network": 0.0, "host": 0.0}
+        self.free = {"ici": 0.0, "dcn": 0.0, "host": 0.0}  # when each link has served all transfers
+        self.behind = 0.0  # HBM seconds of what was started, until now
+        self.served = 0.0  # the part of them that HBM has served
+        self.unused = 0.0  # HBM seconds without any traffic
+        self.ends: dict[str, tuple[float, str, float]] = {}  # of the transfers in flight, with what is behind each
+
+    @property
+    def now(self) -> float:
+        return self.device + self.waited["network"] + self.waited["host"]
+
+    def run(self, events: Iterable[Event]) -> None:
+        """Follows events, then waits for the transfers that they started."""
+        before = list(self.ends)
+        for event in events:
+            if isinstance(event, Work):
+                hbm = event.hbm_bytes / self.rates.hbm_bandwidth
+                seconds = max(self.rates.products(event.matmul_flops), hbm)
+                self.device += seconds
+                self._leave(seconds - hbm)
+            elif isinstance(event, Start):
+                self._start(event)
+            elif isinstance(event, Done):
+                self._wait(event.key)
+            elif event.times:
+                self._repeat(event)
+        for key in [key for key in self.ends if key not in before]:
+            self._wait(key)
+
+    def _repeat(self, loop: Loop) -> None:
+        rest = loop.times
+        if max(self.free.values()) > self.now or self.behind > self.served:
+            self.run(loop.body)
+            rest -= 1
+        if rest:
+            other = _Clock(self.rates)
+            other.run(loop.body)
+            self.device += rest * other.device
+            self._leave(rest * other.unused)
+            for kind in self.busy:
+                self.waited[kind] += rest * other.waited[kind]
+                self.busy[kind] += rest * other.busy[kind]
+
+    def _start(self, start: Start) -> None:
+        self.behind += start.hbm_bytes / self.rates.hbm_bandwidth
+        ends = [(0.0, "host")]
+        for collective in start.collectives:
+            ici, dcn = self.rates.network(collective)
+            ends.append((self._serve("dcn", self._serve("ici", self.now, ici), dcn), "network"))
+        if start.host_bytes:
+            ends.append((self._serve("host", self.now, start.host_bytes / self.rates.host_bandwidth), "host"))
+        self.ends[start.key] = (*max(ends), self.behind)
+
+    def _serve(self, link: str, ready: float, seconds: float) -> float:
+        """Returns when a link has served a transfer that is ready at a time; 0 seconds: it does not use the link."""
+        if not seconds:
+            return ready
+        self.busy["host" if link == "host" else "network"] += seconds
+        self.free[link] = max(ready, self.free[link]) + seconds
+        return self.free[link]
+
+    def _wait(self, key: str) -> None:
+        end, kind, behind = self.ends.pop(key, (0.0, "host", 0.0))
+        waited = max(0.0, end - self.now)
+        self.waited[kind] += waited
+        self._leave(waited)
+        missing = max(0.0, behind - self.served)
+        self.device += missing
+        self.served += missing
+
+    def _leave(self, seconds: float) -> None:
+        """Lets HBM serve what was started, in seconds that nothing else uses."""
+        used = min(seconds, self.behind - self.served)
+        self.served += used
+        self.unused += seconds - used
