@@ -3,7 +3,7 @@
 Each space has at least 60 points of a tiny model. The plan runs without a limit on compilations; then every point that
 it did not compile is compiled, too. Checked are: the winner is that of all points; no point that a bound excluded as
 too large fits, and none excluded as worse is better; the memory of rows equals that of a separate train_compile.
-Programs are kept in FOLDER/SPACE.jsonl, so that the script can be interrupted. Needs libtpu; takes some minutes a space.
+Programs are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. Needs libtpu; takes some minutes a space.
 """
 
 import argparse
