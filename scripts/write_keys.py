@@ -25,11 +25,12 @@ class Config(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]: ...
     def as_configdict(self) -> ml_collections.ConfigDict: ...
 """
+_TAIL = "\nclass Values(Config): ...\n"
 
 
 def stub(schema: Schema) -> str:
     """Returns the content of the file."""
-    return _HEAD + "".join(f"    {key.name}: {_type(key)}\n" for key in sorted(schema.keys.values(), key=_name))
+    return _HEAD + "".join(f"    {key.name}: {_type(key)}\n" for key in sorted(schema.keys.values(), key=_name)) + _TAIL
 
 
 def _name(key: Key) -> str:

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Mapping
 
-from ml_collections import ConfigDict
-
 from trainer.config.capabilities.all_keys import CHECKS as OF_CAPABILITIES
 from trainer.config.capabilities.all_keys import paths_of
 from trainer.config.dump import to_flow
@@ -12,7 +10,7 @@ from trainer.config.effects import no_effect_of
 from trainer.config.errors import Unbuilt, shortened
 from trainer.config.family import facts_of
 from trainer.config.key_rows import Check, Place
-from trainer.config.keys import Config
+from trainer.config.keys import Config, Values
 from trainer.config.paths import path_problem
 
 
@@ -25,7 +23,7 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     facts = None if "decoder_block" in broken else facts_of(config)
     if facts and facts.fixes:
         where = {**where, **dict.fromkeys(facts.fixes, f"always so with decoder_block={config.decoder_block}")}
-        config = ConfigDict({**config, **facts.fixes})
+        config = Values({**config, **facts.fixes})
     for keys, check in (*CHECKS, *(facts.checks if facts else ())):
         if broken.isdisjoint(keys) and (problem := check(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in keys)

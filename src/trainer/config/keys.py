@@ -6,6 +6,19 @@ from typing import Any
 from ml_collections import FrozenConfigDict
 
 
+class Values(dict[str, Any]):
+    """A configuration that is not frozen: a dict whose keys are attributes, too. Making a ConfigDict takes 100 times as
+    long, because it lists all names of the class for each key."""
+
+    __setattr__ = dict.__setitem__
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class Config(FrozenConfigDict):
     """A FrozenConfigDict with comparisons in microseconds. JAX looks traces up by hashing and comparing the model's
     configuration; FrozenConfigDict copies both sides for a comparison, which takes 5 ms, and hashes them each time."""

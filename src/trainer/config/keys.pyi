@@ -415,3 +415,5 @@ class Config(Mapping[str, Any]):
     wsd_decay_steps_fraction: float
     wsd_decay_style: str
     z_loss_multiplier: float
+
+class Values(Config): ...

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import ml_collections
-
 from trainer.config.capabilities.context_keys import CHECKS as CONTEXT_CHECKS
 from trainer.config.capabilities.context_keys import splits_rows, token_order
 from trainer.config.capabilities.invariant_keys import split_on
@@ -18,7 +16,7 @@ from trainer.config.capabilities.windows import period
 from trainer.config.derived import FOLLOWS, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
-from trainer.config.keys import Config
+from trainer.config.keys import Config, Values
 from trainer.config.mesh_sizes import fill_mesh
 from trainer.config.numbers import around, divisors, multiples_around
 from trainer.config.rules import make_rules, with_lengths
@@ -37,13 +35,31 @@ def resolve(
 ) -> Config:
     """Returns the frozen configuration for `device_count` devices of `platform` (cpu, gpu or tpu).
 
+    See `resolved` for the arguments and errors.
+    """
+    values = resolved(
+        config, device_count=device_count, platform=platform, num_slices=num_slices, capability=capability
+    )
+    return Config(values)
+
+
+def resolved(
+    config: Mapping[str, Any],
+    *,
+    device_count: int,
+    platform: str,
+    num_slices: int | None = None,
+    capability: Capability | None = None,
+) -> Values:
+    """Returns the values of `resolve`, not frozen, in a fourth of the time: for checks of many configurations.
+
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
     lowest compute capability of GPUs of NVIDIA; None if it is not known.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
     """
-    values = ml_collections.ConfigDict({name: frozen(value) for name, value in config.items()}, type_safe=False)
+    values = Values({name: frozen(value) for name, value in config.items()})
     _fill(values, platform)
     mistakes = _other_hardware(values.hardware, platform)
     mesh_problems = fill_mesh(values, device_count, num_slices)
@@ -61,7 +77,7 @@ def resolve(
     mistakes += unsupported or _wrong_tiles(values)
     if mistakes:
         raise report(mistakes)
-    return Config(dict(values.items()))  # comparable with any other configuration
+    return values
 
 
 def _wrong_tiles(values: Config) -> list[str]:

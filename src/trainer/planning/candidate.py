@@ -29,13 +29,13 @@ class Candidate:
     def seconds(self) -> float | None:
         """Seconds of a step by the compiler's schedule; None without an estimate."""
         estimate = self.row["report"].get("estimate")
-        return (estimate.get("scheduled_seconds") or estimate["serial_seconds"]) if estimate else None
+        return estimate["scheduled_seconds"] if estimate else None
 
     @property
     def lower_bound(self) -> bool:
         """Whether a loop's unknown trip count makes `seconds` a lower bound, which cannot be ranked."""
         estimate = self.row["report"].get("estimate")
-        return bool(estimate and estimate.get("lower_bound"))
+        return bool(estimate and estimate["lower_bound"])
 
     @property
     def tokens_per_second(self) -> float:

@@ -10,8 +10,8 @@ import jax
 from trainer.aot.chips import Chip, chip_of
 from trainer.config.check import contradictions
 from trainer.config.errors import UserError, report
-from trainer.config.keys import Config
-from trainer.config.resolve import resolve
+from trainer.config.keys import Config, Values
+from trainer.config.resolve import resolved
 from trainer.planning.bounds import Bounds
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.compilation import words_of
@@ -83,6 +83,7 @@ class Search:
             )
         self.config, self.devices, self.chip, self.objective, self.limit = config, devices, chip, objective, limit
         self.journal, self._compile = journal, compile_words
+        self._given = dict(config.items())
         self.candidates: list[Candidate] = []
         self.refusals: dict[str, int] = {}  # why points were refused, with their number
         self.counts = Counts(points=space.size)
@@ -209,12 +210,12 @@ class Search:
                         yield _Family(points, [self._guesses.of(point) for point in points], len(points))
 
     def _value(self, changes: Changes, key: str) -> Any:
-        return changes[key] if key in changes else self.config[key]
+        return changes[key] if key in changes else self._given[key]
 
     def _network_refuses(self, mesh: Changes) -> str:
         """Returns why the network of the devices cannot form a mesh; "" if it can."""
         try:
-            make_mesh(Config(dict(self.config.items()) | dict(mesh)), self.devices)
+            make_mesh(Values({**self._given, **mesh}), self.devices)
         except UserError as error:
             return str(error).partition(":")[0]
         return ""
@@ -222,22 +223,22 @@ class Search:
     def _refusal(self, changes: Changes) -> str:
         """Returns why `trainer.train` refuses a point; "" if it does not."""
         try:
-            self._resolved(changes)
+            self._checked(changes)
         except UserError as error:
             return _reason(error)
         return ""
 
     def key(self, changes: Changes) -> str:
         """Returns the key of a point's program. Raises UserError if `trainer.train` refuses the point."""
-        config = self._resolved(changes)
+        config = Config(self._checked(changes))
         self._bounds.of(config)
         return program_key(config)
 
-    def _resolved(self, changes: Changes) -> Config:
-        values = dict(self.config.items()) | dict(changes)
-        if mistakes := contradictions(Config(values), dict.fromkeys(values, "plan"), set()):
+    def _checked(self, changes: Changes) -> Values:
+        values = Values({**self._given, **changes})
+        if mistakes := contradictions(values, dict.fromkeys(values, "plan"), set()):
             raise report(mistakes)
-        return resolve(values, **self._hardware)
+        return resolved(values, **self._hardware)
 
     def _refuse(self, reason: str, points: int = 1) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + points
@@ -247,7 +248,7 @@ class Search:
         """Returns the key of a point's program; None if the point is refused, or excluded by a bound."""
         changes = family.points[index]
         try:
-            config = self._resolved(changes)
+            config = Config(self._checked(changes))
             bound = self._bounds.of(config)
         except UserError as error:
             self._refuse(_reason(error))
