@@ -1,0 +1,1 @@
+"""The plan: which configuration fits its devices and is fastest."""
