@@ -92,17 +92,28 @@ class _State(NamedTuple):
 
 
 class _Loops(NamedTuple):
-    """What the loops over layers do, over all devices together.
+    """What the loops over layers do, one for each stack of layers, over all devices together.
 
     Attributes:
-      kept: bytes that they keep for the backward pass, per row of a microbatch.
-      gradients: bytes of the gradients that the backward loops stack.
-      flops: FLOPs of matrix products, per row.
+      kept: bytes that each loop keeps for the backward pass, per row of a microbatch, in the order of the forward pass.
+      gradients: bytes of the gradients that its backward loop stacks.
+      flops: FLOPs of matrix products of all loops, per row.
     """
 
-    kept: float = 0.0
-    gradients: int = 0
+    kept: tuple[float, ...] = ()
+    gradients: tuple[int, ...] = ()
     flops: float = 0.0
+
+    def live(self, rows: int, microbatches: int) -> float:
+        """Returns the most bytes that live when a backward loop begins: what this loop and earlier ones kept, its own
+        gradients, and those of later ones, unless they are added to the sums over microbatches first."""
+        return max(
+            (
+                rows * sum(self.kept[: i + 1]) + sum(self.gradients[i : i + 1 if microbatches > 1 else None])
+                for i in range(len(self.kept))
+            ),
+            default=0.0,
+        )
 
 
 class Bounds:
@@ -128,7 +139,7 @@ class Bounds:
           (`training.step`), so the whole old state lives until the backward pass ends;
         - what the loops keep for the backward pass (`_loops_of`);
         - the gradients that the backward loops stack: a loop's results take their whole size from its first turn, when
-          everything that the forward loop kept still lives;
+          everything that the forward loop kept still lives (`_Loops.live`);
         - with several microbatches, the float32 sums of gradients.
         A TPU may hold a part of the last three, `_ON_CHIP`, in memories beside HBM. Arrays are counted as sharded over
         all devices. Pipelines, DiLoCo and unrolled layers have no loops that the bound counts. Logits are not counted:
@@ -144,8 +155,9 @@ class Bounds:
         state = self._state(resolved)
         loops = self._of_loops(resolved)
         arguments = state.constant + math.floor(state.row * global_batch_rows(resolved))
-        temporary = (loops.kept * microbatch_rows(resolved) + loops.gradients) / len(self._devices)
-        if resolved.gradient_accumulation_steps > 1:
+        microbatches = resolved.gradient_accumulation_steps
+        temporary = loops.live(microbatch_rows(resolved), microbatches) / len(self._devices)
+        if microbatches > 1:
             temporary += state.sums
         if self._devices[0].platform == "tpu":
             temporary = max(0, temporary - _ON_CHIP)
@@ -276,7 +288,8 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
     A forward loop that a backward loop (a reversed scan) follows directly writes the arrays that the backward loop
     reads, each as one buffer for all turns: a compiler reorders and fuses within a loop's body, but it neither
     recomputes nor shrinks what a loop returns. Counted are arrays with the axes [L, B, T, ...] or [L, B T, ...] in
-    device memory, so the bytes are proportional to the rows. Arrays with equal sources count once, because a compiler
+    device memory, so the bytes are proportional to the rows. Gradients count only of loops with such arrays: those over
+    layers, not those over tiles of the vocabulary. Arrays with equal sources count once, because a compiler
     merges equal computations, and only with sources that it cannot recompute from other arrays: the loop's input, a
     matrix product, or a tensor that a policy names. All but the loop's input count as bfloat16 at most, as a TPU's
     compiler narrows arrays that only products read.
@@ -288,32 +301,37 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
     """
     rows, length = microbatch_rows(config), config.max_target_length
     most = 2 if _narrows(config) else 4
-    kept, gradients, flops = 0.0, 0, 0.0
+    kept, gradients, flops = list[float](), list[int](), 0.0
     for forward, backward, times in _pairs(jaxpr, 1):
-        kept += _kept(forward, backward, rows, length)
-        stacked = backward.outvars[backward.params["num_carry"] :]
-        entries = [(math.prod(v.aval.shape), v.aval.dtype) for v in stacked]
-        gradients += sum(n * min(most, of.itemsize) for n, of in entries if jnp.issubdtype(of, jnp.floating))
         for loop in (forward, backward):
             inside = _flops(loop.params["jaxpr"].jaxpr, rows, length)
             flops += inside * loop.params["length"] * times / config.gradient_accumulation_steps
-    return _Loops(kept / rows, gradients, flops / rows)
+        if found := _kept(forward, backward, rows, length):
+            kept.append(found / rows)
+            arrays = [v.aval for v in _stacked_outputs(backward) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            gradients.append(sum(array.size * min(most, array.dtype.itemsize) for array in arrays))
+    return _Loops(tuple(kept), tuple(gradients), flops / rows)
 
 
 def _pairs(jaxpr: Any, times: int) -> Iterator[tuple[Any, Any, int]]:
-    """Yields each forward loop with its backward loop, and how often both run."""
+    """Yields each forward loop with its backward loop, in the order of the forward pass, and how often both run."""
     loops = [it for it in jaxpr.eqns if it.primitive is scan_p and it.params["length"] > 1]
-    for backward in loops:
-        if backward.params["reverse"]:
-            read = {v for v in _stacked_inputs(backward) if not isinstance(v, Literal)}
-            for forward in loops:
-                if not forward.params["reverse"] and read.intersection(_stacked_outputs(forward)):
-                    yield forward, backward, times
+    backward = [loop for loop in loops if loop.params["reverse"]]
+    for forward in loops:
+        written = set(_stacked_outputs(forward))
+        found = next((loop for loop in backward if written.intersection(_variables(_stacked_inputs(loop)))), None)
+        if found and not forward.params["reverse"]:
+            backward.remove(found)
+            yield forward, found, times
     for equation in jaxpr.eqns:
         turns = equation.params["length"] if equation.primitive is scan_p else 1
         if equation.primitive is scan_p or equation.primitive.name in ("jit", "pjit", "closed_call"):
             for inner in jaxprs_in_params(equation.params):
                 yield from _pairs(inner, times * turns)
+
+
+def _variables(values: Sequence[Any]) -> set[Any]:
+    return {value for value in values if not isinstance(value, Literal)}
 
 
 def _stacked_inputs(loop: Any) -> Sequence[Any]:
@@ -326,7 +344,7 @@ def _stacked_outputs(loop: Any) -> Sequence[Any]:
 
 def _kept(forward: Any, backward: Any, rows: int, length: int) -> float:
     """Returns the bytes over all devices that `backward` reads of what `forward` stacks, see `_loops_of`."""
-    read = {v for v in _stacked_inputs(backward) if not isinstance(v, Literal)}
+    read = _variables(_stacked_inputs(backward))
     body, first = forward.params["jaxpr"].jaxpr, forward.params["num_consts"]
     carried = {(v,) for v in body.invars[first : first + forward.params["num_carry"]]}
     sizes: dict[Any, int] = {}

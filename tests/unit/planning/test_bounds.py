@@ -73,7 +73,7 @@ def test_other_rows_tiles_and_meshes_use_what_is_known(monkeypatch):
 def test_only_what_a_memory_of_the_chip_may_hold_is_left_out(platform, monkeypatch):
     """The devices of a TPU, as far as `Bounds` reads them: the compiler may place 160 MiB in memories beside HBM."""
     bounds = Bounds(jax.devices())
-    state, loops = module._State(100, 1.0, 0, 40, True), module._Loops(kept=8e9, gradients=800)
+    state, loops = module._State(100, 1.0, 0, 40, True), module._Loops(kept=(2e9, 6e9), gradients=(300, 800))
     monkeypatch.setattr(bounds, "_state", lambda config: state)
     monkeypatch.setattr(bounds, "_of_loops", lambda config: loops)
     monkeypatch.setattr(bounds, "_devices", [_Device(platform)] * 8)
@@ -82,6 +82,12 @@ def test_only_what_a_memory_of_the_chip_may_hold_is_left_out(platform, monkeypat
     found = bounds.of(given(per_device_batch_size=2, gradient_accumulation_steps=2))
     beside = 160 * 2**20 if platform == "tpu" else 0
     assert found[:2] == (132, 132 + 16 * 10**9 + 100 + 40 - beside)
+
+
+def test_a_loop_begins_while_the_gradients_of_later_ones_live():
+    loops = module._Loops(kept=(10.0, 1.0), gradients=(7, 2))
+    assert (loops.live(2, 1), loops.live(2, 3)) == (20 + 7 + 2, 20 + 7)
+    assert module._Loops(kept=(10.0, 4.0), gradients=(7, 2)).live(2, 3) == 28 + 2
 
 
 class _Device:
