@@ -34,7 +34,7 @@ def _add(jaxpr: Any, found: dict[str, int], lanes: int, times: int, again: bool,
     loose = []
     for equation in jaxpr.eqns:
         kind, params = equation.primitive, equation.params
-        if kind is sharding_constraint_p:
+        if kind is sharding_constraint_p and not local:
             shape = equation.outvars[0].aval.shape
             shards[shape] = params["sharding"].shard_shape(shape)
         elif kind is name_p and again:

@@ -55,6 +55,7 @@ def counted(devices=1, **keys):
         {"gradient_accumulation_steps": 2},
         {"devices": 4, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
         {"devices": 2, "ici_fsdp_parallelism": 1, "ici_context_parallelism": 2, "attention": "blockwise"},
+        {"devices": 4, "ici_fsdp_parallelism": 4, "num_vocab_tiling": 2},
     ],
     ids=" ".join,
 )
